@@ -1,0 +1,56 @@
+"""Contributor's entry point: `nox` runs everything that CI runs, each part in an environment of its own.
+
+torch is installed alone and first: a plain `torch` would pull gigabytes of CUDA packages on a machine without a GPU.
+"""
+
+import nox
+
+nox.needs_version = ">=2026.1"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "tests"]
+
+TORCH = "torch==2.13.0"
+
+
+def install_core(session: nox.Session, *groups: str) -> None:
+    """torch, the package itself, and the named dependency groups of pyproject.toml."""
+    session.install(TORCH)
+    session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), *groups))
+
+
+@nox.session(python="3.11")
+def lint(session: nox.Session) -> None:
+    """Format, lint, types and the dependency rule."""
+    install_core(session, "lint")
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+    session.run("pyright")
+    session.run("lint-imports")
+
+
+@nox.session(python="3.11")
+def tests(session: nox.Session) -> None:
+    """The tests, then once more the quick ones with every shape annotation checked at run time."""
+    install_core(session, "test")
+    if not session.posargs:
+        session.run("pytest", "-q", "-m", "not slow and not compiled", "--no-header", *SHAPES)
+    session.run("pytest", "-n", "2", *session.posargs)
+
+
+# Decorated functions cannot be compiled whole, so shapes are checked in a run of their own.
+SHAPES = ("--jaxtyping-packages=trustrl,beartype.beartype",)
+
+
+@nox.session(python="3.11")
+def mutation(session: nox.Session) -> None:
+    """Mutation testing on a seeded sample; about 40 minutes, not part of CI. See docs/mutation.md."""
+    install_core(session, "test")
+    session.run("python", "tools/mutate.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def cost(session: nox.Session) -> None:
+    """What a region costs beside PPO-clip's plain loss."""
+    install_core(session)
+    session.run("python", "benchmarks/region_cost.py", *session.posargs)

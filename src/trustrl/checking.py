@@ -1,0 +1,89 @@
+"""A look at the values themselves, for start-up and for whoever is on call. It waits for the device."""
+
+import torch
+from torch import Tensor
+
+from trustrl.config.axes import Region
+from trustrl.errors import NonFiniteError, RecordError
+from trustrl.records import PolicyTokens, RolloutTokens, check_pair
+from trustrl.tokens import LARGEST_LOGP, require
+
+SAME_TOKEN = 0.05
+"""How many nats a sampled token's own log-prob may differ from the top-K's entry for the same id."""
+
+
+def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = None) -> None:
+    """Raises on values that cannot be right at tokens in the loss, all of them named at once.
+
+    Raises:
+        NonFiniteError: NaN, infinite, or log-probs above 0.
+        RecordError: repeated or negative ids, or a top-K that contradicts the sampled token's own log-prob.
+        MissingDataError: with a region, what it needs and the records lack.
+    """
+    check_pair(policy, rollout)
+    if region is not None:
+        require(policy, rollout, region.needs())
+    in_loss = rollout.in_loss
+    wrong = []
+    logps = {
+        "PolicyTokens.logp": policy.logp,
+        "PolicyTokens.topk_logp": policy.topk_logp,
+        "RolloutTokens.behavior_logp": rollout.behavior_logp,
+        "RolloutTokens.proximal_logp": rollout.proximal_logp,
+        "RolloutTokens.reference_logp": rollout.reference_logp,
+    }
+    for name, x in logps.items():
+        if x is not None:
+            bad = ~(x.isfinite() & (x <= LARGEST_LOGP))
+            if name == "PolicyTokens.topk_logp" and rollout.topk is not None:
+                bad = bad & rollout.topk.valid
+            wrong += _describe(name, bad, in_loss, "finite and at most 0")
+    if rollout.topk is not None:
+        bad = rollout.topk.valid & ~(rollout.topk.logp <= LARGEST_LOGP)
+        wrong += _describe("RolloutTokens.topk.logp", bad, in_loss, "finite and at most 0")
+    advantage = rollout.advantage
+    if in_loss.ndim == 2:
+        advantage = (
+            advantage.reshape(in_loss.shape[0], -1).expand(in_loss.shape) if in_loss.numel() else in_loss.float()
+        )
+    wrong += _describe("RolloutTokens.advantage", ~advantage.isfinite(), in_loss, "finite")
+    if wrong:
+        raise NonFiniteError(" ".join(wrong) + " In the loss these tokens would be dropped and counted.")
+    _check_ids(rollout)
+
+
+def _describe(name: str, bad: Tensor, in_loss: Tensor, rule: str) -> list[str]:
+    while bad.ndim > in_loss.ndim:
+        bad = bad.any(-1)
+    bad = bad & in_loss
+    count = int(bad.sum())
+    if not count:
+        return []
+    where = tuple(bad.nonzero()[0].tolist())
+    return [f"{name} must be {rule} at tokens in the loss, got {count} that are not, the first at {where}."]
+
+
+def _check_ids(rollout: RolloutTokens) -> None:
+    token, topk = rollout.token_ids, rollout.topk
+    if token is not None and bool(((token < 0) & rollout.in_loss).any()):
+        raise RecordError(
+            "RolloutTokens.token_ids must be ≥ 0 at tokens in the loss, got a negative id. Mask padding out of in_loss."
+        )
+    if topk is None:
+        return
+    ordered = topk.ids.sort(dim=-1).values
+    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0) & rollout.in_loss.unsqueeze(-1)).any()):
+        raise RecordError(
+            "RolloutTokens.topk.ids must be distinct per token, got a repeated id. Mark empty columns with -1."
+        )
+    anchor = rollout.behavior_logp if topk.of == "behavior" else rollout.proximal_logp
+    if token is None or anchor is None:
+        return
+    same = topk.valid & (topk.ids == token.unsqueeze(-1)) & rollout.in_loss.unsqueeze(-1)
+    gap = torch.where(same, (topk.logp - anchor.unsqueeze(-1)).abs(), 0.0)
+    if bool((gap > SAME_TOKEN).any()):
+        raise RecordError(
+            f"RolloutTokens.{topk.of}_logp must agree with the top-K's entry for the same id, got a difference of "
+            f"{float(gap.max()):.3f} nats. Engines that are asked for K log-probs may put the most probable token "
+            "first, not the sampled one: look the sampled id up."
+        )

@@ -1,0 +1,1 @@
+"""What a user may choose: frozen settings objects that check themselves and need no torch."""

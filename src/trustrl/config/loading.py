@@ -1,0 +1,91 @@
+"""Settings from plain dictionaries and back, so that they travel through TOML, JSON and command lines.
+
+Every settings object is `{"kind": <its kind>, <field>: <value>, ...}`; nested objects are nested dictionaries.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from trustrl.config.axes import PrefixBudget
+from trustrl.config.regions import REGIONS
+from trustrl.config.statistics import STATISTICS, settings_of
+from trustrl.config.terms import (
+    MIS,
+    TIS,
+    EntropyBonus,
+    FixedLength,
+    IcePop,
+    KLPenalty,
+    SequenceMeanTokenMean,
+    SequenceMeanTokenSum,
+    TokenMean,
+    TokenSum,
+)
+from trustrl.errors import ConfigError
+from trustrl.registry import Registry, nearest
+
+KINDS: Registry[type] = Registry("settings kind")
+"""Every settings class by its `kind`; a third party's region joins when it is registered."""
+
+_OTHERS = (
+    PrefixBudget, TIS, IcePop, MIS, KLPenalty, EntropyBonus,
+    TokenSum, TokenMean, SequenceMeanTokenMean, SequenceMeanTokenSum, FixedLength,
+)  # fmt: skip
+for _class in (*REGIONS, *STATISTICS, *_OTHERS):
+    KINDS.register(_class.kind)(_class)
+
+
+def config_from_dict(data: Mapping[str, Any]) -> Any:
+    """The settings object a plain dictionary describes.
+
+    Raises:
+        ConfigError: `kind` is missing, or a key or value does not fit its class.
+        UnknownNameError: no settings are registered under this `kind`.
+
+    Example:
+        >>> config_from_dict({"kind": "dppo", "divergence": {"kind": "binary-tv", "max_increase": 0.2}}).kind
+        'dppo'
+    """
+    if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
+        raise ConfigError(
+            f"Settings must be a dictionary with a 'kind', got {data!r}. Known kinds: {', '.join(sorted(KINDS))}."
+        )
+    settings_class: Any = KINDS[data["kind"]]
+    known = {field.name: field for field in fields(settings_class)}
+    given = {key: value for key, value in data.items() if key != "kind"}
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{data['kind']} has no setting {key!r}.{nearest(str(key), list(known))} "
+                f"It has: {', '.join(known) or 'none'}."
+            )
+    missing = [
+        name
+        for name, field in known.items()
+        if name not in given and field.default is MISSING and field.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(
+            f"{data['kind']} must be given {', '.join(missing)}: there is no default that is right everywhere."
+        )
+    return settings_class(**{key: _value(value) for key, value in given.items()})
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return config_from_dict(value)
+    return math.inf if value == "inf" else value  # JSON has no infinity
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """The plain dictionary `config_from_dict` reads back to an equal object."""
+    if not is_dataclass(config) or isinstance(config, type):
+        raise ConfigError(f"Settings must be one of trustrl's settings objects, got {config!r}.")
+    plain: dict[str, Any] = {"kind": type(config).kind}  # type: ignore[attr-defined]
+    for name, value in settings_of(config).items():
+        if is_dataclass(value) and not isinstance(value, type):
+            value = config_to_dict(value)
+        plain[name] = "inf" if value == math.inf else value
+    return plain

@@ -1,0 +1,207 @@
+"""How far a token has moved, and how far it may: the statistic and its bounds in one object.
+
+The bounds travel with their unit, so a probability gap can never be read as a ratio or as nats.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from trustrl.config import checks
+
+Anchor = Literal["behavior", "proximal"]
+ANCHORS: tuple[str, ...] = ("behavior", "proximal")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Statistic:
+    """Base of every statistic: two bounds in the statistic's own unit, strict (a token *at* the bound is inside)."""
+
+    kind: ClassVar[str]
+    unit: ClassVar[str]
+    default_bound: ClassVar[float]
+    largest_bound: ClassVar[float] = math.inf
+    advice: ClassVar[str] = ""
+
+    max_increase: float | None = None
+    """Bound where the policy gives the token more probability than the anchor (r > 1). One bound given sets both."""
+
+    max_decrease: float | None = None
+    """Bound where it gives less (r < 1). `math.inf` switches a side off."""
+
+    def __post_init__(self) -> None:
+        increase, decrease = self.max_increase, self.max_decrease
+        if increase is None:
+            increase = self.default_bound if decrease is None else decrease
+        if decrease is None:
+            decrease = increase
+        for name, value in (("max_increase", increase), ("max_decrease", decrease)):
+            # Infinity always means "this side is off"; only finite bounds have a largest sensible value.
+            high = math.inf if value == math.inf else self.largest_bound
+            where = f"{self.kind}.{name}"
+            object.__setattr__(
+                self, name, checks.real(where, value, rule=self.unit, low=0.0, high=high, advice=self.advice)
+            )
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """(max_decrease, max_increase), resolved."""
+        assert self.max_decrease is not None  # __post_init__ has set both
+        assert self.max_increase is not None
+        return self.max_decrease, self.max_increase
+
+
+_RATIO_ADVICE = "A PPO ratio bound such as 1.2 belongs to `ppo`, written as the distance from 1: 0.2."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio(Statistic):
+    """D = |r − 1|, r = π/b: PPO's statistic. It bounds no divergence."""
+
+    kind: ClassVar[str] = "ratio"
+    unit: ClassVar[str] = "a distance of the ratio from 1, > 0"
+    default_bound: ClassVar[float] = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRatio(Statistic):
+    """D = |s − 1|, s = exp(mean over the sequence of log r): GSPO's statistic."""
+
+    kind: ClassVar[str] = "sequence-ratio"
+    unit: ClassVar[str] = "a distance of the sequence's mean ratio from 1, > 0"
+    default_bound: ClassVar[float] = 4e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledK2(Statistic):
+    """D = ½ log² r, from the sampled token alone."""
+
+    kind: ClassVar[str] = "sampled-k2"
+    unit: ClassVar[str] = "nats, > 0"
+    default_bound: ClassVar[float] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledK3(Statistic):
+    """D = r − 1 − log r, from the sampled token alone; unbiased for KL(b‖π) when the token was drawn from b."""
+
+    kind: ClassVar[str] = "sampled-k3"
+    unit: ClassVar[str] = "nats, > 0"
+    default_bound: ClassVar[float] = 0.001
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence(Statistic):
+    """A statistic with a certified interval: the true divergence lies between its two ends."""
+
+    act_on: Literal["lower", "upper"] = "lower"
+    """Which end is held against the bound: the lower one (the paper) or the upper one (cautious)."""
+
+    def __post_init__(self) -> None:
+        # Named explicitly: a slotted dataclass is a new class, so a bare super() would point at the discarded one.
+        Statistic.__post_init__(self)
+        checks.one_of(f"{self.kind}.act_on", self.act_on, ("lower", "upper"))
+
+
+_TV_UNIT = "a probability gap in (0, 1]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BinaryTV(Divergence):
+    """D = |b − π| of the sampled token. arXiv:2602.04879, eq. 13."""
+
+    kind: ClassVar[str] = "binary-tv"
+    unit: ClassVar[str] = _TV_UNIT
+    default_bound: ClassVar[float] = 0.15
+    largest_bound: ClassVar[float] = 1.0
+    advice: ClassVar[str] = _RATIO_ADVICE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BinaryKL(Divergence):
+    """KL between "the sampled token" and "any other", anchor first. arXiv:2602.04879, eq. 14."""
+
+    kind: ClassVar[str] = "binary-kl"
+    unit: ClassVar[str] = "nats, > 0"
+    default_bound: ClassVar[float] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SymmetricBinaryKL(Divergence):
+    """max(KL_bin(b‖π), KL_bin(π‖b)): the statistic of KPop."""
+
+    kind: ClassVar[str] = "symmetric-binary-kl"
+    unit: ClassVar[str] = "nats, > 0"
+    default_bound: ClassVar[float] = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TopK(Divergence):
+    k: int = 20
+    """How many of the anchor's most probable ids are compared one by one; the rest is one bucket."""
+
+    def __post_init__(self) -> None:
+        Divergence.__post_init__(self)
+        checks.whole(
+            f"{self.kind}.k", self.k, low=1, advice="k = 0 is the binary divergence: use binary-tv or binary-kl."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopKTV(_TopK):
+    """TV over the anchor's top K, the sampled token, and one bucket for the rest. arXiv:2602.04879, eq. 15."""
+
+    kind: ClassVar[str] = "topk-tv"
+    unit: ClassVar[str] = _TV_UNIT
+    default_bound: ClassVar[float] = 0.15
+    largest_bound: ClassVar[float] = 1.0
+    advice: ClassVar[str] = _RATIO_ADVICE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopKKL(_TopK):
+    """KL over the anchor's top K, the sampled token, and one bucket for the rest. arXiv:2602.04879, eq. 16."""
+
+    kind: ClassVar[str] = "topk-kl"
+    unit: ClassVar[str] = "nats, > 0"
+    default_bound: ClassVar[float] = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullTV(Divergence):
+    """TV over the whole vocabulary: the truth the others approximate."""
+
+    kind: ClassVar[str] = "full-tv"
+    unit: ClassVar[str] = _TV_UNIT
+    default_bound: ClassVar[float] = 0.15
+    largest_bound: ClassVar[float] = 1.0
+    advice: ClassVar[str] = _RATIO_ADVICE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullKL(Divergence):
+    """KL(b‖π) over the whole vocabulary."""
+
+    kind: ClassVar[str] = "full-kl"
+    unit: ClassVar[str] = "nats, > 0"
+    default_bound: ClassVar[float] = 0.05
+
+
+STATISTICS: tuple[type[Statistic], ...] = (
+    Ratio,
+    SequenceRatio,
+    SampledK2,
+    SampledK3,
+    BinaryTV,
+    BinaryKL,
+    SymmetricBinaryKL,
+    TopKTV,
+    TopKKL,
+    FullTV,
+    FullKL,
+)
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The fields of a settings object by name, in order."""
+    return {field.name: getattr(config, field.name) for field in fields(config)}

@@ -1,0 +1,277 @@
+"""What happened to the tokens, as numbers that merge across micro-batches, ranks and steps.
+
+Nothing here is a mean: sums add, extremes take the extreme, histograms add bin by bin, and `rates` divides at the very
+end. One call costs a few dozen reductions over the tokens and no device synchronisation; what crosses ranks is two
+vectors of fixed length (see `Sums.flat`), whatever the number of tokens.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from trustrl.errors import NonFiniteError, RecordError
+from trustrl.metrics import (
+    FIRST_BIN,
+    HALF,
+    MANTISSA_BITS,
+    METRICS,
+    NUM_BINS,
+    PROBABILITY_EDGES,
+    STALENESS_EDGES,
+    Totals,
+)
+from trustrl.records import PolicyTokens, RolloutTokens
+from trustrl.regions.decision import Decision
+from trustrl.tokens import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Totals over some tokens. `a + b` are the totals over both."""
+
+    added: dict[str, Tensor]
+    """Sums and histograms: they add."""
+
+    highest: dict[str, Tensor]
+    """Maxima; minima are here too, negated, so that one reduction serves both."""
+
+    def __add__(self, other: "Sums") -> "Sums":
+        """Merges; a name that only one side has is kept as it is."""
+        added = {name: _either(self.added, other.added, name, torch.add) for name in self.added | other.added}
+        highest = {
+            name: _either(self.highest, other.highest, name, torch.maximum) for name in self.highest | other.highest
+        }
+        return Sums(added, highest)
+
+    def flat(self) -> tuple[Float[Tensor, " a"], Float[Tensor, " h"]]:
+        """Two vectors for collectives: all-reduce the first with SUM and the second with MAX, then `unflat`."""
+        return _flatten(self.added), _flatten(self.highest)
+
+    def unflat(self, added: Float[Tensor, " a"], highest: Float[Tensor, " h"]) -> "Sums":
+        """Sums of this layout from vectors of `flat`'s form."""
+        return Sums(_unflatten(self.added, added), _unflatten(self.highest, highest))
+
+
+def _either(a: dict[str, Tensor], b: dict[str, Tensor], name: str, merge: Any) -> Tensor:
+    if name not in a or name not in b:
+        return a.get(name, b.get(name))  # type: ignore[return-value]
+    return merge(a[name], b[name])
+
+
+def _flatten(parts: dict[str, Tensor]) -> Tensor:
+    return torch.cat([parts[name].reshape(-1) for name in sorted(parts)])
+
+
+def _unflatten(layout: dict[str, Tensor], vector: Tensor) -> dict[str, Tensor]:
+    sizes = {name: layout[name].numel() for name in sorted(layout)}
+    if vector.numel() != sum(sizes.values()):
+        raise RecordError(
+            f"The vector must have {sum(sizes.values())} entries, got {vector.numel()}. Ranks must use the same region."
+        )
+    parts = vector.split(list(sizes.values()))
+    return {name: part.reshape(layout[name].shape) for name, part in zip(sizes, parts, strict=True)}
+
+
+def merge(sums: Iterable[Sums]) -> Sums:
+    """The totals over all of them.
+
+    Raises:
+        RecordError: there is nothing to merge.
+    """
+    total: Sums | None = None
+    for part in sums:
+        total = part if total is None else total + part
+    if total is None:
+        raise RecordError("merge must be given at least one Sums, got none.")
+    return total
+
+
+def collect(
+    tokens: Tokens,
+    decision: Decision,
+    overflow: Tensor,
+    policy: PolicyTokens,
+    rollout: RolloutTokens,
+    terms: dict[str, Tensor],
+) -> Sums:
+    """Everything `rates` may be asked for, from one micro-batch."""
+    used = tokens.usable & ~overflow
+    on = used.to(tokens.log_ratio.dtype)
+    # Added to a value before a maximum: a token that does not count can never be the largest.
+    unless_used = torch.where(used, 0.0, -torch.inf).to(on.dtype)
+    added: dict[str, Tensor] = {}
+    highest: dict[str, Tensor] = {}
+
+    def total(name: str, x: Tensor) -> None:
+        # A dot product, because that is what costs least: x must be finite everywhere.
+        counts = x.dtype == torch.bool
+        added[name] = torch.count_nonzero(used & x).to(on.dtype) if counts else torch.dot(on, x.to(on.dtype))
+
+    def extremes(name: str, x: Tensor) -> None:
+        highest[f"max/{name}"] = _max(unless_used + x)
+        highest[f"min/{name}"] = _max(unless_used - x)
+
+    added["tokens"] = torch.count_nonzero(tokens.in_loss).to(on.dtype)
+    added["used"] = torch.count_nonzero(used).to(on.dtype)
+    if tokens.sequences is not None:
+        present = torch.zeros(tokens.sequences.num, dtype=on.dtype, device=on.device)
+        present = present.scatter_reduce(0, tokens.sequences.of_token, tokens.in_loss.to(on.dtype), "amax")
+        added["sequences"] = present.sum()
+    for name, count in tokens.faults.items():
+        added[f"fault/{name}"] = count
+    added["fault/overflow"] = torch.count_nonzero(overflow).to(on.dtype)
+    for name, term in terms.items():
+        added[f"loss/{name}"] = term.to(on.dtype)
+
+    signed = tokens.advantage != 0
+    stopped = ~decision.keep & signed
+    total("signed", signed)
+    total("stopped", stopped)
+    total("stopped/increase", stopped & (tokens.log_ratio > 0))
+    total("stopped/decrease", stopped & (tokens.log_ratio < 0))
+
+    anchor = torch.exp(tokens.log_anchor)
+    gap = torch.exp(tokens.log_policy) - anchor
+    moved = gap.abs()
+    total("gap", gap)
+    total("gap/abs", moved)
+    total("bad_updates", (tokens.advantage < 0) & (gap <= -0.5))
+    extremes("gap", gap)
+
+    # A ratio's square leaves float64 at e^355; the extremes carry the true size of anything larger.
+    log_ratio = tokens.log_ratio.clamp(-300.0, 300.0)
+    ratio = torch.exp(log_ratio)
+    total("ratio", ratio)
+    total("ratio/square", ratio.square())
+    total("weight", torch.where(used, decision.weight, 0.0))
+    total("log_ratio", log_ratio)
+    total("log_ratio/square", log_ratio.square())
+    extremes("log_ratio", tokens.log_ratio)
+    histograms = {"gap": gap, "log_ratio": tokens.log_ratio}
+
+    if decision.divergence is not None:
+        histograms |= _divergence_totals(decision, tokens, total, extremes)
+    if tokens.cells is not None:
+        total("tail/anchor", torch.where(used, tokens.cells.anchor_tail, 0.0))
+        total("tail/policy", torch.where(used, tokens.cells.policy_tail, 0.0))
+    if tokens.log_mismatch is not None:
+        total("mismatch", torch.exp(tokens.log_mismatch.clamp(-300.0, 300.0)))
+        total("mismatch/abs", tokens.log_mismatch.abs())
+        extremes("mismatch", tokens.log_mismatch)
+    if policy.entropy is not None:
+        entropy = policy.entropy.detach().reshape(-1).to(on.dtype)
+        entropy = torch.where(used & entropy.isfinite(), entropy, 0.0)
+        total("entropy", entropy)
+        total("entropy/stopped", torch.where(stopped, entropy, 0.0))
+    for name, x in decision.extra.items():
+        total(f"extra/{name}", x if x.dtype == torch.bool else torch.where(used, x, 0.0))
+
+    counts = torch.stack([on, (used & stopped).to(on.dtype), on * moved], dim=-1)
+    added["by_probability"] = _binned(anchor, PROBABILITY_EDGES, counts)
+    if rollout.version is not None and policy.version is not None:
+        staleness = (policy.version - rollout.version.reshape(-1)).to(on.dtype)
+        added["by_staleness"] = _binned(staleness, STALENESS_EDGES, counts)
+    added |= {f"histogram/{name}": histogram(x, on) for name, x in histograms.items()}
+    return Sums(added, highest)
+
+
+def _divergence_totals(decision: Decision, tokens: Tokens, total: Any, extremes: Any) -> dict[str, Tensor]:
+    """Both ends of the interval, and how often the threshold lies between them."""
+    assert decision.divergence is not None
+    lower, upper = decision.divergence
+    total("divergence", torch.nan_to_num(lower, posinf=0.0))
+    total("divergence/infinite", lower == torch.inf)
+    extremes("divergence", lower)
+    found = {"divergence": lower}
+    if upper is not lower:
+        total("divergence/upper", torch.nan_to_num(upper, posinf=0.0))
+        total("divergence/upper_finite", upper < torch.inf)
+        found["divergence_upper"] = upper
+    if decision.max_increase is not None and decision.max_decrease is not None:
+        bound = torch.where(tokens.log_ratio > 0, decision.max_increase, decision.max_decrease)
+        total("undecided", (lower <= bound) & (bound < upper))
+    return found
+
+
+def _max(x: Tensor) -> Tensor:
+    return x.amax() if x.numel() else x.new_full((), -torch.inf)
+
+
+def _binned(x: Tensor, edges: tuple[float, ...], counts: Float[Tensor, "n f"]) -> Float[Tensor, "bins f"]:
+    """Σ of each count over each bin of x; the bins are [−inf, e₀), [e₀, e₁), …, [e_last, inf)."""
+    at_least = torch.tensor(edges, dtype=x.dtype, device=x.device).unsqueeze(-1)
+    reached = (x.unsqueeze(0) >= at_least).to(counts.dtype) @ counts
+    everything = counts.sum(0, keepdim=True)
+    above = torch.cat([everything, reached, torch.zeros_like(everything)])
+    return above[:-1] - above[1:]
+
+
+def bin_of(x: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Which histogram bin a number falls into; HALF is the one around 0.
+
+    The leading bits of a float32, its exponent and three bits of its mantissa, already are a logarithmic scale.
+    """
+    leading = x.abs().to(torch.float32).view(torch.int32) >> (23 - MANTISSA_BITS)
+    step = (leading - FIRST_BIN).clamp(0, HALF)
+    return HALF + torch.sign(x).to(torch.int32) * step
+
+
+def histogram(x: Float[Tensor, " n"], on: Float[Tensor, " n"]) -> Float[Tensor, " bins"]:
+    """How many of the tokens that count (on = 1) fall into each bin."""
+    return torch.zeros(NUM_BINS, dtype=on.dtype, device=on.device).scatter_add(0, bin_of(x).long(), on)
+
+
+def rates(sums: Sums) -> dict[str, float]:
+    """Named metrics from totals; the only place that waits for the device.
+
+    Add sums over micro-batches and ranks *before* asking: rates of parts do not average to the rate of the whole.
+
+    Returns:
+        `trustrl/<name>` → value, for every metric the totals suffice for. See `trustrl.metrics.METRICS`.
+    """
+    totals = Totals()
+    for part in (sums.added, sums.highest):
+        values = _flatten(part).tolist() if part else []
+        for name in sorted(part):
+            size = part[name].numel()
+            chunk, values = values[:size], values[size:]
+            totals[name] = chunk[0] if part[name].ndim == 0 else _nested(chunk, part[name].shape)
+    found = {}
+    for metric in METRICS:
+        value = metric.value(totals)
+        if value is not None:
+            found[f"trustrl/{metric.name}"] = value
+    known = {name for metric in METRICS for name in metric.reads}
+    used = totals["used"]
+    for name, value in totals.items():
+        if name.startswith("extra/") and name not in known and used:
+            found[f"trustrl/{name.removeprefix('extra/')}"] = value / used
+    return found
+
+
+def _nested(values: list[float], shape: torch.Size) -> list[Any]:
+    if len(shape) == 1:
+        return values
+    width = math.prod(shape[1:])
+    return [_nested(values[i : i + width], shape[1:]) for i in range(0, len(values), width)]
+
+
+def raise_on_faults(sums: Sums) -> None:
+    """Raises if any token in the loss had a fault; waits for the device.
+
+    Raises:
+        NonFiniteError: with the count of each kind.
+    """
+    counts = {name.removeprefix("fault/"): int(x) for name, x in sums.added.items() if name.startswith("fault/")}
+    found = {name: count for name, count in counts.items() if count}
+    if found:
+        listed = ", ".join(f"{name}: {count}" for name, count in found.items())
+        raise NonFiniteError(
+            f"Tokens in the loss must be finite and possible, got faults at {listed}. "
+            "trustrl.check(policy, rollout) says where; on_nonfinite='drop' leaves them out and counts them."
+        )

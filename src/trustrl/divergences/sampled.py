@@ -1,0 +1,81 @@
+r"""Divergences that look at the sampled token alone.
+
+All arguments are log-probs of the sampled token a, all probabilities are formed in float64, and the anchor b comes
+second in the call and first in the divergence: D(b‖π). r = π/b.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from trustrl.divergences.interval import Interval, point
+from trustrl.numerics import kl_term, log1mexp, verdict_dtype
+
+
+def ratio_gap(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
+    r"""PPO's statistic, D = |r − 1|. It bounds no divergence: a rare token may triple and hardly move the policy."""
+    return point(torch.expm1(_log_ratio(policy_logp, anchor_logp)).abs())
+
+
+def binary_tv(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
+    r"""TV between "the sampled token" and "any other token".
+
+        D = |b − π| ≤ TV ≤ 1 − min(b, π)
+
+    Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, eq. 13.
+
+    Example:
+        >>> binary_tv(torch.tensor(0.7).log(), torch.tensor(0.4).log()).lower
+        tensor(0.3000, dtype=torch.float64)
+    """
+    policy, anchor = (_probability(x) for x in (policy_logp, anchor_logp))
+    return Interval((anchor - policy).abs(), 1 - torch.minimum(anchor, policy))
+
+
+def binary_kl(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
+    r"""KL between "the sampled token" and "any other token", anchor first.
+
+        D = b log(b/π) + (1−b) log((1−b)/(1−π)) ≤ KL(b‖π)
+
+    A lower bound of the full KL (data processing: it merges all other tokens); the upper end is +inf unless b = 1.
+    0 exactly where the two agree, +inf where π is 0 or 1 and b is not.
+
+    Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, eq. 14.
+    """
+    policy_logp, anchor_logp = (_double(x).clamp(max=0.0) for x in (policy_logp, anchor_logp))
+    rest = log1mexp(anchor_logp)
+    lower = (kl_term(anchor_logp, policy_logp) + kl_term(rest, log1mexp(policy_logp))).clamp(min=0.0)
+    return Interval(lower, torch.where(anchor_logp < 0, torch.inf, lower))
+
+
+def symmetric_binary_kl(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
+    """The larger of KL_bin(b‖π) and KL_bin(π‖b); a lower bound of the larger of the two full KLs."""
+    forward, reverse = binary_kl(policy_logp, anchor_logp), binary_kl(anchor_logp, policy_logp)
+    return Interval(torch.maximum(forward.lower, reverse.lower), torch.maximum(forward.upper, reverse.upper))
+
+
+def k1(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """−log r. With a ~ b and r = π/b it is unbiased for KL(b‖π), of either sign, and noisy."""
+    return -log_ratio
+
+
+def k2(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """½ log² r: never negative, biased; equal to KL to second order."""
+    return 0.5 * log_ratio.square()
+
+
+def k3(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """r − 1 − log r: never negative and, with a ~ b and r = π/b, unbiased for KL(b‖π)."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def _double(x: Tensor) -> Tensor:
+    return x.to(verdict_dtype(x))
+
+
+def _probability(logp: Tensor) -> Tensor:
+    return torch.exp(_double(logp)).clamp(max=1.0)
+
+
+def _log_ratio(policy_logp: Tensor, anchor_logp: Tensor) -> Tensor:
+    return _double(policy_logp) - _double(anchor_logp)

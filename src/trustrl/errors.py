@@ -1,0 +1,41 @@
+"""Every error trustrl raises on purpose, under one root.
+
+Each class also inherits the standard-library error a caller would expect, so `except ValueError` keeps working.
+Messages follow one form: *`<setting>` must be `<rule>`, got `<value>`. `<what to do>`.*
+"""
+
+
+class TrustRLError(Exception):
+    """Root of every error raised on purpose by trustrl."""
+
+
+class ConfigError(TrustRLError, ValueError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class UnknownNameError(TrustRLError, LookupError):
+    """A name is in no registry; the message lists the known ones and the nearest."""
+
+
+class DuplicateNameError(TrustRLError, ValueError):
+    """A name is registered already; registries never overwrite."""
+
+
+class RecordError(TrustRLError, ValueError):
+    """A tensor has the wrong shape, dtype or device."""
+
+
+class MissingDataError(RecordError):
+    """The region needs something the records do not carry, such as its anchor's log-probs."""
+
+
+class IncompatibleSamplingError(TrustRLError, ValueError):
+    """The two sides of a ratio were taken from differently processed distributions."""
+
+
+class NonFiniteError(TrustRLError, ArithmeticError):
+    """A value at a token in the loss is NaN, infinite or impossible: `check`, or `on_nonfinite="raise"`, found it."""
+
+
+class TrustRLWarning(UserWarning):
+    """A setting is legal but probably not what was meant; the message does the arithmetic."""

@@ -1,0 +1,93 @@
+"""Per-token terms of the loss, exactly 0 where a token may not act."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from trustrl.config.terms import EntropyBonus, KLPenalty, Penalty
+from trustrl.divergences.sampled import k1, k2, k3
+from trustrl.errors import MissingDataError
+from trustrl.numerics import loss_dtype
+from trustrl.records import PolicyTokens, RolloutTokens
+from trustrl.regions.decision import Decision
+from trustrl.tokens import Tokens
+
+
+class Terms(NamedTuple):
+    """One number per token, and which tokens had to be left out because theirs was not finite."""
+
+    value: Float[Tensor, " n"]
+    overflow: Bool[Tensor, " n"]
+
+
+def largest_term(dtype: torch.dtype) -> float:
+    """Terms above this are dropped and counted: below it a sum over ten million tokens cannot overflow."""
+    return torch.finfo(dtype).max * 1e-7
+
+
+def policy_terms(decision: Decision, tokens: Tokens) -> Terms:
+    r"""The region's loss per token.
+
+        ℓ_t = −sg(M_t w_t A_t) · log π̃(a_t) + penalty_t
+
+    The coefficient is detached, so ∂ℓ_t/∂log π̃ = −M w A exactly. Where the region maximises an objective, ℓ_t has that
+    objective's negative as its value and the same gradient.
+    """
+    dtype = tokens.logp.dtype
+    largest = largest_term(dtype)
+    coefficient = torch.where(decision.keep, decision.weight, 0.0) * tokens.advantage
+    logp = decision.logp
+    value = coefficient * logp.detach().to(coefficient.dtype) if decision.value is None else decision.value
+    finite = (coefficient.abs() <= largest) & (value.abs() <= largest)  # False on NaN
+    if decision.penalty is not None:
+        finite = finite & (decision.penalty.detach().abs() <= largest)
+    active = tokens.usable & finite
+    coefficient = torch.where(active, coefficient, 0.0).to(dtype)
+    # Blanked before the product: a projected log-prob of −inf times 0 would be NaN in the backward pass.
+    logp = torch.where(active, logp, 0.0)
+    if decision.value is None:
+        term = -coefficient * logp
+    else:
+        term = -coefficient * (logp - logp.detach()) - torch.where(active, value, 0.0).to(dtype)
+    if decision.penalty is not None:
+        term = term + torch.where(active, decision.penalty, 0.0)
+    return Terms(term, tokens.usable & ~finite)
+
+
+def penalty_terms(
+    penalty: Penalty, policy: PolicyTokens, rollout: RolloutTokens, tokens: Tokens, keep: Bool[Tensor, " n"]
+) -> Terms:
+    """coefficient × penalty per usable token; the region's verdict matters only with `only_kept`.
+
+    Raises:
+        MissingDataError: the records lack `reference_logp` or `entropy`.
+    """
+    if isinstance(penalty, EntropyBonus):
+        if policy.entropy is None:
+            raise MissingDataError("PolicyTokens.entropy must be given for an EntropyBonus, got None.")
+        value = -penalty.coefficient * policy.entropy.reshape(-1).to(tokens.logp.dtype)
+    else:
+        value = penalty.coefficient * _kl_to_reference(penalty, policy, rollout, tokens)
+    wanted = tokens.usable & keep if penalty.only_kept else tokens.usable
+    finite = value.detach().abs() <= largest_term(value.dtype)
+    return Terms(torch.where(wanted & finite, value, 0.0), wanted & ~finite)
+
+
+def _kl_to_reference(penalty: KLPenalty, policy: PolicyTokens, rollout: RolloutTokens, tokens: Tokens) -> Tensor:
+    if rollout.reference_logp is None:
+        raise MissingDataError("RolloutTokens.reference_logp must be given for a KLPenalty, got None.")
+    reference = rollout.reference_logp.detach().reshape(-1).to(loss_dtype(policy.logp))
+    # A −inf or NaN reference must not reach the estimator: its backward would turn the blanked token's 0 into NaN.
+    sane = tokens.usable & reference.isfinite()
+    log_ratio = torch.where(sane, reference, 0.0) - tokens.logp
+    log_ratio = torch.where(sane, log_ratio, 0.0)
+    # Past this the estimate overflows its dtype; it is blanked here and counted through the NaN put in its place.
+    representable = log_ratio.detach().abs() <= 80.0
+    log_ratio = torch.where(representable, log_ratio, 0.0)
+    estimate = {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](log_ratio)
+    if penalty.gradient == "score":
+        estimate = estimate.detach() * (tokens.logp - tokens.logp.detach() + 1.0)
+    broken = tokens.usable & ~(sane & representable)
+    return torch.where(broken, torch.nan, estimate)

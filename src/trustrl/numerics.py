@@ -1,0 +1,44 @@
+"""Arithmetic near the edges of [0, 1], where the obvious code cancels or overflows.
+
+Everything a verdict rests on is computed in float64: it costs a few operations per token beside a language model's
+forward pass, and it makes the verdict on bf16, fp16 and fp32 inputs the one exact arithmetic would give.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def verdict_dtype(like: Tensor) -> torch.dtype:
+    """float64, or float32 on the one backend that has no float64."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
+
+
+def loss_dtype(like: Tensor) -> torch.dtype:
+    """The dtype loss terms are formed in: the input's own, float32 at least."""
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def log1mexp(x: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    r"""log(1 − eˣ) for x ≤ 0, to full relative precision at both ends; −inf at 0.
+
+    Example:
+        >>> log1mexp(torch.tensor([-1e-12, -50.0], dtype=torch.float64))
+        tensor([-2.7631e+01, -1.9287e-22], dtype=torch.float64)
+    """
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
+
+
+def kl_term(log_b: Float[Tensor, "*batch"], log_p: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    r"""One cell's share of KL(b‖p), in the form whose every term is ≥ 0.
+
+        b log(b/p) − b + p,   which sums to KL because Σb = Σp = 1
+
+    The extra −b + p cancels in the sum but not in the rounding: near-equal distributions give tiny positive numbers
+    where the plain sum is negative almost every second time. 0·log 0 = 0; +inf where p = 0 < b.
+    """
+    b = torch.exp(log_b)
+    gap = torch.where(b > 0, log_b - log_p, 0.0)  # blank before the product: 0 · inf is NaN
+    return b * gap - b + torch.exp(log_p)

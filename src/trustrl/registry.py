@@ -1,0 +1,70 @@
+"""Names that third parties may add: a mapping that refuses to overwrite and suggests the nearest name."""
+
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Generic, TypeVar
+
+from trustrl.errors import DuplicateNameError, UnknownNameError
+
+T = TypeVar("T")
+
+
+def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
+    """The sentence ` Did you mean 'x'?`, or nothing when no known name is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A read-only mapping for callers, written only through `register`.
+
+    Example:
+        >>> shapes = Registry("shape")
+        >>> _ = shapes.register("square")(4)
+        >>> shapes["square"]
+        4
+        >>> shapes["sqare"]
+        Traceback (most recent call last):
+        ...
+        trustrl.errors.UnknownNameError: Unknown shape 'sqare'. Did you mean 'square'? Known: square.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Returns a decorator that files its argument under `name`.
+
+        Raises:
+            DuplicateNameError: `name` is taken.
+        """
+
+        def add(entry: T) -> T:
+            if name in self._entries:
+                raise DuplicateNameError(
+                    f"{self._what} {name!r} is already registered as {self._entries[name]!r}; "
+                    f"choose another name for {entry!r}."
+                )
+            self._entries[name] = entry
+            return entry
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._entries[name]
+        except KeyError:
+            known = ", ".join(sorted(self._entries))
+            raise UnknownNameError(
+                f"Unknown {self._what} {name!r}.{nearest(name, self._entries)} Known: {known}."
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries

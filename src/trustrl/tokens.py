@@ -1,0 +1,362 @@
+"""From records to clean tokens: one flat row, blanked, upcast, every fault found and counted.
+
+Everything downstream may assume that no value here is NaN or infinite except a deliberate −inf log-mass of an empty
+cell. Blanking happens before any arithmetic: `0 * inf` is NaN, and a `where` after the fact does not undo it in the
+backward pass.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from trustrl.config.axes import Needs
+from trustrl.errors import MissingDataError, RecordError
+from trustrl.numerics import loss_dtype, verdict_dtype
+from trustrl.records import FullDivergence, PolicyTokens, RolloutTokens, TopK, check_pair
+
+OnNonFinite = Literal["drop", "zero", "raise"]
+
+LARGEST_LOGP = 1e-3
+"""Log-probs may exceed 0 by this much (rounding in the engine); anything above is no log-prob and is a fault."""
+
+FILL = 1e-12
+"""What TROLL's paper puts at ids whose anchor probability was not kept (only with `rest="fill"`)."""
+
+
+class Sequences(NamedTuple):
+    """Which tokens belong together."""
+
+    of_token: Int[Tensor, " n"]
+    """A sequence number in [0, num) for each token."""
+
+    num: int
+    """An upper bound on the number of sequences, known without looking at the data."""
+
+    order: Int[Tensor, " n"] | None
+    """A permutation that puts each sequence's tokens side by side in time order; None when they already are."""
+
+
+class Cells(NamedTuple):
+    """A partition of the vocabulary: the sampled token, other known ids, and what is left.
+
+    Rows of unusable tokens hold anything, NaN included: whoever reads cells blanks those rows afterwards.
+    """
+
+    log_anchor: Float[Tensor, "n c"]
+    """log b per known id; −inf in columns that hold no cell."""
+
+    log_policy: Float[Tensor, "n c"]
+    """log π per known id, with gradient."""
+
+    anchor: Float[Tensor, "n c"]
+    """b itself."""
+
+    policy: Float[Tensor, "n c"]
+    """π itself."""
+
+    anchor_tail: Float[Tensor, " n"]
+    """m: b's mass outside the cells."""
+
+    policy_tail: Float[Tensor, " n"]
+    """p: π's mass outside the cells, with gradient."""
+
+    sampled: Int[Tensor, " n"] | None
+    """The sampled token's column where it has one (full vocabulary); None where it is a cell beside these."""
+
+    resolution: float
+    """The smallest tail that means anything: 1 − Σ is known only to the rounding of what was summed; 0 if exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Clean tokens in one flat row of n."""
+
+    logp: Float[Tensor, " n"]
+    """log π with gradient, in the loss's dtype; 0 where not usable."""
+
+    log_policy: Float[Tensor, " n"]
+    """log π, detached, at most 0."""
+
+    log_anchor: Float[Tensor, " n"]
+    """log b, at most 0."""
+
+    log_ratio: Float[Tensor, " n"]
+    """log π − log b."""
+
+    advantage: Float[Tensor, " n"]
+
+    in_loss: Bool[Tensor, " n"]
+    """What denominators count."""
+
+    usable: Bool[Tensor, " n"]
+    """In the loss and free of faults: what may carry a gradient."""
+
+    counted: Bool[Tensor, " n"]
+    """What sequence means, maxima and budgets run over."""
+
+    log_mismatch: Float[Tensor, " n"] | None
+    """log π' − log μ, where both are known."""
+
+    sequences: Sequences | None
+    cells: Cells | None
+    full_divergence: FullDivergence | None
+    faults: dict[str, Float[Tensor, ""]]
+    """How many tokens in the loss had each kind of fault."""
+
+
+def clean_tokens(
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonfinite: OnNonFinite = "drop"
+) -> Tokens:
+    """The tokens a region decides on.
+
+    Args:
+        policy: The policy's side.
+        rollout: The sampler's side.
+        needs: What the region reads; nothing else is touched.
+        on_nonfinite: `drop` takes a faulty token out of the loss and out of its sequence's statistics; `zero` takes it
+            out of the loss and lets it count in its sequence as a token that did not move; `raise` is `drop` here, and
+            raises later, from the sums.
+
+    Raises:
+        MissingDataError: the records lack something in `needs`.
+        RecordError: the records do not fit each other.
+    """
+    check_pair(policy, rollout)
+    require(policy, rollout, needs)
+    double = verdict_dtype(policy.logp)
+
+    def flat(x: Tensor) -> Tensor:
+        return x.detach().reshape(-1).to(double)
+
+    in_loss = rollout.in_loss.reshape(-1)
+    advantage = rollout.advantage
+    if rollout.in_loss.ndim == 2:
+        rows = rollout.in_loss.shape[0]
+        advantage = advantage.reshape(rows, -1).expand(rollout.in_loss.shape) if rows else advantage.reshape(0)
+    raw = {"policy": flat(policy.logp), "advantage": flat(advantage)}
+    for name, logp in (("behavior", rollout.behavior_logp), ("proximal", rollout.proximal_logp)):
+        if logp is not None and name in needs.anchors:
+            raw[name] = flat(logp)
+    faults = {}
+    usable = in_loss
+
+    def keep_only(name: str, good: Tensor) -> None:
+        nonlocal usable
+        faults[name] = torch.count_nonzero(in_loss & ~good).to(double)
+        usable = usable & good
+
+    for name, x in raw.items():
+        keep_only(name, x.abs() < torch.inf if name == "advantage" else (x > -torch.inf) & (x <= LARGEST_LOGP))
+    cells = full_divergence = None
+    if needs.full and policy.full_divergence is not None:
+        full_divergence, good = _clean_divergence(policy.full_divergence)
+        keep_only("support", good)
+    elif needs.full or needs.topk:
+        make = _vocabulary_cells if needs.full else _topk_cells
+        cells, good = make(policy, rollout, needs, raw["policy"], raw[needs.anchor])
+        keep_only("support", good)
+
+    clean = {name: torch.where(usable, x, 0.0) for name, x in raw.items()}
+    log_mismatch = None
+    if rollout.behavior_logp is not None and rollout.proximal_logp is not None:
+        # Both are faults only if the region reads both; otherwise the mismatch is a diagnostic only.
+        difference = flat(rollout.proximal_logp) - flat(rollout.behavior_logp)
+        log_mismatch = torch.where(usable & difference.isfinite(), difference, 0.0)
+    return Tokens(
+        logp=torch.where(usable, policy.logp.reshape(-1).to(loss_dtype(policy.logp)), 0.0),
+        log_policy=clean["policy"].clamp(max=0.0),
+        log_anchor=clean[needs.anchor].clamp(max=0.0),
+        log_ratio=clean["policy"] - clean[needs.anchor],
+        advantage=clean["advantage"],
+        in_loss=in_loss,
+        usable=usable,
+        counted=in_loss if on_nonfinite == "zero" else usable,
+        log_mismatch=log_mismatch,
+        sequences=sequences_of(rollout),
+        cells=cells,
+        full_divergence=full_divergence,
+        faults=faults,
+    )
+
+
+def require(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:
+    """Refuses records that lack what a region needs; never falls back to something else.
+
+    Raises:
+        MissingDataError: with the field to fill.
+    """
+    for anchor in sorted(needs.anchors):
+        if getattr(rollout, f"{anchor}_logp") is None:
+            raise MissingDataError(
+                f"RolloutTokens.{anchor}_logp must be given: this region is anchored on the {anchor} policy, got None. "
+                "Record it, or choose the other anchor by name; there is no silent fallback."
+            )
+    if needs.sequences and rollout.in_loss.ndim == 1 and rollout.sequence_ids is None:
+        raise MissingDataError(
+            "RolloutTokens.sequence_ids must be given with packed tokens: this region or reduction looks at whole "
+            "sequences, got None."
+        )
+    if (needs.topk or needs.full) and policy.full_divergence is None and rollout.token_ids is None:
+        raise MissingDataError(
+            "RolloutTokens.token_ids must be given: the sampled token has to be found among the other ids, got None."
+        )
+    if needs.topk:
+        _require_topk(policy, rollout, needs)
+    if needs.full:
+        _require_full(policy, rollout, needs)
+
+
+def _require_topk(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:
+    if rollout.topk is None or policy.topk_logp is None:
+        missing = "RolloutTokens.topk" if rollout.topk is None else "PolicyTokens.topk_logp"
+        raise MissingDataError(
+            f"{missing} must be given: this region compares the {needs.anchor} policy's top {needs.topk} ids, got "
+            "None. Record them at sampling time and gather the policy's log-probs there, or use a binary divergence."
+        )
+    if rollout.topk.of != needs.anchor:
+        raise MissingDataError(
+            f"RolloutTokens.topk must be the {needs.anchor} policy's, got the {rollout.topk.of} policy's. "
+            "Record the top-K of the region's own anchor, or change the region's anchor."
+        )
+    width = rollout.topk.ids.shape[-1]
+    if width < needs.topk and needs.tail_mass == 0:
+        raise RecordError(
+            f"RolloutTokens.topk must have at least k = {needs.topk} columns, got {width}. "
+            f"Record more ids, or set the region's k to {width} (a vocabulary of {width} words has no more)."
+        )
+
+
+def _require_full(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:
+    of = None
+    if policy.full_divergence is not None:
+        of = policy.full_divergence.of
+    elif rollout.full is None or policy.full_logp is None:
+        missing = "RolloutTokens.full" if rollout.full is None else "PolicyTokens.full_logp"
+        raise MissingDataError(
+            f"{missing} must be given: this region compares the whole vocabulary, got None. "
+            "Give both sides' log-probs, or PolicyTokens.full_divergence from a fused pass, or use a top-K divergence."
+        )
+    else:
+        of = rollout.full.of
+    if of != needs.anchor:
+        raise MissingDataError(
+            f"The full distribution must be the {needs.anchor} policy's, got the {of} policy's. "
+            "Give the region's own anchor, or change the region's anchor."
+        )
+
+
+def sequences_of(rollout: RolloutTokens) -> Sequences | None:
+    """How the flat tokens group into sequences; None for packed tokens without `sequence_ids`."""
+    mask, ids = rollout.in_loss, rollout.sequence_ids
+    if ids is None:
+        if mask.ndim == 1:
+            return None
+        rows, width = mask.shape
+        index = torch.arange(rows, device=mask.device).unsqueeze(1).expand(rows, width).reshape(-1)
+        return Sequences(index, rows, None)
+    ids = ids.reshape(-1)
+    ordered, order = ids.sort(stable=True)
+    starts = torch.zeros_like(ordered)
+    starts[1:] = (ordered[1:] != ordered[:-1]).to(starts.dtype)
+    index = torch.zeros_like(order).scatter(0, order, starts.cumsum(0))
+    return Sequences(index, ids.shape[0], order)
+
+
+def _vocabulary_cells(
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, log_policy: Tensor, log_anchor: Tensor
+) -> tuple[Cells, Bool[Tensor, " n"]]:
+    """Every id its own cell, and which tokens have no fault in them."""
+    full, policy_logp, token_ids = rollout.full, policy.full_logp, rollout.token_ids
+    assert full is not None  # `require` has seen to these
+    assert policy_logp is not None
+    assert token_ids is not None
+    vocabulary = full.logp.shape[-1]
+    token = token_ids.reshape(-1)
+    log_b = full.logp.detach().reshape(-1, vocabulary).to(log_anchor.dtype)
+    log_p = policy_logp.reshape(-1, vocabulary).to(log_policy.dtype)
+    good = (token >= 0) & (token < vocabulary) & _plausible(log_b) & _plausible(log_p)
+    token = token.clamp(0, max(vocabulary - 1, 0))
+    tail = torch.zeros_like(log_anchor)
+    return Cells(log_b, log_p, log_b.exp(), log_p.exp(), tail, tail, token, 0.0), good
+
+
+def _topk_cells(
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, log_policy: Tensor, log_anchor: Tensor
+) -> tuple[Cells, Bool[Tensor, " n"]]:
+    """The recorded ids other than the sampled one, and one tail; and which tokens have no fault in them."""
+    topk, own, token_ids = rollout.topk, policy.topk_logp, rollout.token_ids
+    assert topk is not None  # `require` has seen to these
+    assert own is not None
+    assert token_ids is not None
+    if topk.ids.shape[-1] > needs.topk:
+        topk, own = _narrow(topk, own, needs.topk)
+    if needs.own_topk != "none" and policy.topk is not None:
+        topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
+    width, double = topk.ids.shape[-1], log_policy.dtype
+    token = token_ids.reshape(-1)
+    known = topk.valid.reshape(-1, width) & (topk.ids.reshape(-1, width) != token.unsqueeze(-1))
+    log_b = torch.where(known, topk.logp.detach().reshape(-1, width).to(double), -torch.inf)
+    log_p = torch.where(known, own.reshape(-1, width).to(double), -torch.inf)
+    good = (token >= 0) & _plausible(log_b) & _plausible(log_p)
+    b, p = log_b.exp(), log_p.exp()
+    resolution = 0.0
+    if needs.own_topk == "fill":
+        tail_b = tail_p = torch.zeros_like(log_anchor)
+    elif topk.tail_logp is not None and policy.tail_logp is not None:
+        tail_b = topk.tail_logp.detach().reshape(-1).to(double).exp()
+        tail_p = policy.tail_logp.reshape(-1).to(double).exp()
+        good = good & (tail_b <= 1 + LARGEST_LOGP) & (tail_p <= 1 + LARGEST_LOGP)
+    else:
+        # Both by subtraction, even if one side knows better: unlike representations differ where policies do not.
+        tail_b = (1 - log_anchor.exp() - b.sum(-1)).clamp(min=0.0)
+        tail_p = (1 - policy.logp.reshape(-1).to(double).exp() - p.sum(-1)).clamp(min=0.0)
+        resolution = max(torch.finfo(topk.logp.dtype).eps, torch.finfo(own.dtype).eps)
+    return Cells(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
+
+
+def _plausible(logp: Tensor) -> Bool[Tensor, " n"]:
+    """False on rows with a NaN or with anything above 0 by more than rounding; −inf is an empty cell."""
+    return logp.detach().amax(-1) <= LARGEST_LOGP  # amax hands a NaN on, and NaN compares False
+
+
+def _narrow(topk: TopK, own: Tensor, k: int) -> tuple[TopK, Tensor]:
+    """The k most probable of more recorded columns; what is left joins the tail."""
+    keep = topk.logp.masked_fill(~topk.valid, -torch.inf).topk(k, dim=-1).indices
+    # The recorded tail no longer fits; both tails are derived from the columns instead.
+    return TopK(topk.ids.gather(-1, keep), topk.logp.gather(-1, keep), topk.of), own.gather(-1, keep)
+
+
+def _join_own_topk(topk: TopK, own: Tensor, policy: PolicyTokens, *, fill: bool) -> tuple[TopK, Tensor]:
+    """The recorded columns and the policy's own top ids, each id once, where the anchor is known or filled."""
+    assert policy.topk is not None
+    there = policy.topk_anchor_logp
+    if there is None:
+        if not fill:
+            return topk, own
+        there = torch.full_like(policy.topk.logp, math.log(FILL))
+    recorded_ids = topk.ids.masked_fill(~topk.valid, -1)
+    own_ids = policy.topk.ids.masked_fill(~policy.topk.valid, -1)
+    joined = TopK(
+        torch.cat([recorded_ids, own_ids], dim=-1),
+        torch.cat([topk.logp, there.detach().to(topk.logp.dtype)], dim=-1),
+        topk.of,
+    )
+    return joined, torch.cat([own, policy.topk.logp.to(own.dtype)], dim=-1)
+
+
+def _clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:
+    """A divergence made elsewhere, flat; NaN and negative values are faults."""
+    flat = {}
+    good = None
+    for name in ("tv", "kl"):
+        x = getattr(given, name)
+        if x is not None:
+            flat[name] = x.detach().reshape(-1).to(verdict_dtype(x))
+            good = flat[name] >= 0 if good is None else good & (flat[name] >= 0)
+    if good is None:
+        raise MissingDataError("PolicyTokens.full_divergence must hold tv or kl, got neither.")
+    return FullDivergence(of=given.of, **flat), good
