@@ -46,6 +46,7 @@ from trustrl.divergences import (
     topk_tv,
 )
 from trustrl.errors import ConfigError, MissingDataError
+from trustrl.numerics import either
 from trustrl.regions.clip import clipped_objective, quadratic_penalty, runaway, soft_gate
 from trustrl.regions.correction import correction_factor
 from trustrl.regions.decision import Decision
@@ -256,7 +257,7 @@ def _penalised(tokens: Tokens, region: TrustRegion) -> Decision:
     statistic = region.statistic
     assert statistic is not None  # refused when the settings were made
     low, high = statistic.bounds
-    width = torch.where(tokens.log_ratio > 0, high, low).to(tokens.log_ratio.dtype)
+    width = either(tokens.log_ratio > 0, high, low, like=tokens.log_ratio)
     gap = torch.expm1(tokens.log_ratio) if isinstance(statistic, Ratio) else probability_gap(tokens)
     return _bent(tokens, gap, width)
 
@@ -368,7 +369,7 @@ def decide_troll(tokens: Tokens, region: settings.TROLL) -> Decision:
     logp = everywhere(at_token, tokens.logp)
     weight = torch.exp(everywhere(at_token.detach(), tokens.log_policy) - tokens.log_anchor)
     weight = torch.where(outside_ball, weight, torch.exp(tokens.log_ratio))
-    ones, none = torch.ones_like(kl_before), torch.zeros_like(kl_before)
+    none = torch.zeros_like(kl_before)
     decision = Decision(
         torch.ones_like(tokens.usable),
         weight,
@@ -380,8 +381,8 @@ def decide_troll(tokens: Tokens, region: settings.TROLL) -> Decision:
             "projected_kl_before": kl_before,
             "projected_kl_after": everywhere(found.kl_after, kl_before),
             "projected_beta": everywhere(found.beta, none),
-            "projected_evaluations": everywhere(found.evaluations, ones),
-            "projected_unconverged": everywhere((~found.converged).to(ones.dtype), none),
+            "projected_evaluations": everywhere(found.evaluations, none),
+            "projected_unconverged": everywhere(~found.converged, none),
         },
     )
     return _corrected(tokens, region.correction, decision)

@@ -25,6 +25,7 @@ from trustrl.metrics import (
     STALENESS_EDGES,
     Totals,
 )
+from trustrl.numerics import either
 from trustrl.records import PolicyTokens, RolloutTokens
 from trustrl.regions.decision import Decision
 from trustrl.tokens import Tokens
@@ -103,7 +104,7 @@ def collect(
     used = tokens.usable & ~overflow
     on = used.to(tokens.log_ratio.dtype)
     # Added to a value before a maximum: a token that does not count can never be the largest.
-    unless_used = torch.where(used, 0.0, -torch.inf).to(on.dtype)
+    unless_used = either(used, 0.0, -torch.inf, like=on)
     added: dict[str, Tensor] = {}
     highest: dict[str, Tensor] = {}
 
@@ -193,7 +194,7 @@ def _divergence_totals(decision: Decision, tokens: Tokens, total: Any, extremes:
         total("divergence/upper_finite", upper < torch.inf)
         found["divergence_upper"] = upper
     if decision.max_increase is not None and decision.max_decrease is not None:
-        bound = torch.where(tokens.log_ratio > 0, decision.max_increase, decision.max_decrease)
+        bound = either(tokens.log_ratio > 0, decision.max_increase, decision.max_decrease, like=lower)
         total("undecided", (lower <= bound) & (bound < upper))
     return found
 

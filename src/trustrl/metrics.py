@@ -287,8 +287,8 @@ _LIST: list[Metric] = [
         action="Small: tokens are pulled back hard.", reads=("extra/projected_beta", "extra/projected"), compute=_share("extra/projected_beta", "extra/projected"),
     ),
     Metric(
-        name="projected_evaluations", formula="mean evaluations of KL(β) per token", unit="count", direction="high is slow", healthy="1 inside, 3 to 5 outside",
-        action="Many: extreme tokens; look at projected_kl_before.", reads=("extra/projected_evaluations", "used"), compute=_share("extra/projected_evaluations", "used"),
+        name="projected_evaluations", formula="mean evaluations of KL(β) per projected token", unit="count", direction="high is slow", healthy="3 to 5",
+        action="Many: extreme tokens; look at projected_kl_before.", reads=("extra/projected_evaluations", "extra/projected"), compute=_share("extra/projected_evaluations", "extra/projected"),
     ),
     Metric(
         name="projected_unconverged", formula="tokens whose root was not reached", unit="tokens", direction="high is trouble", healthy="0",

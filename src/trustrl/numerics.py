@@ -7,7 +7,7 @@ forward pass, and it makes the verdict on bf16, fp16 and fp32 inputs the one exa
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -19,6 +19,14 @@ def verdict_dtype(like: Tensor) -> torch.dtype:
 def loss_dtype(like: Tensor) -> torch.dtype:
     """The dtype loss terms are formed in: the input's own, float32 at least."""
     return torch.promote_types(like.dtype, torch.float32)
+
+
+def either(condition: Bool[Tensor, "*batch"], yes: float, no: float, *, like: Tensor) -> Float[Tensor, "*batch"]:
+    """`where` of two plain numbers, in the dtype of `like`.
+
+    `torch.where(condition, 0.3, 0.4)` answers in float32, and a bound of .3 becomes .30000001.
+    """
+    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
 
 
 def log1mexp(x: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

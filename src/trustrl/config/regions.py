@@ -199,8 +199,8 @@ class DRPO(AnchoredRegion):
         if self.width > 1:
             warnings.warn(
                 f"drpo.width = {self.width:g}: a probability gap never exceeds 1, so the factor on the gradient stays "
-                f"in [{1 - 1 / self.width:.2f}, {1 + 1 / self.width:.2f}] and holds nothing back. A width below 1 acts; "
-                ".2 is our default.",
+                f"in [{1 - 1 / self.width:.2f}, {1 + 1 / self.width:.2f}] and holds nothing back. "
+                "A width below 1 acts; .2 is our default.",
                 TrustRLWarning,
                 stacklevel=3,
             )

@@ -8,6 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from trustrl.numerics import either
+
 
 def clipped_objective(
     log_ratio: Float[Tensor, " n"],
@@ -41,7 +43,7 @@ def soft_gate(
 
     Reference: Soft Adaptive Policy Optimization, arXiv:2511.20347.
     """
-    tau = torch.where(advantage > 0, temperature_positive, temperature_negative).to(log_ratio.dtype)
+    tau = either(advantage > 0, temperature_positive, temperature_negative, like=log_ratio)
     x = tau * torch.expm1(log_ratio)
     weight = 4 * torch.exp(log_ratio + logsigmoid(x) + logsigmoid(-x))
     return weight, 4 / tau * torch.sigmoid(x) * advantage

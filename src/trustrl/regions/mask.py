@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trustrl.numerics import either
+
 
 def leaving(
     divergence: Float[Tensor, " n"],
@@ -36,9 +38,8 @@ def outside(
     max_decrease: float,
 ) -> Bool[Tensor, " n"]:
     """Outside, whatever the update would do. At r = 1 exactly, where no side applies, the looser bound does."""
-    bound = torch.where(
-        log_ratio > 0, max_increase, torch.where(log_ratio < 0, max_decrease, max(max_increase, max_decrease))
-    )
+    no_side = divergence.new_full((), max(max_increase, max_decrease))
+    bound = torch.where(log_ratio == 0, no_side, either(log_ratio > 0, max_increase, max_decrease, like=divergence))
     return divergence > bound
 
 

@@ -47,7 +47,7 @@ class Projection(NamedTuple):
     """1 inside the ball; the smaller, the harder the token was pulled back."""
 
     evaluations: Float[Tensor, " n"]
-    """How many times KL(β) was evaluated."""
+    """How many times KL(β) was evaluated to find β; 0 inside the ball."""
 
     converged: Bool[Tensor, " n"]
     """False where the evaluations ran out; the result is then inside the ball, not on its edge."""
@@ -133,8 +133,8 @@ def solve_beta(
     low, high = torch.zeros_like(kl_before), torch.ones_like(kl_before)
     beta = torch.where(sought, (bound / kl_before.clamp(min=bound)).sqrt(), 1.0)
     done = ~sought
-    evaluations = torch.ones_like(beta)  # KL(1) was the first
-    for _ in range(MAX_EVALUATIONS - 1):
+    evaluations = torch.zeros_like(beta)
+    for _ in range(MAX_EVALUATIONS):
         kl, _, variance = kl_along(log_b, d, beta)
         evaluations = evaluations + (~done).to(beta.dtype)
         low = torch.where(~done & (kl < bound), beta, low)
@@ -153,6 +153,6 @@ def solve_beta(
     # Out of evaluations: the bracket's lower end is inside the ball.
     beta = torch.where(done, beta, low)
     full = torch.ones_like(active, dtype=beta.dtype)
-    spent = torch.ones_like(full)
+    spent = torch.zeros_like(full)
     reached = torch.ones_like(active)
     return full.index_copy(0, rows, beta), spent.index_copy(0, rows, evaluations), reached.index_copy(0, rows, done)

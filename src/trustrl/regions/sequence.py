@@ -5,7 +5,7 @@ sums over a million tokens still means something.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.tokens import Sequences
@@ -71,13 +71,19 @@ def overspent(
 def prefix_sum(x: Float[Tensor, " n"], counted: Bool[Tensor, " n"], sequences: Sequences) -> Float[Tensor, " n"]:
     """Σ of x over the counted tokens before this one in its sequence."""
     x = torch.where(counted, x, 0.0)
-    total = sequence_sum(x, counted, sequences)
-    if sequences.order is None:
-        running, start = x.cumsum(0) - x, total.cumsum(0) - total
-        return running - start[sequences.of_token]
-    ordered = x[sequences.order]
-    running, start = ordered.cumsum(0) - ordered, total.cumsum(0) - total
-    return torch.zeros_like(x).scatter(0, sequences.order, running - start[sequences.of_token[sequences.order]])
+    order = sequences.order
+    ordered = x if order is None else x[order]
+    of_token = sequences.of_token if order is None else sequences.of_token[order]
+    running = ordered.cumsum(0) - ordered
+    # Each sequence starts at its own first running sum: two values of one sum, so what rounding it holds cancels.
+    found = running - running[first_token(sequences, x)[of_token]] if x.shape[0] else x
+    return found if order is None else torch.zeros_like(x).scatter(0, order, found)
+
+
+def first_token(sequences: Sequences, like: Float[Tensor, " n"]) -> Int[Tensor, " num"]:
+    """Where each sequence begins once its tokens stand side by side."""
+    size = sequence_length(torch.ones_like(like, dtype=torch.bool), sequences, like)
+    return (size.cumsum(0) - size).long().clamp(max=max(like.shape[0] - 1, 0))
 
 
 def sequence_quantile(
@@ -88,11 +94,10 @@ def sequence_quantile(
     by_value = torch.where(counted, x, torch.inf).sort(stable=True).indices  # what does not count goes last
     by_sequence = by_value[sequences.of_token[by_value].sort(stable=True).indices]
     ordered = torch.where(counted, x, 0.0)[by_sequence]
-    everyone = torch.ones_like(counted)
-    start = sequence_length(everyone, sequences, x).cumsum(0) - sequence_length(everyone, sequences, x)
+    start = first_token(sequences, x)
     length = sequence_length(counted, sequences, x)
     place = share * (length - 1).clamp(min=0.0)
     last = max(x.shape[0] - 1, 0)
-    low, high = (ordered[(start + at).long().clamp(max=last)] for at in (place.floor(), place.ceil()))
+    low, high = (ordered[(start + at.long()).clamp(max=last)] for at in (place.floor(), place.ceil()))
     found = torch.where(length > 0, low + (place - place.floor()) * (high - low), 0.0)
     return found[sequences.of_token]
