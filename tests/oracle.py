@@ -235,7 +235,7 @@ ROWS = {
     "kpop": _symmetric(_kpop_distance, 2.0),
     "trm": _trm(lambda case, i, t: case.divergence("topk-kl", i, t)),
     "trm-full-kl": _trm(lambda case, i, t: case.divergence("full-kl", i, t)),
-    "trm-k2-k3": _trm(lambda case, i, t: 0.5 * (case.log_p[i, t] - case.log_b[i, t]) ** 2),
+    "trm-sampled": _trm(lambda case, i, t: 0.5 * (case.log_p[i, t] - case.log_b[i, t]) ** 2),
     "tis": _corrected(lambda k: min(k, 2.0)),
     "icepop": _corrected(lambda k: k if 0.5 <= k <= 5.0 else 0.0),
     "mis": _corrected(lambda k: k if 0.5 <= k <= 2.0 else 0.0),

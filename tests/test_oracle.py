@@ -1,11 +1,12 @@
 """The oracle's own anchors: without them a mistake shared by oracle and library would pass every test."""
 
 import numpy as np
-import oracle
 import pytest
 import scipy.optimize
 import scipy.stats
 import torch
+
+import oracle
 
 
 def dirichlet(seed, size, concentration=0.5):

@@ -27,6 +27,7 @@ _HOME = {
         "SequenceMeanTokenSum", "TIS", "TokenMean", "TokenSum",
     ),
     "trustrl.diagnostics": ("Sums", "merge", "rates"),
+    "trustrl.divergences.interval": ("Interval",),
     "trustrl.errors": (
         "ConfigError", "DuplicateNameError", "IncompatibleSamplingError", "MissingDataError", "NonFiniteError",
         "RecordError", "TrustRLError", "TrustRLWarning", "UnknownNameError",
@@ -95,6 +96,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for type checkers; a test holds t
         TokenSum as TokenSum,
     )
     from trustrl.diagnostics import Sums as Sums, merge as merge, rates as rates
+    from trustrl.divergences.interval import Interval as Interval
     from trustrl.errors import (
         ConfigError as ConfigError,
         DuplicateNameError as DuplicateNameError,

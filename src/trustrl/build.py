@@ -56,9 +56,6 @@ from trustrl.regions.sequence import overspent, sequence_max, sequence_mean, seq
 from trustrl.registry import Registry
 from trustrl.tokens import Cells, Sequences, Tokens
 
-EMPTY_TAIL = 1e-300
-"""Stands for a tail without mass where its logarithm is needed."""
-
 Decide = Callable[[Tokens, Any], Decision]
 
 
@@ -83,9 +80,9 @@ def register_region(settings_class: type[Region]) -> Callable[[Decide], Decide]:
         raise ConfigError(f"A region's settings must be a subclass of trustrl.Region, got {settings_class!r}.")
 
     def add(decide: Decide) -> Decide:
+        if KINDS.get(settings_class.kind) is not settings_class:
+            KINDS.register(settings_class.kind)(settings_class)  # refuses a kind that other settings own
         REGION_KINDS.register(settings_class.kind)(RegionKind(settings_class, decide))
-        if settings_class.kind not in KINDS:
-            KINDS.register(settings_class.kind)(settings_class)
         return decide
 
     return add
@@ -154,7 +151,13 @@ def _detached_cells(tokens: Tokens) -> Cells:
 
 def _blanked(tokens: Tokens, interval: Interval) -> Interval:
     """0 on tokens that are not usable: their cells may hold anything."""
-    return Interval(*(torch.where(tokens.usable, end, 0.0) for end in interval))
+    return _each_end(interval, lambda end: torch.where(tokens.usable, end, 0.0))
+
+
+def _each_end(interval: Interval, change: Callable[[Tensor], Tensor]) -> Interval:
+    """Both ends changed alike; a point stays a point."""
+    lower = change(interval.lower)
+    return Interval(lower, lower if interval.upper is interval.lower else change(interval.upper))
 
 
 def _sequences(tokens: Tokens) -> Sequences:
@@ -222,13 +225,15 @@ def _masked(tokens: Tokens, region: TrustRegion) -> Decision:
             weight_ratio = side
         else:
             over = sequence_mean if region.level == "sequence" else sequence_max
-            interval = Interval(*(over(end, tokens.counted, sequences) for end in interval))
+            interval = _each_end(interval, lambda end: over(end, tokens.counted, sequences))
     distance = _acting_end(interval, statistic)
     if region.direction == "symmetric":
         stop = outside(distance, side, max_increase=high, max_decrease=low)
     else:
         stop = leaving(distance, side, tokens.advantage, max_increase=high, max_decrease=low)
     decision = _weighted(tokens, stop, weight_ratio, region.max_ratio, interval, statistic.bounds)
+    if side is not tokens.log_ratio:
+        decision = replace(decision, side=side)
     if region.action == "clip":
         value = clipped_objective(tokens.log_ratio, tokens.advantage, max_increase=high, max_decrease=low)
         return replace(decision, value=value)
@@ -394,7 +399,7 @@ def _distributions(tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
     assert cells is not None  # among the region's needs
     # 1 − Σ below the rounding of its terms is noise: floored alike on both sides, it projects nothing. The floor also
     # keeps the logarithm and its gradient finite at an empty tail.
-    floor = max(cells.resolution, EMPTY_TAIL)
+    floor = max(cells.resolution, torch.finfo(tokens.log_anchor.dtype).tiny)
     usable = tokens.usable.unsqueeze(-1)
     sides = []
     for own, known, tail in (

@@ -25,22 +25,30 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
         require(policy, rollout, region.needs())
     in_loss = rollout.in_loss
     wrong = []
-    logps = {
+    of_tokens = {
         "PolicyTokens.logp": policy.logp,
-        "PolicyTokens.topk_logp": policy.topk_logp,
         "RolloutTokens.behavior_logp": rollout.behavior_logp,
         "RolloutTokens.proximal_logp": rollout.proximal_logp,
         "RolloutTokens.reference_logp": rollout.reference_logp,
     }
-    for name, x in logps.items():
+    for name, x in of_tokens.items():
         if x is not None:
-            bad = ~(x.isfinite() & (x <= LARGEST_LOGP))
-            if name == "PolicyTokens.topk_logp" and rollout.topk is not None:
-                bad = bad & rollout.topk.valid
-            wrong += _describe(name, bad, in_loss, "finite and at most 0")
-    if rollout.topk is not None:
-        bad = rollout.topk.valid & ~(rollout.topk.logp <= LARGEST_LOGP)
-        wrong += _describe("RolloutTokens.topk.logp", bad, in_loss, "finite and at most 0")
+            wrong += _describe(name, ~((x > -torch.inf) & (x <= LARGEST_LOGP)), in_loss, "finite and at most 0")
+    # Elsewhere −inf is an empty cell, and no fault.
+    topk = rollout.topk
+    of_support = {
+        "RolloutTokens.topk.logp": None if topk is None else topk.logp.masked_fill(~topk.valid, 0.0),
+        "RolloutTokens.topk.tail_logp": None if topk is None else topk.tail_logp,
+        "PolicyTokens.topk_logp": policy.topk_logp if topk is None else _valid_part(policy.topk_logp, topk.valid),
+        "PolicyTokens.tail_logp": policy.tail_logp,
+        "RolloutTokens.full.logp": None if rollout.full is None else rollout.full.logp,
+        "PolicyTokens.full_logp": policy.full_logp,
+    }
+    for name, x in of_support.items():
+        if x is not None:
+            wrong += _describe(name, ~(x <= LARGEST_LOGP), in_loss, "a log-prob")
+    if policy.entropy is not None:
+        wrong += _describe("PolicyTokens.entropy", ~policy.entropy.isfinite(), in_loss, "finite")
     advantage = rollout.advantage
     if in_loss.ndim == 2:
         advantage = (
@@ -50,6 +58,10 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
     if wrong:
         raise NonFiniteError(" ".join(wrong) + " In the loss these tokens would be dropped and counted.")
     _check_ids(rollout)
+
+
+def _valid_part(logp: Tensor | None, valid: Tensor) -> Tensor | None:
+    return None if logp is None else logp.masked_fill(~valid, 0.0)
 
 
 def _describe(name: str, bad: Tensor, in_loss: Tensor, rule: str) -> list[str]:

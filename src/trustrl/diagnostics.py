@@ -30,6 +30,10 @@ from trustrl.records import PolicyTokens, RolloutTokens
 from trustrl.regions.decision import Decision
 from trustrl.tokens import Tokens
 
+LARGEST_EXPONENT = 300.0
+LARGEST_SUMMAND = math.exp(LARGEST_EXPONENT)
+"""What enters a sum is held below this, so that sums and their squares stay finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sums:
@@ -101,40 +105,45 @@ def collect(
     terms: dict[str, Tensor],
 ) -> Sums:
     """Everything `rates` may be asked for, from one micro-batch."""
-    used = tokens.usable & ~overflow
-    on = used.to(tokens.log_ratio.dtype)
-    # Added to a value before a maximum: a token that does not count can never be the largest.
-    unless_used = either(used, 0.0, -torch.inf, like=on)
+    measured = tokens.usable
+    on = measured.to(tokens.log_ratio.dtype)
+    used = measured & ~overflow
     added: dict[str, Tensor] = {}
     highest: dict[str, Tensor] = {}
 
+    def count(name: str, x: Tensor) -> None:
+        added[name] = torch.count_nonzero(x).to(on.dtype)
+
     def total(name: str, x: Tensor) -> None:
         # A dot product, because that is what costs least: x must be finite everywhere.
-        counts = x.dtype == torch.bool
-        added[name] = torch.count_nonzero(used & x).to(on.dtype) if counts else torch.dot(on, x.to(on.dtype))
+        if x.dtype == torch.bool:
+            count(name, measured & x)
+        else:
+            added[name] = torch.dot(on, x.to(on.dtype))
 
-    def extremes(name: str, x: Tensor) -> None:
-        highest[f"max/{name}"] = _max(unless_used + x)
-        highest[f"min/{name}"] = _max(unless_used - x)
+    def largest(name: str, x: Tensor) -> None:
+        highest[name] = _max(torch.where(measured, x, -torch.inf))
 
-    added["tokens"] = torch.count_nonzero(tokens.in_loss).to(on.dtype)
-    added["used"] = torch.count_nonzero(used).to(on.dtype)
+    count("tokens", tokens.in_loss)
+    count("measured", measured)
+    count("used", used)
     if tokens.sequences is not None:
         present = torch.zeros(tokens.sequences.num, dtype=on.dtype, device=on.device)
         present = present.scatter_reduce(0, tokens.sequences.of_token, tokens.in_loss.to(on.dtype), "amax")
         added["sequences"] = present.sum()
-    for name, count in tokens.faults.items():
-        added[f"fault/{name}"] = count
-    added["fault/overflow"] = torch.count_nonzero(overflow).to(on.dtype)
+    for name, faults in tokens.faults.items():
+        added[f"fault/{name}"] = faults
+    count("fault/overflow", overflow)
     for name, term in terms.items():
         added[f"loss/{name}"] = term.to(on.dtype)
 
     signed = tokens.advantage != 0
     stopped = ~decision.keep & signed
+    side = tokens.log_ratio if decision.side is None else decision.side
     total("signed", signed)
     total("stopped", stopped)
-    total("stopped/increase", stopped & (tokens.log_ratio > 0))
-    total("stopped/decrease", stopped & (tokens.log_ratio < 0))
+    total("stopped/increase", stopped & (side > 0))
+    total("stopped/decrease", stopped & (side < 0))
 
     anchor = torch.exp(tokens.log_anchor)
     gap = torch.exp(tokens.log_policy) - anchor
@@ -142,37 +151,48 @@ def collect(
     total("gap", gap)
     total("gap/abs", moved)
     total("bad_updates", (tokens.advantage < 0) & (gap <= -0.5))
-    extremes("gap", gap)
+    largest("max/gap", gap)
+    largest("min/gap", -gap)
 
-    # A ratio's square leaves float64 at e^355; the extremes carry the true size of anything larger.
-    log_ratio = tokens.log_ratio.clamp(-300.0, 300.0)
+    # A ratio's square leaves float64 at e^355; the maximum carries the true size of anything larger.
+    log_ratio = tokens.log_ratio.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     ratio = torch.exp(log_ratio)
     total("ratio", ratio)
     total("ratio/square", ratio.square())
-    total("weight", torch.where(used, decision.weight, 0.0))
     total("log_ratio", log_ratio)
     total("log_ratio/square", log_ratio.square())
-    extremes("log_ratio", tokens.log_ratio)
+    largest("max/log_ratio", tokens.log_ratio)
+    acting = used & decision.keep
+    count("acting", acting)
+    total("weight", torch.where(acting, decision.weight, 0.0).clamp(-LARGEST_SUMMAND, LARGEST_SUMMAND))
     histograms = {"gap": gap, "log_ratio": tokens.log_ratio}
 
+    # What only some micro-batches may carry brings its own count along.
     if decision.divergence is not None:
-        histograms |= _divergence_totals(decision, tokens, total, extremes)
+        histograms |= _divergence_totals(decision, side, total, largest)
     if tokens.cells is not None:
-        total("tail/anchor", torch.where(used, tokens.cells.anchor_tail, 0.0))
-        total("tail/policy", torch.where(used, tokens.cells.policy_tail, 0.0))
+        total("tail/anchor", torch.where(measured, tokens.cells.anchor_tail, 0.0))
+        total("tail/policy", torch.where(measured, tokens.cells.policy_tail, 0.0))
+        added["tail/measured"] = added["measured"]
     if tokens.log_mismatch is not None:
-        total("mismatch", torch.exp(tokens.log_mismatch.clamp(-300.0, 300.0)))
-        total("mismatch/abs", tokens.log_mismatch.abs())
-        extremes("mismatch", tokens.log_mismatch)
+        known = ~tokens.log_mismatch.isnan()
+        log_mismatch = torch.where(known, tokens.log_mismatch, 0.0)
+        total("mismatch/measured", known)
+        total("mismatch", torch.exp(log_mismatch.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)) * known)
+        total("mismatch/abs", log_mismatch.abs())
+        largest("max/mismatch", log_mismatch)
+        largest("min/mismatch", -log_mismatch)
     if policy.entropy is not None:
         entropy = policy.entropy.detach().reshape(-1).to(on.dtype)
-        entropy = torch.where(used & entropy.isfinite(), entropy, 0.0)
-        total("entropy", entropy)
-        total("entropy/stopped", torch.where(stopped, entropy, 0.0))
+        known = entropy.isfinite()
+        entropy = torch.where(known & measured, entropy, 0.0)
+        for name, where in (("kept", ~stopped), ("stopped", stopped)):
+            total(f"entropy/{name}", torch.where(where, entropy, 0.0))
+            total(f"entropy/{name}_measured", known & where)
     for name, x in decision.extra.items():
-        total(f"extra/{name}", x if x.dtype == torch.bool else torch.where(used, x, 0.0))
+        total(f"extra/{name}", x if x.dtype == torch.bool else torch.where(measured, x, 0.0))
 
-    counts = torch.stack([on, (used & stopped).to(on.dtype), on * moved], dim=-1)
+    counts = torch.stack([on, (measured & stopped).to(on.dtype), on * moved], dim=-1)
     added["by_probability"] = _binned(anchor, PROBABILITY_EDGES, counts)
     if rollout.version is not None and policy.version is not None:
         staleness = (policy.version - rollout.version.reshape(-1)).to(on.dtype)
@@ -181,21 +201,23 @@ def collect(
     return Sums(added, highest)
 
 
-def _divergence_totals(decision: Decision, tokens: Tokens, total: Any, extremes: Any) -> dict[str, Tensor]:
+def _divergence_totals(decision: Decision, side: Tensor, total: Any, largest: Any) -> dict[str, Tensor]:
     """Both ends of the interval, and how often the threshold lies between them."""
     assert decision.divergence is not None
     lower, upper = decision.divergence
     total("divergence", torch.nan_to_num(lower, posinf=0.0))
+    total("divergence/finite", lower < torch.inf)
     total("divergence/infinite", lower == torch.inf)
-    extremes("divergence", lower)
+    largest("max/divergence", lower)
     found = {"divergence": lower}
     if upper is not lower:
         total("divergence/upper", torch.nan_to_num(upper, posinf=0.0))
         total("divergence/upper_finite", upper < torch.inf)
         found["divergence_upper"] = upper
     if decision.max_increase is not None and decision.max_decrease is not None:
-        bound = either(tokens.log_ratio > 0, decision.max_increase, decision.max_decrease, like=lower)
+        bound = either(side > 0, decision.max_increase, decision.max_decrease, like=lower)
         total("undecided", (lower <= bound) & (bound < upper))
+        total("decidable", lower >= 0)
     return found
 
 
@@ -248,10 +270,10 @@ def rates(sums: Sums) -> dict[str, float]:
         if value is not None:
             found[f"trustrl/{metric.name}"] = value
     known = {name for metric in METRICS for name in metric.reads}
-    used = totals["used"]
+    measured = totals["measured"]
     for name, value in totals.items():
-        if name.startswith("extra/") and name not in known and used:
-            found[f"trustrl/{name.removeprefix('extra/')}"] = value / used
+        if name.startswith("extra/") and name not in known and measured:
+            found[f"trustrl/{name.removeprefix('extra/')}"] = value / measured
     return found
 
 

@@ -37,7 +37,8 @@ def policy_terms(decision: Decision, tokens: Tokens) -> Terms:
     """
     dtype = tokens.logp.dtype
     largest = largest_term(dtype)
-    coefficient = torch.where(decision.keep, decision.weight, 0.0) * tokens.advantage
+    # Blanked at A = 0 as well: a weight of inf times an advantage of 0 is NaN, and there is no gradient to lose.
+    coefficient = torch.where(decision.keep & (tokens.advantage != 0), decision.weight, 0.0) * tokens.advantage
     logp = decision.logp
     value = coefficient * logp.detach().to(coefficient.dtype) if decision.value is None else decision.value
     finite = (coefficient.abs() <= largest) & (value.abs() <= largest)  # False on NaN

@@ -143,17 +143,17 @@ _LIST: list[Metric] = [
         compute=_share("stopped/decrease", "signed"), elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
     ),
     Metric(
-        name="bad_update_share", formula="tokens with A < 0 and b − π ≥ .5 / used tokens", unit="share", direction="high is trouble",
-        healthy="0, or a few in a million", action="Likely tokens are being destroyed: tighten max_decrease.", reads=("bad_updates", "used"),
-        compute=_share("bad_updates", "used"),
+        name="bad_update_share", formula="tokens with A < 0 and b − π ≥ .5 / measured tokens", unit="share", direction="high is trouble",
+        healthy="0, or a few in a million", action="Likely tokens are being destroyed: tighten max_decrease.", reads=("bad_updates", "measured"),
+        compute=_share("bad_updates", "measured"),
     ),
     Metric(
         name="gap_mean", formula="mean of π − b", unit="probability", direction="far from 0 is trouble", healthy="near 0",
-        action="A drift of one sign: the batch as a whole became more or less likely.", reads=("gap", "used"), compute=_share("gap", "used"),
+        action="A drift of one sign: the batch as a whole became more or less likely.", reads=("gap", "measured"), compute=_share("gap", "measured"),
     ),
     Metric(
         name="gap_abs_mean", formula="mean of |π − b|, an estimate of how far sampled tokens moved", unit="probability", direction="high is trouble",
-        healthy="well below the TV bound", action="Lower the learning rate, or check staleness.", reads=("gap/abs", "used"), compute=_share("gap/abs", "used"),
+        healthy="well below the TV bound", action="Lower the learning rate, or check staleness.", reads=("gap/abs", "measured"), compute=_share("gap/abs", "measured"),
     ),
     Metric(
         name="gap_min", formula="min of π − b", unit="probability", direction="low is trouble", healthy=_NONE,
@@ -165,7 +165,7 @@ _LIST: list[Metric] = [
     ),
     Metric(
         name="ratio_mean", formula="mean of r = π/b before truncation", unit="ratio", direction="far from 1 is trouble", healthy="1 ± .02",
-        action="Its expectation is 1 when b sampled the tokens: far from 1, b is not what sampled.", reads=("ratio", "used"), compute=_share("ratio", "used"),
+        action="Its expectation is 1 when b sampled the tokens: far from 1, b is not what sampled.", reads=("ratio", "measured"), compute=_share("ratio", "measured"),
     ),
     Metric(
         name="ratio_max", formula="exp(max log r) before truncation", unit="ratio", direction="high is trouble", healthy=_NONE,
@@ -173,40 +173,40 @@ _LIST: list[Metric] = [
         compute=lambda t: math.exp(min(_finite(t["max/log_ratio"]), 700.0)),
     ),
     Metric(
-        name="weight_mean", formula="mean of w after truncation, correction and penalty", unit="ratio", direction="far from ratio_mean means truncation acts",
-        healthy="close to ratio_mean", action="Compare with ratio_mean: the difference is what the cap removed.", reads=("weight", "used"), compute=_share("weight", "used"),
+        name="weight_mean", formula="mean of w after truncation, correction and penalty, over tokens that act", unit="ratio", direction="far from ratio_mean means truncation acts",
+        healthy="close to ratio_mean", action="Compare with ratio_mean: the difference is what the region, the cap and the drops removed.", reads=("weight", "acting"), compute=_share("weight", "acting"),
     ),
     Metric(
-        name="capped_share", formula="tokens with r above the cap / used tokens", unit="share", direction="high is trouble", healthy="below 1 %",
-        action="A cap that acts often biases the gradient: see ratio_max.", reads=("extra/capped", "used"), compute=_share("extra/capped", "used"),
+        name="capped_share", formula="tokens with r above the cap / measured tokens", unit="share", direction="high is trouble", healthy="below 1 %",
+        action="A cap that acts often biases the gradient: see ratio_max.", reads=("extra/capped", "measured"), compute=_share("extra/capped", "measured"),
     ),
     Metric(
         name="kl_k1", formula="mean of −log r, unbiased for KL(b‖π) when b sampled", unit="nats", direction="high is trouble", healthy="near 0",
-        action="Negative means more sampled tokens rose than fell.", reads=("log_ratio", "used"), compute=lambda t: -t["log_ratio"] / t["used"],
+        action="Negative means more sampled tokens rose than fell.", reads=("log_ratio", "measured"), compute=lambda t: -t["log_ratio"] / t["measured"],
         elsewhere={"verl": "actor/ppo_kl", "openrlhf": "ppo_kl"},
     ),
     Metric(
         name="kl_k2", formula="mean of ½ log² r", unit="nats", direction="high is trouble", healthy="below .01",
-        action="Lower the learning rate.", reads=("log_ratio/square", "used"), compute=lambda t: 0.5 * t["log_ratio/square"] / t["used"],
+        action="Lower the learning rate.", reads=("log_ratio/square", "measured"), compute=lambda t: 0.5 * t["log_ratio/square"] / t["measured"],
     ),
     Metric(
         name="kl_k3", formula="mean of r − 1 − log r, unbiased for KL(b‖π) when b sampled", unit="nats", direction="high is trouble", healthy="below .01",
-        action="Lower the learning rate, or sync weights more often.", reads=("ratio", "log_ratio", "used"),
-        compute=lambda t: (t["ratio"] - t["log_ratio"]) / t["used"] - 1, elsewhere={"prime-rl": "mismatch_kl"},
+        action="Lower the learning rate, or sync weights more often.", reads=("ratio", "log_ratio", "measured"),
+        compute=lambda t: (t["ratio"] - t["log_ratio"]) / t["measured"] - 1, elsewhere={"prime-rl": "mismatch_kl"},
     ),
     Metric(
         name="effective_sample_share", formula="(Σr)² / (N Σr²), token level, before truncation", unit="share", direction="low is trouble", healthy="above .9",
-        action="A few tokens carry the gradient: sync weights more often, or cap the ratio.", reads=("ratio", "ratio/square", "used"),
-        compute=lambda t: t["ratio"] ** 2 / (t["used"] * t["ratio/square"]),
+        action="A few tokens carry the gradient: sync weights more often, or cap the ratio.", reads=("ratio", "ratio/square", "measured"),
+        compute=lambda t: t["ratio"] ** 2 / (t["measured"] * t["ratio/square"]),
     ),
     Metric(
         name="chi_square", formula="mean r² − 1, token level, before truncation", unit="none", direction="high is trouble", healthy="below .1",
-        action="As effective_sample_share.", reads=("ratio/square", "used"), compute=lambda t: t["ratio/square"] / t["used"] - 1,
+        action="As effective_sample_share.", reads=("ratio/square", "measured"), compute=lambda t: t["ratio/square"] / t["measured"] - 1,
     ),
     Metric(
         name="divergence_mean", formula="mean of D's lower end (finite ones)", unit="the statistic's", direction="high is trouble", healthy="well below the bound",
-        action="Compare with the bound; see the quantiles.", reads=("divergence", "used", "divergence/infinite"),
-        compute=lambda t: t["divergence"] / (t["used"] - t["divergence/infinite"]),
+        action="Compare with the bound; see the quantiles.", reads=("divergence", "divergence/finite"),
+        compute=_share("divergence", "divergence/finite"),
     ),
     Metric(
         name="divergence_max", formula="max of D's lower end", unit="the statistic's", direction="high is trouble", healthy=_NONE,
@@ -222,65 +222,70 @@ _LIST: list[Metric] = [
         compute=_share("divergence/upper", "divergence/upper_finite"),
     ),
     Metric(
-        name="undecided_share", formula="tokens whose bound lies inside [lower, upper) / used tokens", unit="share", direction="high is uninformative", healthy=_NONE,
-        action="The approximation cannot tell inside from outside there. It changes no gradient; a larger K narrows it.", reads=("undecided", "used"),
-        compute=_share("undecided", "used"),
+        name="undecided_share", formula="tokens whose bound lies inside [lower, upper) / measured tokens", unit="share", direction="high is uninformative", healthy=_NONE,
+        action="The approximation cannot tell inside from outside there. It changes no gradient; a larger K narrows it.", reads=("undecided", "decidable"),
+        compute=_share("undecided", "decidable"),
     ),
     Metric(
         name="anchor_tail_mean", formula="mean of b's mass outside the support", unit="probability", direction="high is uninformative", healthy=_NONE,
-        action="Record more ids.", reads=("tail/anchor", "used"), compute=_share("tail/anchor", "used"),
+        action="Record more ids.", reads=("tail/anchor", "tail/measured"), compute=_share("tail/anchor", "tail/measured"),
     ),
     Metric(
         name="policy_tail_mean", formula="mean of π's mass outside the support", unit="probability", direction="rising is trouble", healthy="close to anchor_tail_mean",
-        action="Mass flows into ids nobody looks at: entropy is exploding.", reads=("tail/policy", "used"), compute=_share("tail/policy", "used"),
+        action="Mass flows into ids nobody looks at: entropy is exploding.", reads=("tail/policy", "tail/measured"), compute=_share("tail/policy", "tail/measured"),
     ),
     Metric(
         name="entropy", formula="mean entropy of π", unit="nats", direction="a fast change either way is trouble", healthy=_NONE,
-        action="Falling to 0: raise max_increase or add a bonus. Rising without end: see policy_tail_mean.", reads=("entropy", "used"), compute=_share("entropy", "used"),
+        action="Falling to 0: raise max_increase or add a bonus. Rising without end: see policy_tail_mean.",
+        reads=("entropy/kept", "entropy/stopped", "entropy/kept_measured", "entropy/stopped_measured"),
+        compute=lambda t: (t["entropy/kept"] + t["entropy/stopped"]) / (t["entropy/kept_measured"] + t["entropy/stopped_measured"]),
         elsewhere={"verl": "actor/entropy", "trl": "entropy", "skyrl": "policy_entropy", "prime-rl": "entropy"},
     ),
     Metric(
         name="entropy_stopped", formula="mean entropy at stopped tokens", unit="nats", direction="none", healthy=_NONE,
-        action="High: the region stops exploration.", reads=("entropy/stopped", "stopped"), compute=_share("entropy/stopped", "stopped"),
+        action="High: the region stops exploration.", reads=("entropy/stopped", "entropy/stopped_measured"), compute=_share("entropy/stopped", "entropy/stopped_measured"),
     ),
     Metric(
         name="entropy_kept", formula="mean entropy at kept tokens", unit="nats", direction="none", healthy=_NONE,
-        action="Compare with entropy_stopped.", reads=("entropy", "entropy/stopped", "used", "stopped"),
-        compute=lambda t: (t["entropy"] - t["entropy/stopped"]) / (t["used"] - t["stopped"]),
+        action="Compare with entropy_stopped.", reads=("entropy/kept", "entropy/kept_measured"), compute=_share("entropy/kept", "entropy/kept_measured"),
     ),
     Metric(
         name="mismatch_abs_mean", formula="mean of |log π' − log μ|", unit="nats", direction="high is trouble", healthy="1e-5 in fp32, 1e-2 to 4e-2 with a bf16 sampler",
-        action="Trainer and sampler disagree on the same weights: check dtype, temperature, truncation, tied heads, stale weights.", reads=("mismatch/abs", "used"),
-        compute=_share("mismatch/abs", "used"), elsewhere={"trl": "sampling/sampling_logp_difference/mean", "skyrl": "policy/rollout_train_logprobs_abs_diff_mean"},
+        action="Trainer and sampler disagree on the same weights: check dtype, temperature, truncation, tied heads, stale weights.", reads=("mismatch/abs", "mismatch/measured"),
+        compute=_share("mismatch/abs", "mismatch/measured"), elsewhere={"trl": "sampling/sampling_logp_difference/mean", "skyrl": "policy/rollout_train_logprobs_abs_diff_mean"},
     ),
     Metric(
         name="mismatch_max", formula="max of log π' − log μ", unit="nats", direction="high is trouble", healthy="below .3 with a bf16 sampler",
         action="As mismatch_abs_mean.", reads=("max/mismatch",), compute=_highest("mismatch"), elsewhere={"trl": "sampling/sampling_logp_difference/max", "skyrl": "policy/rollout_train_logprobs_abs_diff_max"},
     ),
     Metric(
+        name="mismatch_min", formula="min of log π' − log μ", unit="nats", direction="low is trouble", healthy="above −.3 with a bf16 sampler",
+        action="As mismatch_abs_mean.", reads=("min/mismatch",), compute=_lowest("mismatch"),
+    ),
+    Metric(
         name="mismatch_ratio_mean", formula="mean of k = π'/μ", unit="ratio", direction="far from 1 is trouble", healthy="1 ± .01",
-        action="Its expectation is 1 when μ sampled: far from 1, the record is not of what sampled.", reads=("mismatch", "used"), compute=_share("mismatch", "used"),
+        action="Its expectation is 1 when μ sampled: far from 1, the record is not of what sampled.", reads=("mismatch", "mismatch/measured"), compute=_share("mismatch", "mismatch/measured"),
         elsewhere={"trl": "sampling/importance_sampling_ratio/mean"},
     ),
     Metric(
         name="correction_mean", formula="mean of the mismatch correction", unit="ratio", direction="far from 1 is trouble", healthy="1 ± .02",
-        action="Compare with mismatch_ratio_mean.", reads=("extra/correction", "used"), compute=_share("extra/correction", "used"),
+        action="Compare with mismatch_ratio_mean.", reads=("extra/correction", "measured"), compute=_share("extra/correction", "measured"),
     ),
     Metric(
-        name="correction_zero_share", formula="tokens the correction dropped / used tokens", unit="share", direction="high is trouble", healthy="below 1 %",
-        action="Large: repair the mismatch instead of masking it.", reads=("extra/correction_zero", "used"), compute=_share("extra/correction_zero", "used"),
+        name="correction_zero_share", formula="tokens the correction dropped / measured tokens", unit="share", direction="high is trouble", healthy="below 1 %",
+        action="Large: repair the mismatch instead of masking it.", reads=("extra/correction_zero", "measured"), compute=_share("extra/correction_zero", "measured"),
     ),
     Metric(
-        name="projected_share", formula="tokens outside the KL ball / used tokens", unit="share", direction="high is trouble", healthy="a few per cent",
-        action="As masked_share.", reads=("extra/projected", "used"), compute=_share("extra/projected", "used"),
+        name="projected_share", formula="tokens outside the KL ball / measured tokens", unit="share", direction="high is trouble", healthy="a few per cent",
+        action="As masked_share.", reads=("extra/projected", "measured"), compute=_share("extra/projected", "measured"),
     ),
     Metric(
         name="projected_kl_before", formula="mean KL(π‖b) over cells", unit="nats", direction="high is trouble", healthy="below the bound",
-        action="Rising without end: raise alpha or lower the learning rate.", reads=("extra/projected_kl_before", "used"), compute=_share("extra/projected_kl_before", "used"),
+        action="Rising without end: raise alpha or lower the learning rate.", reads=("extra/projected_kl_before", "measured"), compute=_share("extra/projected_kl_before", "measured"),
     ),
     Metric(
         name="projected_kl_after", formula="mean KL(π̂‖b) over cells", unit="nats", direction="none", healthy="at most the bound, by construction",
-        action="Above the bound is a defect: report it.", reads=("extra/projected_kl_after", "used"), compute=_share("extra/projected_kl_after", "used"),
+        action="Above the bound is a defect: report it.", reads=("extra/projected_kl_after", "measured"), compute=_share("extra/projected_kl_after", "measured"),
     ),
     Metric(
         name="projected_beta", formula="mean β over projected tokens", unit="none", direction="low is trouble", healthy=_NONE,

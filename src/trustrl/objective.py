@@ -129,7 +129,7 @@ def _batched(decision: Decision, rollout: RolloutTokens) -> Decision:
     interval = decision.divergence
     return replace(
         decision,
-        **{name: back(getattr(decision, name)) for name in ("keep", "weight", "logp", "value", "penalty")},
+        **{name: back(getattr(decision, name)) for name in ("keep", "weight", "logp", "value", "penalty", "side")},
         divergence=None if interval is None else type(interval)(*(end.reshape(shape) for end in interval)),
         extra={name: back(x) for name, x in decision.extra.items()},
     )

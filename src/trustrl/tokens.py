@@ -27,6 +27,10 @@ FILL = 1e-12
 """What TROLL's paper puts at ids whose anchor probability was not kept (only with `rest="fill"`)."""
 
 
+FINEST_RECORD = torch.empty(0, dtype=torch.float32)
+"""Engines record log-probs in float32 at best, whatever dtype they arrive in."""
+
+
 class Sequences(NamedTuple):
     """Which tokens belong together."""
 
@@ -99,7 +103,7 @@ class Tokens:
     """What sequence means, maxima and budgets run over."""
 
     log_mismatch: Float[Tensor, " n"] | None
-    """log π' − log μ, where both are known."""
+    """log π' − log μ, where both are recorded; NaN where the region reads only one of them and the other is a fault."""
 
     sequences: Sequences | None
     cells: Cells | None
@@ -152,20 +156,22 @@ def clean_tokens(
     for name, x in raw.items():
         keep_only(name, x.abs() < torch.inf if name == "advantage" else (x > -torch.inf) & (x <= LARGEST_LOGP))
     cells = full_divergence = None
-    if needs.full and policy.full_divergence is not None:
+    if needs.full and policy.full_divergence is not None and not needs.projects:
         full_divergence, good = _clean_divergence(policy.full_divergence)
         keep_only("support", good)
     elif needs.full or needs.topk:
         make = _vocabulary_cells if needs.full else _topk_cells
-        cells, good = make(policy, rollout, needs, raw["policy"], raw[needs.anchor])
+        cells, good = make(policy, rollout, needs, usable, raw[needs.anchor])
         keep_only("support", good)
 
     clean = {name: torch.where(usable, x, 0.0) for name, x in raw.items()}
     log_mismatch = None
     if rollout.behavior_logp is not None and rollout.proximal_logp is not None:
-        # Both are faults only if the region reads both; otherwise the mismatch is a diagnostic only.
-        difference = flat(rollout.proximal_logp) - flat(rollout.behavior_logp)
-        log_mismatch = torch.where(usable & difference.isfinite(), difference, 0.0)
+        both = [flat(x) for x in (rollout.proximal_logp, rollout.behavior_logp)]
+        known = usable
+        for x in both:
+            known = known & (x > -torch.inf) & (x <= LARGEST_LOGP)
+        log_mismatch = torch.where(known, both[0] - both[1], torch.where(usable, torch.nan, 0.0))
     return Tokens(
         logp=torch.where(usable, policy.logp.reshape(-1).to(loss_dtype(policy.logp)), 0.0),
         log_policy=clean["policy"].clamp(max=0.0),
@@ -200,7 +206,8 @@ def require(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:
             "RolloutTokens.sequence_ids must be given with packed tokens: this region or reduction looks at whole "
             "sequences, got None."
         )
-    if (needs.topk or needs.full) and policy.full_divergence is None and rollout.token_ids is None:
+    given_exactly = needs.full and not needs.projects and policy.full_divergence is not None
+    if (needs.topk or needs.full) and not given_exactly and rollout.token_ids is None:
         raise MissingDataError(
             "RolloutTokens.token_ids must be given: the sampled token has to be found among the other ids, got None."
         )
@@ -225,14 +232,13 @@ def _require_topk(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) ->
     width = rollout.topk.ids.shape[-1]
     if width < needs.topk and needs.tail_mass == 0:
         raise RecordError(
-            f"RolloutTokens.topk must have at least k = {needs.topk} columns, got {width}. "
+            f"RolloutTokens.topk must be at least k = {needs.topk} columns wide, got {width}. "
             f"Record more ids, or set the region's k to {width} (a vocabulary of {width} words has no more)."
         )
 
 
 def _require_full(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:
-    of = None
-    if policy.full_divergence is not None:
+    if policy.full_divergence is not None and not needs.projects:
         of = policy.full_divergence.of
     elif rollout.full is None or policy.full_logp is None:
         missing = "RolloutTokens.full" if rollout.full is None else "PolicyTokens.full_logp"
@@ -267,25 +273,28 @@ def sequences_of(rollout: RolloutTokens) -> Sequences | None:
 
 
 def _vocabulary_cells(
-    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, log_policy: Tensor, log_anchor: Tensor
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, usable: Tensor, log_anchor: Tensor
 ) -> tuple[Cells, Bool[Tensor, " n"]]:
     """Every id its own cell, and which tokens have no fault in them."""
     full, policy_logp, token_ids = rollout.full, policy.full_logp, rollout.token_ids
     assert full is not None  # `require` has seen to these
     assert policy_logp is not None
     assert token_ids is not None
-    vocabulary = full.logp.shape[-1]
+    vocabulary, double = full.logp.shape[-1], log_anchor.dtype
     token = token_ids.reshape(-1)
-    log_b = full.logp.detach().reshape(-1, vocabulary).to(log_anchor.dtype)
-    log_p = policy_logp.reshape(-1, vocabulary).to(log_policy.dtype)
+    log_b = full.logp.detach().reshape(-1, vocabulary).to(double)
+    log_p = policy_logp.detach().reshape(-1, vocabulary).to(double)
     good = (token >= 0) & (token < vocabulary) & _plausible(log_b) & _plausible(log_p)
-    token = token.clamp(0, max(vocabulary - 1, 0))
+    if needs.projects:
+        fine = (usable & good).unsqueeze(-1)
+        log_p = torch.where(fine, policy_logp.reshape(-1, vocabulary).to(double), -torch.inf)
     tail = torch.zeros_like(log_anchor)
+    token = token.clamp(0, max(vocabulary - 1, 0))
     return Cells(log_b, log_p, log_b.exp(), log_p.exp(), tail, tail, token, 0.0), good
 
 
 def _topk_cells(
-    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, log_policy: Tensor, log_anchor: Tensor
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, usable: Tensor, log_anchor: Tensor
 ) -> tuple[Cells, Bool[Tensor, " n"]]:
     """The recorded ids other than the sampled one, and one tail; and which tokens have no fault in them."""
     topk, own, token_ids = rollout.topk, policy.topk_logp, rollout.token_ids
@@ -296,25 +305,35 @@ def _topk_cells(
         topk, own = _narrow(topk, own, needs.topk)
     if needs.own_topk != "none" and policy.topk is not None:
         topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
-    width, double = topk.ids.shape[-1], log_policy.dtype
+    width, double = topk.ids.shape[-1], log_anchor.dtype
+    tails = None
+    if topk.tail_logp is not None and policy.tail_logp is not None and needs.own_topk != "fill":
+        tails = topk.tail_logp.detach().reshape(-1).to(double), policy.tail_logp.reshape(-1).to(double)
     token = token_ids.reshape(-1)
     known = topk.valid.reshape(-1, width) & (topk.ids.reshape(-1, width) != token.unsqueeze(-1))
     log_b = torch.where(known, topk.logp.detach().reshape(-1, width).to(double), -torch.inf)
-    log_p = torch.where(known, own.reshape(-1, width).to(double), -torch.inf)
+    log_p = torch.where(known, own.detach().reshape(-1, width).to(double), -torch.inf)
     good = (token >= 0) & _plausible(log_b) & _plausible(log_p)
+    if tails is not None:
+        good = good & (tails[0] <= LARGEST_LOGP) & (tails[1].detach() <= LARGEST_LOGP)
+    logp = policy.logp.reshape(-1).to(double)
+    if needs.projects:
+        # With gradient, and blanked before the exponential: a NaN in a row that is left out would come back as its
+        # gradient. (Otherwise rows may hold anything: nobody differentiates them.)
+        fine = usable & good
+        log_p = torch.where(known & fine.unsqueeze(-1), own.reshape(-1, width).to(double), -torch.inf)
+        logp = torch.where(fine, logp, 0.0)
+        tails = None if tails is None else (tails[0], torch.where(fine, tails[1], -torch.inf))
     b, p = log_b.exp(), log_p.exp()
     resolution = 0.0
     if needs.own_topk == "fill":
         tail_b = tail_p = torch.zeros_like(log_anchor)
-    elif topk.tail_logp is not None and policy.tail_logp is not None:
-        tail_b = topk.tail_logp.detach().reshape(-1).to(double).exp()
-        tail_p = policy.tail_logp.reshape(-1).to(double).exp()
-        good = good & (tail_b <= 1 + LARGEST_LOGP) & (tail_p <= 1 + LARGEST_LOGP)
+    elif tails is not None:
+        tail_b, tail_p = tails[0].exp(), tails[1].exp()
     else:
         # Both by subtraction, even if one side knows better: unlike representations differ where policies do not.
-        tail_b = (1 - log_anchor.exp() - b.sum(-1)).clamp(min=0.0)
-        tail_p = (1 - policy.logp.reshape(-1).to(double).exp() - p.sum(-1)).clamp(min=0.0)
-        resolution = max(torch.finfo(topk.logp.dtype).eps, torch.finfo(own.dtype).eps)
+        tail_b, tail_p = ((1 - x.exp() - y.sum(-1)).clamp(min=0.0) for x, y in ((log_anchor, b), (logp, p)))
+        resolution = max(torch.finfo(x.dtype).eps for x in (topk.logp, own, FINEST_RECORD))
     return Cells(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
 
 

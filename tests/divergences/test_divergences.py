@@ -3,11 +3,11 @@
 import math
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import oracle
 import trustrl
 from trustrl import divergences
 from trustrl.config.axes import Needs

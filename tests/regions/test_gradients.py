@@ -1,10 +1,10 @@
 """Gradients: closed forms from the oracle, gradcheck where the loss is a true function, PPO's textbook form."""
 
 import numpy as np
-import oracle
 import pytest
 import torch
 
+import oracle
 import trustrl
 from worlds import grad_of, log, run, world
 

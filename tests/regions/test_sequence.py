@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from trustrl import RolloutTokens
 from trustrl.regions.sequence import (
     overspent,
     prefix_sum,
@@ -14,7 +15,6 @@ from trustrl.regions.sequence import (
     sequence_quantile,
 )
 from trustrl.tokens import sequences_of
-from trustrl import RolloutTokens
 
 
 @st.composite

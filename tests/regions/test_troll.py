@@ -3,11 +3,11 @@
 import math
 
 import numpy as np
-import oracle
 import pytest
 import scipy.optimize
 import torch
 
+import oracle
 import trustrl
 from trustrl.regions.project import MAX_EVALUATIONS, kl_along, path, project
 from worlds import world
@@ -346,7 +346,7 @@ def without_the_tails_term(w, logits, known):
         )
 
     p, b = (cells(x).reshape(-1, x.shape[-1] + 1) for x in (logp.detach(), w.behavior))
-    target = project(p, b, bound=EPS).log_projected[:, :-1].reshape(logp.shape)
+    target = project(p, b, bound=EPS).log_projected[:, :-1].reshape(logp.shape).masked_fill(~known, 0.0)
     return torch.where(known, logp.exp() * (logp - target), 0.0).sum()
 
 

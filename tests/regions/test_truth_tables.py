@@ -70,7 +70,7 @@ def test_a_symmetric_mask_ignores_the_advantage(policy, keep, advantage):
     assert verdict(trustrl.IPO(), policy, 0.4, advantage)[0] == keep
 
 
-@pytest.mark.parametrize("region", ["ipo", "kpop", "trm-k2-k3"])
+@pytest.mark.parametrize("region", ["ipo", "kpop", "trm-sampled"])
 def test_a_zero_advantage_is_kept_by_symmetric_regions_too(region):
     kept, _, out = verdict(trustrl.preset(region), 0.999, 0.01, 0.0)
     assert kept
@@ -176,7 +176,7 @@ def test_trm_drops_the_whole_sequence_without_a_sign_test():
     assert two_tokens(region, (0.9, 0.5), (0.5, 0.5), -1.0) == [False, False]
     assert two_tokens(region, (0.55, 0.5), (0.5, 0.5), -1.0) == [True, True]
     # log r cancels to a mean of 0: there is no side, and the sequence goes all the same.
-    assert two_tokens(trustrl.preset("trm-k2-k3"), (0.5, 0.25), (0.25, 0.5), 1.0) == [False, False]
+    assert two_tokens(trustrl.preset("trm-sampled"), (0.5, 0.25), (0.25, 0.5), 1.0) == [False, False]
 
 
 def test_trm_can_also_look_at_the_mean():

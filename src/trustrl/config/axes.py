@@ -44,6 +44,9 @@ class Needs:
     own_topk: Literal["none", "known", "fill"] = "none"
     """Whether the policy's own top ids join the recorded ones: never, where the anchor is known there, or filled."""
 
+    projects: bool = False
+    """True when the region differentiates through the whole support, not only through the sampled token."""
+
     full: bool = False
     """True when the whole distribution (or an exact divergence made from it) is needed."""
 
@@ -87,9 +90,11 @@ class PrefixBudget:
             checks.non_negative(
                 "prefix-budget.rate", self.rate, advice="Or write 'p90' for the response's own quantile."
             )
-        if not 0 <= self.rate_low <= self.rate_high:
+        for name in ("rate_low", "rate_high"):
+            checks.non_negative(f"prefix-budget.{name}", getattr(self, name))
+        if self.rate_low > self.rate_high:
             raise ConfigError(
-                f"prefix-budget.rate_low must be between 0 and rate_high, got {self.rate_low!r} and {self.rate_high!r}."
+                f"prefix-budget.rate_low must be at most rate_high, got {self.rate_low!r} and {self.rate_high!r}."
             )
 
 
@@ -202,6 +207,11 @@ class TrustRegion(AnchoredRegion):
             raise ConfigError(
                 "trust-region.action='penalise' must go with Ratio (SPO) or BinaryTV (DRPO), level 'token' and "
                 f"direction 'away', got {named}, {self.level!r} and {self.direction!r}. Only these have a signed gap."
+            )
+        if self.action == "penalise" and (self.max_ratio is not None or getattr(stat, "act_on", "lower") == "upper"):
+            raise ConfigError(
+                "trust-region.action='penalise' must have no max_ratio and no act_on='upper': its weight follows from "
+                f"the objective, got {self.max_ratio!r} and {stat!r}. Use action='mask'."
             )
         if isinstance(stat, SequenceRatio) and self.level != "sequence":
             raise ConfigError(

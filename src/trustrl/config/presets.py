@@ -47,7 +47,7 @@ for _name, _make in {
     "kpop": KPOP,
     "trm": TRM,
     "trm-full-kl": lambda: TRM(FullKL()),
-    "trm-k2-k3": lambda: TRM(SampledK2()),
+    "trm-sampled": lambda: TRM(SampledK2()),
     # The three corrections multiply any region anchored on π'; PPO's mask is the usual companion.
     "tis": lambda: PPO(anchor="proximal", correction=TIS()),
     "icepop": lambda: PPO(anchor="proximal", correction=IcePop()),

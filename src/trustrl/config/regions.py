@@ -4,7 +4,7 @@ Most are points on the shared axes (their `axes()`); the others add a rule of th
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from trustrl.config import checks
@@ -17,6 +17,7 @@ from trustrl.config.statistics import (
     SampledK2,
     SampledK3,
     SequenceRatio,
+    Statistic,
     SymmetricBinaryKL,
     TopKKL,
     TopKTV,
@@ -119,7 +120,10 @@ class CISPO(AnchoredRegion):
     """C; 5 as in ScaleRL and in DPPO's scaling runs."""
 
     def __post_init__(self) -> None:
-        check_common(self.kind, self.anchor, self.correction, self.max_ratio)
+        checks.real(
+            "cispo.max_ratio", self.max_ratio, rule="a cap on the weight, > 0", low=0.0, advice="None is pg-is."
+        )
+        check_common(self.kind, self.anchor, self.correction)
 
     def axes(self) -> TrustRegion:
         """This region on the shared axes."""
@@ -308,18 +312,31 @@ class TRM(AnchoredRegion):
                     f"trm.{name} must have equal bounds (there is no sign test), got {stat!r}. Give one bound."
                 )
         check_common(self.kind, self.anchor, self.correction, self.max_ratio)
+        self._refuse_mean()
+
+    def _refuse_mean(self) -> None:
+        by_max, by_mean = self.statistic, self.mean
+        if by_mean is None:
+            return
+        if type(by_mean) is type(by_max) and by_mean.bounds[0] >= by_max.bounds[0]:
+            raise ConfigError(
+                f"trm.mean must have a bound below trm.statistic's, got {by_mean.bounds[0]:g} and "
+                f"{by_max.bounds[0]:g}. A mean never exceeds the maximum, so it would never act; the paper's is .001."
+            )
+        supports = {(needs.topk, needs.full) for needs in map(self._needs_of, (by_max, by_mean))} - {(0, False)}
+        if len(supports) > 1:
+            raise ConfigError(
+                f"trm.mean must read the same ids as trm.statistic, got {by_mean!r} and {by_max!r}. "
+                "Use one k for both, or the whole vocabulary for both."
+            )
+
+    def _needs_of(self, statistic: Statistic | None) -> Needs:
+        return needs_of(statistic, self.anchor, self.correction, sequences=True)
 
     def needs(self) -> Needs:
         """What the records must carry for this region."""
-        by_max = needs_of(self.statistic, self.anchor, self.correction, sequences=True)
-        by_mean = needs_of(self.mean, self.anchor, self.correction, sequences=True)
-        return Needs(
-            anchors=by_max.anchors,
-            topk=max(by_max.topk, by_mean.topk),
-            anchor=self.anchor,
-            full=by_max.full or by_mean.full,
-            sequences=True,
-        )
+        by_max, by_mean = self._needs_of(self.statistic), self._needs_of(self.mean)
+        return replace(by_max, topk=max(by_max.topk, by_mean.topk), full=by_max.full or by_mean.full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +405,7 @@ class TROLL(AnchoredRegion):
             topk=self.k if sparse else 0,
             anchor=self.anchor,
             tail_mass=self.tail_mass if sparse else 0.0,
+            projects=True,
             own_topk="none" if not sparse else "fill" if self.rest == "fill" else "known",
             full=not sparse,
             sequences=isinstance(self.correction, MIS) and self.correction.level == "sequence",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from trustrl.config import checks
+from trustrl.errors import ConfigError
 
 Anchor = Literal["behavior", "proximal"]
 ANCHORS: tuple[str, ...] = ("behavior", "proximal")
@@ -94,6 +95,8 @@ class SampledK3(Statistic):
 class Divergence(Statistic):
     """A statistic with a certified interval: the true divergence lies between its two ends."""
 
+    has_upper_end: ClassVar[bool] = True
+
     act_on: Literal["lower", "upper"] = "lower"
     """Which end is held against the bound: the lower one (the paper) or the upper one (cautious)."""
 
@@ -101,6 +104,11 @@ class Divergence(Statistic):
         # Named explicitly: a slotted dataclass is a new class, so a bare super() would point at the discarded one.
         Statistic.__post_init__(self)
         checks.one_of(f"{self.kind}.act_on", self.act_on, ("lower", "upper"))
+        if self.act_on == "upper" and not self.has_upper_end:
+            raise ConfigError(
+                f"{self.kind}.act_on must be 'lower', got 'upper': a KL over part of the vocabulary has no finite "
+                "upper end, so every outward update would be stopped. Use a TV, or full-kl."
+            )
 
 
 _TV_UNIT = "a probability gap in (0, 1]"
@@ -122,6 +130,7 @@ class BinaryKL(Divergence):
     """KL between "the sampled token" and "any other", anchor first. arXiv:2602.04879, eq. 14."""
 
     kind: ClassVar[str] = "binary-kl"
+    has_upper_end: ClassVar[bool] = False
     unit: ClassVar[str] = "nats, > 0"
     default_bound: ClassVar[float] = 0.05
 
@@ -131,6 +140,7 @@ class SymmetricBinaryKL(Divergence):
     """max(KL_bin(b‖π), KL_bin(π‖b)): the statistic of KPop."""
 
     kind: ClassVar[str] = "symmetric-binary-kl"
+    has_upper_end: ClassVar[bool] = False
     unit: ClassVar[str] = "nats, > 0"
     default_bound: ClassVar[float] = 2.0
 
@@ -163,6 +173,7 @@ class TopKKL(_TopK):
     """KL over the anchor's top K, the sampled token, and one bucket for the rest. arXiv:2602.04879, eq. 16."""
 
     kind: ClassVar[str] = "topk-kl"
+    has_upper_end: ClassVar[bool] = False
     unit: ClassVar[str] = "nats, > 0"
     default_bound: ClassVar[float] = 0.05
 

@@ -41,5 +41,8 @@ class Decision:
 
     max_decrease: float | None = None
 
+    side: Float[Tensor, " n"] | None = None
+    """The log-ratio whose sign chose the bound, where it is not the token's own (a sequence's mean)."""
+
     extra: dict[str, Tensor] = field(default_factory=dict)
     """Per-token numbers only this region has, by metric name."""

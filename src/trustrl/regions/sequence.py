@@ -90,6 +90,8 @@ def sequence_quantile(
     x: Float[Tensor, " n"], counted: Bool[Tensor, " n"], sequences: Sequences, *, share: float
 ) -> Float[Tensor, " n"]:
     """Each token's sequence quantile of x, interpolated linearly between order statistics; 0 where nothing counts."""
+    if not x.shape[0]:
+        return x
     x = x.clamp(max=SPENT)
     by_value = torch.where(counted, x, torch.inf).sort(stable=True).indices  # what does not count goes last
     by_sequence = by_value[sequences.of_token[by_value].sort(stable=True).indices]
@@ -97,7 +99,7 @@ def sequence_quantile(
     start = first_token(sequences, x)
     length = sequence_length(counted, sequences, x)
     place = share * (length - 1).clamp(min=0.0)
-    last = max(x.shape[0] - 1, 0)
+    last = x.shape[0] - 1
     low, high = (ordered[(start + at.long()).clamp(max=last)] for at in (place.floor(), place.ceil()))
     found = torch.where(length > 0, low + (place - place.floor()) * (high - low), 0.0)
     return found[sequences.of_token]
