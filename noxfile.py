@@ -34,12 +34,12 @@ def tests(session: nox.Session) -> None:
     """The tests, then once more the quick ones with every shape annotation checked at run time."""
     install_core(session, "test")
     if not session.posargs:
-        session.run("pytest", "-q", "-m", "not slow and not compiled", "--no-header", *SHAPES)
+        session.run("pytest", "-q", "-n", "2", "--no-header", *SHAPES)
     session.run("pytest", "-n", "2", *session.posargs)
 
 
 # Decorated functions cannot be compiled whole, so shapes are checked in a run of their own.
-SHAPES = ("--jaxtyping-packages=trustrl,beartype.beartype",)
+SHAPES = ("--jaxtyping-packages=trustrl,beartype.beartype", "tests/regions", "tests/contracts/test_dtypes.py")
 
 
 @nox.session(python="3.11")

@@ -257,8 +257,7 @@ def troll_projection(log_p, log_b, bound):
     def q_of(eta):
         logits = (log_p + eta * log_b) / (1 + eta)
         logits = logits - logits.max()
-        logits = logits - math.log(np.exp(logits).sum())
-        return logits
+        return logits - math.log(np.exp(logits).sum())
 
     def excess(log_q):
         return float(np.sum(np.exp(log_q) * (log_q - log_b))) - bound

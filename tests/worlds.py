@@ -30,6 +30,13 @@ class World:
     def at_token(self, logp):
         return logp.gather(-1, self.tokens.unsqueeze(-1)).squeeze(-1)
 
+    def tail(self, logp, ids):
+        """log of the mass outside the ids and the sampled token."""
+        known = (
+            torch.zeros_like(logp, dtype=torch.bool).scatter(-1, ids, True).scatter(-1, self.tokens.unsqueeze(-1), True)
+        )
+        return torch.logsumexp(logp.masked_fill(known, -torch.inf), -1)
+
     def anchor(self, name):
         return self.behavior if name == "behavior" else self.proximal
 
@@ -47,16 +54,17 @@ class World:
             k,
         )  # fmt: skip
 
-    def rollout(self, anchor="behavior", *, dtype=torch.float64, k=K, **changes):
+    def rollout(self, anchor="behavior", *, dtype=torch.float64, k=K, with_tails=False, **changes):
         source = self.anchor(anchor)
         ids = source.topk(min(k, source.shape[-1]), dim=-1).indices
+        tail = self.tail(source, ids).to(dtype) if with_tails else None
         record = trustrl.RolloutTokens(
             behavior_logp=self.at_token(self.behavior).to(dtype),
             proximal_logp=self.at_token(self.proximal).to(dtype),
             advantage=self.advantage.to(dtype),
             in_loss=self.in_loss,
             token_ids=self.tokens,
-            topk=trustrl.TopK(ids, source.gather(-1, ids).to(dtype), anchor),
+            topk=trustrl.TopK(ids, source.gather(-1, ids).to(dtype), anchor, tail),
             full=trustrl.FullVocabulary(source.to(dtype), anchor),
         )
         return replace(record, **changes) if changes else record
@@ -68,7 +76,9 @@ class World:
         def leaf(x):
             return x.to(dtype).detach().clone().requires_grad_(grad)
 
+        with_tails = rollout.topk.tail_logp is not None
         return trustrl.PolicyTokens(
+            tail_logp=leaf(self.tail(self.policy, ids)) if with_tails else None,
             logp=leaf(self.at_token(self.policy)),
             topk_logp=leaf(self.policy.gather(-1, ids)),
             full_logp=leaf(self.policy),

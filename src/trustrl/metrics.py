@@ -17,7 +17,7 @@ NUM_BINS = 2 * HALF + 1
 PROBABILITY_EDGES = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99)
 """Bins of the anchor's probability: below the first, between neighbours, from the last up."""
 
-STALENESS_EDGES = (1, 2, 3, 5, 9, 17)
+STALENESS_EDGES = (1.0, 2.0, 3.0, 5.0, 9.0, 17.0)
 """Bins of staleness in weight versions: 0 | 1 | 2 | 3-4 | 5-8 | 9-16 | 17 and more."""
 
 

@@ -17,20 +17,20 @@ class Decision:
     with π̃ the policy itself, or its projection.
     """
 
-    keep: Bool[Tensor, " n"]
+    keep: Bool[Tensor, "*batch"]
     """M: False stops the token's gradient."""
 
-    weight: Float[Tensor, " n"]
+    weight: Float[Tensor, "*batch"]
     """w, detached. Negative only where an objective is bent back past its top."""
 
-    logp: Float[Tensor, " n"]
+    logp: Float[Tensor, "*batch"]
     """log π̃ of the sampled token, with gradient."""
 
-    value: Float[Tensor, " n"] | None = None
+    value: Float[Tensor, "*batch"] | None = None
     """The objective's value, detached, where the region maximises one: the loss then reads −value and keeps the
     gradient above. None leaves the value at −M w A log π̃, which means nothing: watch the metrics."""
 
-    penalty: Float[Tensor, " n"] | None = None
+    penalty: Float[Tensor, "*batch"] | None = None
     """A term of the region's own, with gradient, added to the loss of every usable token."""
 
     divergence: Interval | None = None
@@ -41,7 +41,7 @@ class Decision:
 
     max_decrease: float | None = None
 
-    side: Float[Tensor, " n"] | None = None
+    side: Float[Tensor, "*batch"] | None = None
     """The log-ratio whose sign chose the bound, where it is not the token's own (a sequence's mean)."""
 
     extra: dict[str, Tensor] = field(default_factory=dict)
