@@ -13,8 +13,10 @@ class ConfigError(TrustRLError, ValueError):
     """A setting is out of range, or two settings contradict each other."""
 
 
-class UnknownNameError(TrustRLError, LookupError):
+class UnknownNameError(TrustRLError, KeyError):
     """A name is in no registry; the message lists the known ones and the nearest."""
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class DuplicateNameError(TrustRLError, ValueError):

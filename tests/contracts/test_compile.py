@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from test_invariance import gradient
 
 import trustrl
-from test_invariance import gradient
 from worlds import K, world
 
 pytestmark = pytest.mark.compiled

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from test_invariance import mapped
 
 import trustrl
-from test_invariance import mapped
 from worlds import K, world
 
 PRESETS = trustrl.presets()

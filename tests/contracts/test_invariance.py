@@ -179,11 +179,11 @@ def test_advantages_per_sequence_equal_advantages_per_token(name):
 
 
 REDUCTIONS = {
-    "token sum": (trustrl.TokenSum(), lambda l, m, n: (l * m).sum()),
-    "token mean": (trustrl.TokenMean(num_tokens=50), lambda l, m, n: (l * m).sum() / 50),
-    "sequence mean of token mean": (trustrl.SequenceMeanTokenMean(num_sequences=8), lambda l, m, n: ((l * m).sum(1) / m.sum(1).clamp(min=1)).sum() / 8),
-    "sequence mean of token sum": (trustrl.SequenceMeanTokenSum(num_sequences=8), lambda l, m, n: (l * m).sum() / 8),
-    "fixed length": (trustrl.FixedLength(length=100, num_sequences=8), lambda l, m, n: (l * m).sum() / 800),
+    "token sum": (trustrl.TokenSum(), lambda x, m, n: (x * m).sum()),
+    "token mean": (trustrl.TokenMean(num_tokens=50), lambda x, m, n: (x * m).sum() / 50),
+    "sequence mean of token mean": (trustrl.SequenceMeanTokenMean(num_sequences=8), lambda x, m, n: ((x * m).sum(1) / m.sum(1).clamp(min=1)).sum() / 8),
+    "sequence mean of token sum": (trustrl.SequenceMeanTokenSum(num_sequences=8), lambda x, m, n: (x * m).sum() / 8),
+    "fixed length": (trustrl.FixedLength(length=100, num_sequences=8), lambda x, m, n: (x * m).sum() / 800),
 }  # fmt: skip
 
 

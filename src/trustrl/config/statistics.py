@@ -31,18 +31,18 @@ class Statistic:
     """Bound where it gives less (r < 1). `math.inf` switches a side off."""
 
     def __post_init__(self) -> None:
-        increase, decrease = self.max_increase, self.max_decrease
-        if increase is None:
-            increase = self.default_bound if decrease is None else decrease
-        if decrease is None:
-            decrease = increase
-        for name, value in (("max_increase", increase), ("max_decrease", decrease)):
-            # Infinity always means "this side is off"; only finite bounds have a largest sensible value.
-            high = math.inf if value == math.inf else self.largest_bound
-            where = f"{self.kind}.{name}"
-            object.__setattr__(
-                self, name, checks.real(where, value, rule=self.unit, low=0.0, high=high, advice=self.advice)
-            )
+        given = {
+            name: self._checked(name) for name in ("max_increase", "max_decrease") if getattr(self, name) is not None
+        }
+        either = next(iter(given.values()), self.default_bound)
+        for name in ("max_increase", "max_decrease"):
+            object.__setattr__(self, name, given.get(name, either))
+
+    def _checked(self, name: str) -> float:
+        value = getattr(self, name)
+        # Infinity always means "this side is off"; only finite bounds have a largest sensible value.
+        high = math.inf if value == math.inf else self.largest_bound
+        return checks.real(f"{self.kind}.{name}", value, rule=self.unit, low=0.0, high=high, advice=self.advice)
 
     @property
     def bounds(self) -> tuple[float, float]:
