@@ -218,15 +218,3 @@ def test_policy_loss_refuses_what_it_cannot_read(changes, message):
     settings = {"region": trustrl.DPPO(), "reduction": trustrl.TokenSum(), **changes}
     with pytest.raises(trustrl.ConfigError, match=message):
         trustrl.policy_loss(trustrl.PolicyTokens(logp=logp, entropy=logp), rollout, settings.pop("region"), **settings)
-
-
-@pytest.mark.parametrize("penalty", [trustrl.EntropyBonus(coefficient=1.0), trustrl.KLPenalty(coefficient=1.0)])
-def test_a_penalty_without_its_data_is_refused(penalty):
-    import torch
-
-    logp = torch.zeros(1, 1)
-    rollout = trustrl.RolloutTokens(behavior_logp=logp, advantage=torch.ones(1), in_loss=torch.ones(1, 1).bool())
-    with pytest.raises(trustrl.MissingDataError, match="must be given"):
-        trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp), rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
-        )

@@ -46,7 +46,7 @@ from trustrl.divergences import (
     topk_tv,
 )
 from trustrl.errors import ConfigError, MissingDataError
-from trustrl.numerics import either
+from trustrl.numerics import either, free_to_look
 from trustrl.regions.clip import clipped_objective, quadratic_penalty, runaway, soft_gate
 from trustrl.regions.correction import correction_factor
 from trustrl.regions.decision import Decision
@@ -355,7 +355,7 @@ def decide_troll(tokens: Tokens, region: settings.TROLL) -> Decision:
         kl_before = (torch.exp(log_policy) * path(log_policy, log_anchor)[1]).sum(-1)
         outside_ball = tokens.usable & (kl_before > region.bound * (1 + SLACK))
     # On CPU only the tokens outside the ball are worked on; elsewhere counting them would wait for the device.
-    rows = outside_ball.nonzero().squeeze(-1) if kl_before.device.type == "cpu" else None
+    rows = outside_ball.nonzero().squeeze(-1) if free_to_look(kl_before) else None
     if rows is not None:
         log_policy, log_anchor, column = log_policy[rows], log_anchor[rows], column[rows]
     found = project(log_policy, log_anchor, bound=region.bound)

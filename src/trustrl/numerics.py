@@ -16,6 +16,11 @@ def verdict_dtype(like: Tensor) -> torch.dtype:
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
+def free_to_look(at: Tensor) -> bool:
+    """True where a value can be read without waiting for a device, so that work may depend on it: on CPU."""
+    return at.device.type == "cpu"
+
+
 def loss_dtype(like: Tensor) -> torch.dtype:
     """The dtype loss terms are formed in: the input's own, float32 at least."""
     return torch.promote_types(like.dtype, torch.float32)

@@ -1,6 +1,7 @@
 """Divergences against a float64 brute force that imports nothing of ours."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from trustrl.config.axes import Needs
 from trustrl.tokens import clean_tokens
 
 SEEDS = st.integers(0, 2**32 - 1)
+CASES = int(os.environ.get("TRUSTRL_CASES", "5000"))
+"""Per dtype; mutation testing asks for fewer."""
 FLOATS = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -100,7 +103,7 @@ def compare(seed, vocabulary, peak, drift, k, dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-@settings(max_examples=5000, deadline=None)
+@settings(max_examples=CASES, deadline=None)
 @given(
     seed=SEEDS,
     vocabulary=st.integers(2, 60),
@@ -114,7 +117,7 @@ def test_every_divergence_equals_brute_force_and_intervals_hold(dtype, seed, voc
 
 
 @pytest.mark.parametrize("dtype", FLOATS.values(), ids=FLOATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=max(CASES // 125, 1), deadline=None)
 @given(
     seed=SEEDS,
     peak=st.sampled_from([1.0, 3.0, 6.0]),

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from trustrl.numerics import free_to_look
+
 MAX_EVALUATIONS = 32
 SLACK = 1e-4
 """A token is outside only if its KL exceeds ε by this share: rounding must not project what is on the boundary."""
@@ -124,8 +126,8 @@ def solve_beta(
     log_b: Tensor, d: Tensor, kl_before: Tensor, active: Tensor, bound: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """β with KL(β) = bound for the active rows, 1 for the others; evaluations spent; whether the root was reached."""
-    on_cpu = active.device.type == "cpu"
-    rows = active.nonzero().squeeze(-1) if on_cpu else torch.arange(active.shape[0], device=active.device)
+    looking = free_to_look(active)
+    rows = active.nonzero().squeeze(-1) if looking else torch.arange(active.shape[0], device=active.device)
     log_b, d, kl_before, sought = log_b[rows], d[rows], kl_before[rows], active[rows]
 
     tolerance = min(1e-6, 0.5 * SLACK * bound)
@@ -148,7 +150,7 @@ def solve_beta(
         moved = torch.where(trusted, newton, torch.where(reached, beta, 0.5 * (low + high)))
         beta = torch.where(done, beta, moved)
         done = done | reached
-        if on_cpu and bool(done.all()):
+        if looking and bool(done.all()):
             break
     # Out of evaluations: the bracket's lower end is inside the ball.
     beta = torch.where(done, beta, low)

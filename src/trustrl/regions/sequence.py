@@ -76,7 +76,7 @@ def prefix_sum(x: Float[Tensor, " n"], counted: Bool[Tensor, " n"], sequences: S
     of_token = sequences.of_token if order is None else sequences.of_token[order]
     running = ordered.cumsum(0) - ordered
     # Each sequence starts at its own first running sum: two values of one sum, so what rounding it holds cancels.
-    found = running - running[first_token(sequences, x)[of_token]] if x.shape[0] else x
+    found = running - running[first_token(sequences, x)[of_token]]
     return found if order is None else torch.zeros_like(x).scatter(0, order, found)
 
 
@@ -99,7 +99,6 @@ def sequence_quantile(
     start = first_token(sequences, x)
     length = sequence_length(counted, sequences, x)
     place = share * (length - 1).clamp(min=0.0)
-    last = x.shape[0] - 1
-    low, high = (ordered[(start + at.long()).clamp(max=last)] for at in (place.floor(), place.ceil()))
+    low, high = (ordered[start + at.long()] for at in (place.floor(), place.ceil()))
     found = torch.where(length > 0, low + (place - place.floor()) * (high - low), 0.0)
     return found[sequences.of_token]

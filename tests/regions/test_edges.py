@@ -1,0 +1,189 @@
+"""The edges of each building block: ties, ends, dtypes, and the path that other devices take."""
+
+import math
+
+import pytest
+import torch
+from test_troll import CORPUS, sparse_loss
+
+import trustrl
+import trustrl.build
+import trustrl.regions.project
+from trustrl import divergences
+from trustrl.losses import penalty_terms, policy_terms
+from trustrl.regions.clip import soft_gate
+from trustrl.regions.mask import leaving, outside
+from trustrl.regions.project import project
+from trustrl.regions.sequence import overspent
+from trustrl.tokens import Cells, Sequences, clean_tokens
+from worlds import world
+
+
+def t(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_leaving_at_its_edges():
+    d = t(0.2, 0.2, 0.2, 0.2, 0.1, 0.1, 0.3, 0.3)
+    log_ratio = t(0.0, 0.0, 1e-9, -1e-9, 1.0, -1.0, 1.0, -1.0)
+    advantage = t(1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 0.0, 0.0)
+    stop = leaving(d, log_ratio, advantage, max_increase=0.1, max_decrease=0.1)
+    # r = 1 is on no side; any r beyond it is; the bound itself is inside; A = 0 has nothing to stop.
+    assert stop.tolist() == [False, False, True, True, False, False, False, False]
+
+
+def test_outside_at_its_edges():
+    d = t(0.2, 0.2, 0.2, 0.1, 0.3, 0.4, 0.31)
+    log_ratio = t(0.5, -0.5, 0.0, 0.5, -0.5, 0.0, 0.0)
+    stop = outside(d, log_ratio, max_increase=0.1, max_decrease=0.3)
+    # above: max_increase; below: max_decrease; neither: the looser of the two; at the bound: inside.
+    assert stop.tolist() == [True, False, False, False, False, True, True]
+
+
+def test_the_prefix_budget_weighs_by_position():
+    """The last of two tokens weighs .8: a distance of .18 costs .144 and fits into .15; the first's .16 does not."""
+    two = Sequences(torch.zeros(2, dtype=torch.long), 1, None)
+    ones, counted = t(1.0, 1.0), torch.tensor([True, True])
+
+    def stop(d, advantage=ones):
+        return overspent(t(*d), ones, advantage, counted, two, bound=0.15, rate=1.0, last_weight=0.8).tolist()
+
+    assert stop((0.0, 0.18)) == [False, False]
+    assert stop((0.0, 0.19)) == [False, True]
+    assert stop((0.16, 0.0)) == [True, False]
+    assert stop((0.16, 0.5), advantage=t(0.0, 0.0)) == [False, False]
+    falling = overspent(t(0.5, 0.5), -ones, t(0.0, -1.0), counted, two, bound=0.15, rate=1.0, last_weight=0.8)
+    assert falling.tolist() == [False, True]
+
+
+def test_the_soft_gate_takes_the_negative_temperature_at_zero():
+    weight, value = soft_gate(t(0.5), t(0.0), temperature_positive=1.0, temperature_negative=2.0)
+    negative, _ = soft_gate(t(0.5), t(-1.0), temperature_positive=1.0, temperature_negative=2.0)
+    assert weight == negative
+    assert value == 0
+
+
+def test_certainty_closes_the_kl_interval():
+    certain = divergences.binary_kl(t(math.log(0.5)), t(0.0))
+    assert certain.upper == certain.lower == pytest.approx(math.log(2))
+    doubtful = divergences.binary_kl(t(math.log(0.5)), t(math.log(0.9)))
+    assert doubtful.upper == math.inf
+
+
+def test_rounding_above_certainty_is_certainty():
+    """+1e-4 in a log-prob is rounding; no probability exceeds 1, and no TV does."""
+    just_above = t(1e-4)
+    assert divergences.binary_tv(just_above, t(0.0)).lower == 0
+    assert divergences.binary_tv(just_above, t(-800.0)).lower == 1
+    assert divergences.binary_kl(just_above, t(0.0)).lower == 0
+    heavy = t(0.7, 0.7).log().unsqueeze(0)
+    light = t(1e-9, 1e-9).log().unsqueeze(0)
+    cells = Cells(heavy, light, heavy.exp(), light.exp(), t(0.0), t(1.0), None, 0.0)
+    interval = divergences.topk_tv(cells, t(-30.0), t(math.log(0.6)))
+    assert interval.lower == interval.upper == 1
+    over = torch.log(t(0.8, 0.8, 0.4)), torch.log(t(1e-9, 1e-9, 1.0))
+    assert divergences.full_tv(*over).lower == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_verdicts_are_float64_and_terms_are_float32(dtype):
+    w = world(0, rows=2, width=3)
+    rollout = w.rollout(dtype=dtype)
+    policy = w.policy_tokens(rollout, dtype=dtype)
+    for interval in (
+        divergences.full_tv(policy.full_logp, rollout.full.logp),
+        divergences.full_kl(policy.full_logp, rollout.full.logp),
+        divergences.binary_tv(policy.logp, rollout.behavior_logp),
+        divergences.binary_kl(policy.logp, rollout.behavior_logp),
+        divergences.ratio_gap(policy.logp, rollout.behavior_logp),
+    ):
+        assert interval.lower.dtype == torch.float64
+    for region in (trustrl.DPPO(), trustrl.SPO()):
+        tokens = clean_tokens(policy, rollout, region.needs())
+        decision = trustrl.build.decide(tokens, region)
+        assert policy_terms(decision, tokens).value.dtype == torch.float32
+        bonus = penalty_terms(trustrl.EntropyBonus(coefficient=1.0), policy, rollout, tokens, decision.keep)
+        assert bonus.value.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1.0, -1.0])
+def test_the_largest_term_is_kept_and_the_next_is_not(size):
+    """finfo.max · 1e-7: a sum of ten million of them still fits."""
+    limit = torch.finfo(torch.float64).max * 1e-7
+    for factor, kept in ((1.0, True), (1.0 + 1e-12, False)):
+        logp = t(-0.5).requires_grad_()
+        rollout = trustrl.RolloutTokens(
+            behavior_logp=t(-0.5), advantage=t(size * limit * factor), in_loss=torch.tensor([True])
+        )
+        out = trustrl.policy_loss(
+            trustrl.PolicyTokens(logp=logp), rollout, trustrl.PolicyGradient(), reduction=trustrl.TokenSum()
+        )
+        out.loss.backward()
+        assert (float(logp.grad) != 0) == kept
+        assert float(out.sums.added["fault/overflow"]) == float(not kept)
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e-5])
+def test_a_tiny_ball_is_met_as_exactly_as_a_large_one(bound):
+    p, b = CORPUS["random, large steps"]()
+    found = project(p[:2000], b[:2000], bound=bound)
+    assert found.active.all()
+    assert found.converged.all()
+    torch.testing.assert_close(found.kl_after, torch.full_like(found.kl_after, bound), rtol=1e-4, atol=0)
+
+
+def test_evaluations_are_counted_where_there_is_something_to_find():
+    p, b = CORPUS["random, small steps"]()
+    found = project(p, b, bound=0.05)
+    assert 0 < found.active.double().mean() < 1
+    assert (found.evaluations[found.active] >= 1).all()
+    assert (found.evaluations[~found.active] == 0).all()
+    assert (found.evaluations == found.evaluations.round()).all()
+    assert found.evaluations.dtype == torch.float64
+
+
+def test_a_backend_without_float64_gets_float32():
+    """No such backend is here: only the choice is checked, on a stand-in for its tensor."""
+    from types import SimpleNamespace
+
+    from trustrl.numerics import verdict_dtype
+
+    assert verdict_dtype(SimpleNamespace(device=SimpleNamespace(type="mps"))) == torch.float32
+    assert verdict_dtype(torch.zeros(1)) == torch.float64
+
+
+def test_what_the_projection_reports_carries_no_gradient():
+    p = torch.log_softmax(torch.randn(4, 5, dtype=torch.float64), -1).requires_grad_()
+    found = project(p, torch.full((4, 5), -math.log(5), dtype=torch.float64), bound=0.05)
+    assert found.log_projected.requires_grad
+    for name in ("beta", "kl_before", "kl_after", "evaluations", "converged", "active"):
+        assert not getattr(found, name).requires_grad, name
+
+
+@pytest.mark.parametrize("name", ["random, large steps", "one-hot swap, 100 nats", "at the edge", "not moved"])
+def test_the_path_without_looking_gives_the_same_projection(name, monkeypatch):
+    """On an accelerator no value is read back: every row is iterated a fixed number of times. Run here on CPU."""
+    p, b = CORPUS[name]()
+    p, b = p[:500], b[:500]
+    want = project(p, b, bound=0.05)
+    monkeypatch.setattr(trustrl.regions.project, "free_to_look", lambda at: False)
+    got = project(p, b, bound=0.05)
+    for field in ("log_projected", "beta", "kl_after", "evaluations"):
+        torch.testing.assert_close(getattr(got, field), getattr(want, field), rtol=1e-9, atol=1e-12)
+    assert torch.equal(got.active, want.active)
+    assert got.converged.all()
+
+
+def test_the_path_without_looking_gives_the_same_loss(monkeypatch):
+    w = world(5, rows=3, width=5, vocabulary=30, drift=0.35)
+    grads = []
+    for looking in (True, False):
+        monkeypatch.setattr(trustrl.build, "free_to_look", lambda at, looking=looking: looking)
+        monkeypatch.setattr(trustrl.regions.project, "free_to_look", lambda at, looking=looking: looking)
+        logits = w.policy.clone().requires_grad_()
+        out = sparse_loss(trustrl.TROLL(k=6, anchor="behavior"), w, logits, 6)
+        out.loss.backward()
+        grads.append((out.loss.item(), logits.grad, trustrl.rates(out.sums)))
+    assert grads[0][0] == pytest.approx(grads[1][0], rel=1e-12)
+    torch.testing.assert_close(grads[0][1], grads[1][1], rtol=0, atol=1e-12)
+    assert grads[0][2] == pytest.approx(grads[1][2], rel=1e-9)
