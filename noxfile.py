@@ -33,6 +33,7 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The tests, then once more the quick ones with every shape annotation checked at run time."""
     install_core(session, "test")
+    session.env["OMP_NUM_THREADS"] = "1"  # two workers with two threads each would fight over two cores
     if not session.posargs:
         session.run("pytest", "-q", "-n", "2", "--no-header", *SHAPES)
     session.run("pytest", "-n", "2", *session.posargs)

@@ -47,7 +47,8 @@ class Batch:
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(0)
         cells = torch.log_softmax(2.5 * torch.randn(TOKENS, K + 2, generator=g), -1)
-        moved = torch.log_softmax(cells + 0.12 * torch.randn(TOKENS, K + 2, generator=g), -1)
+        size = 0.05 * torch.exp(torch.randn(TOKENS, 1, generator=g))  # most tokens move little, a few a lot
+        moved = torch.log_softmax(cells + size * torch.randn(TOKENS, K + 2, generator=g), -1)
 
         def shaped(x):
             return x.reshape(ROWS, WIDTH, *x.shape[1:]).contiguous()

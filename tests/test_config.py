@@ -35,6 +35,7 @@ INVALID = [
     pytest.param(lambda: trustrl.IPO(log_ratio_penalty=math.inf), "finite number", id="an infinite penalty"),
     pytest.param(lambda: trustrl.TRM(trustrl.BinaryKL(max_increase=0.1, max_decrease=0.2)), "equal bounds", id="trm with two bounds"),
     pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.TopKKL()), "never exceeds the maximum", id="a mean bound that cannot act"),
+    pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.BinaryKL()), "never exceeds the maximum", id="another mean bound that cannot act"),
     pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.FullKL(max_increase=0.001)), "read the same ids", id="trm on two supports"),
     pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(k=20), mean=trustrl.TopKKL(k=10, max_increase=0.001)), "read the same ids", id="trm with two k"),
     pytest.param(lambda: trustrl.TRM(trustrl.Ratio()), "trm.statistic must be", id="trm on the ratio"),

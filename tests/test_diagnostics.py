@@ -161,6 +161,12 @@ def test_a_mismatch_that_is_a_fault_is_left_out_of_its_mean():
     assert rates["trustrl/mismatch_max"] < 3
 
 
+def test_a_mismatch_nobody_knows_has_no_extremes():
+    w = world(0)
+    out, _ = run("dppo-binary-tv", w, proximal_logp=torch.full((4, 16), torch.nan, dtype=torch.float64))
+    assert not [name for name in trustrl.rates(out.sums) if "mismatch" in name]
+
+
 def test_the_dictionary_is_complete():
     names = [m.name for m in METRICS]
     assert len(names) == len(set(names))

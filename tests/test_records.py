@@ -76,6 +76,20 @@ def test_check_looks_into_the_support(healthy, value):
         trustrl.check(policy, replace(rollout, full=full))
 
 
+def test_check_looks_at_what_only_some_regions_read(healthy):
+    policy, rollout = healthy
+    rollout = replace(rollout, in_loss=poke(rollout.in_loss, True))
+    ids = rollout.topk.ids
+    own = trustrl.TopK(ids, poke(rollout.topk.logp, torch.nan, (1, 2, 0)))
+    with pytest.raises(trustrl.NonFiniteError, match=r"PolicyTokens.topk.logp must be a log-prob"):
+        trustrl.check(replace(policy, topk=own), rollout)
+    anchor = poke(rollout.topk.logp, 0.5, (1, 2, 0))
+    with pytest.raises(trustrl.NonFiniteError, match=r"PolicyTokens.topk_anchor_logp must be a log-prob"):
+        trustrl.check(replace(policy, topk=rollout.topk, topk_anchor_logp=anchor), rollout)
+    with pytest.raises(trustrl.NonFiniteError, match=r"full_divergence.kl must be ≥ 0"):
+        trustrl.check(replace(policy, full_divergence=trustrl.FullDivergence(kl=-torch.ones(4, 16))), rollout)
+
+
 def test_an_empty_cell_is_no_fault(healthy):
     policy, rollout = healthy
     trustrl.check(replace(policy, topk_logp=poke(policy.topk_logp, -torch.inf, (1, 2, 0))), rollout)

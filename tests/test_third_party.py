@@ -64,3 +64,21 @@ def test_an_unregistered_region_is_named():
 
     with pytest.raises(trustrl.UnknownNameError, match="Unknown region 'test-stranger'"):
         run(Stranger(), world(0))
+
+
+@dataclass(frozen=True)
+class Impostor(trustrl.Region):
+    """Reports a number under a metric's name."""
+
+    kind: ClassVar[str] = "test-impostor"
+
+
+@trustrl.register_region(Impostor)
+def impostor(tokens, region):
+    keep = torch.ones_like(tokens.usable)
+    return trustrl.Decision(keep, tokens.log_ratio.exp(), tokens.logp, extra={"masked_share": keep})
+
+
+def test_a_region_cannot_replace_a_metric():
+    with pytest.raises(trustrl.RecordError, match="must not reuse the name of a metric, got 'masked_share'"):
+        run(Impostor(), world(0))

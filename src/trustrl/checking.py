@@ -43,10 +43,19 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
         "PolicyTokens.tail_logp": policy.tail_logp,
         "RolloutTokens.full.logp": None if rollout.full is None else rollout.full.logp,
         "PolicyTokens.full_logp": policy.full_logp,
+        "PolicyTokens.topk.logp": None
+        if policy.topk is None
+        else policy.topk.logp.masked_fill(~policy.topk.valid, 0.0),
+        "PolicyTokens.topk_anchor_logp": policy.topk_anchor_logp,
     }
     for name, x in of_support.items():
         if x is not None:
             wrong += _describe(name, ~(x <= LARGEST_LOGP), in_loss, "a log-prob")
+    exact = policy.full_divergence
+    for name in ("tv", "kl"):
+        x = None if exact is None else getattr(exact, name)
+        if x is not None:
+            wrong += _describe(f"PolicyTokens.full_divergence.{name}", ~(x >= 0), in_loss, "≥ 0")
     if policy.entropy is not None:
         wrong += _describe("PolicyTokens.entropy", ~policy.entropy.isfinite(), in_loss, "finite")
     advantage = rollout.advantage
@@ -56,7 +65,7 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
         )
     wrong += _describe("RolloutTokens.advantage", ~advantage.isfinite(), in_loss, "finite")
     if wrong:
-        raise NonFiniteError(" ".join(wrong) + " In the loss these tokens would be dropped and counted.")
+        raise NonFiniteError(" ".join(wrong) + " The loss would leave these out and count them.")
     _check_ids(rollout)
 
 

@@ -30,6 +30,9 @@ from trustrl.records import PolicyTokens, RolloutTokens
 from trustrl.regions.decision import Decision
 from trustrl.tokens import Tokens
 
+RESERVED = {metric.name for metric in METRICS if f"extra/{metric.name}" not in metric.reads}
+"""Names a region's own numbers may not take: they would replace a metric."""
+
 LARGEST_EXPONENT = 300.0
 LARGEST_SUMMAND = math.exp(LARGEST_EXPONENT)
 """What enters a sum is held below this, so that sums and their squares stay finite."""
@@ -180,8 +183,8 @@ def collect(
         total("mismatch/measured", known)
         total("mismatch", torch.exp(log_mismatch.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)) * known)
         total("mismatch/abs", log_mismatch.abs())
-        largest("max/mismatch", log_mismatch)
-        largest("min/mismatch", -log_mismatch)
+        largest("max/mismatch", torch.where(known, tokens.log_mismatch, -torch.inf))
+        largest("min/mismatch", torch.where(known, -tokens.log_mismatch, -torch.inf))
     if policy.entropy is not None:
         entropy = policy.entropy.detach().reshape(-1).to(on.dtype)
         known = entropy.isfinite()
@@ -190,6 +193,8 @@ def collect(
             total(f"entropy/{name}", torch.where(where, entropy, 0.0))
             total(f"entropy/{name}_measured", known & where)
     for name, x in decision.extra.items():
+        if name in RESERVED:
+            raise RecordError(f"Decision.extra must not reuse the name of a metric, got {name!r}. Choose another name.")
         total(f"extra/{name}", x if x.dtype == torch.bool else torch.where(measured, x, 0.0))
 
     counts = torch.stack([on, (measured & stopped).to(on.dtype), on * moved], dim=-1)

@@ -40,7 +40,10 @@ def policy_terms(decision: Decision, tokens: Tokens) -> Terms:
     # Blanked at A = 0 as well: a weight of inf times an advantage of 0 is NaN, and there is no gradient to lose.
     coefficient = torch.where(decision.keep & (tokens.advantage != 0), decision.weight, 0.0) * tokens.advantage
     logp = decision.logp
-    value = coefficient * logp.detach().to(coefficient.dtype) if decision.value is None else decision.value
+    if decision.value is None:
+        value = coefficient * logp.detach().to(coefficient.dtype)
+    else:
+        value = torch.where(tokens.advantage != 0, decision.value, 0.0)
     finite = (coefficient.abs() <= largest) & (value.abs() <= largest)  # False on NaN
     if decision.penalty is not None:
         finite = finite & (decision.penalty.detach().abs() <= largest)

@@ -107,7 +107,7 @@ def _highest(name: str) -> Callable[[Totals], float]:
 
 
 def _lowest(name: str) -> Callable[[Totals], float]:
-    return lambda t: _finite(-t[f"min/{name}"])
+    return lambda t: -_finite(t[f"min/{name}"])
 
 
 def _finite(x: float) -> float:

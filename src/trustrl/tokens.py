@@ -244,7 +244,8 @@ def _require_full(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) ->
         missing = "RolloutTokens.full" if rollout.full is None else "PolicyTokens.full_logp"
         raise MissingDataError(
             f"{missing} must be given: this region compares the whole vocabulary, got None. "
-            "Give both sides' log-probs, or PolicyTokens.full_divergence from a fused pass, or use a top-K divergence."
+            "Give both sides' log-probs, or PolicyTokens.full_divergence where nothing is projected, or use a region on "
+            "the top K."
         )
     else:
         of = rollout.full.of
@@ -311,8 +312,10 @@ def _topk_cells(
         tails = topk.tail_logp.detach().reshape(-1).to(double), policy.tail_logp.reshape(-1).to(double)
     token = token_ids.reshape(-1)
     known = topk.valid.reshape(-1, width) & (topk.ids.reshape(-1, width) != token.unsqueeze(-1))
-    log_b = torch.where(known, topk.logp.detach().reshape(-1, width).to(double), -torch.inf)
-    log_p = torch.where(known, own.detach().reshape(-1, width).to(double), -torch.inf)
+    # A copy that is then filled in place: at these sizes fresh memory costs more than the arithmetic.
+    log_b, log_p = (
+        x.detach().reshape(-1, width).to(double, copy=True).masked_fill_(~known, -torch.inf) for x in (topk.logp, own)
+    )
     good = (token >= 0) & _plausible(log_b) & _plausible(log_p)
     if tails is not None:
         good = good & (tails[0] <= LARGEST_LOGP) & (tails[1].detach() <= LARGEST_LOGP)

@@ -13,7 +13,7 @@ ARMS = 72
 RATE = {"spo": 1.0}
 
 
-def learn(name, seed, *, rounds=60, updates=4, draws=128):
+def learn(name, seed, *, rounds=100, updates=4, draws=256):
     """Probability of the best arm after training; sequences are single draws."""
     region = trustrl.preset(name)
     rate = RATE.get(name, 4.0)

@@ -106,6 +106,20 @@ def test_verdicts_are_float64_and_terms_are_float32(dtype):
         assert bonus.value.dtype == torch.float32
 
 
+@pytest.mark.parametrize("region", ["pg-is", "spo", "drpo", "sapo"])
+def test_a_zero_advantage_at_an_infinite_ratio_is_no_fault(region):
+    """inf · 0 is NaN, and there is nothing to lose."""
+    logp = t(-1.0).requires_grad_()
+    rollout = trustrl.RolloutTokens(behavior_logp=t(-1e6), advantage=t(0.0), in_loss=torch.tensor([True]))
+    out = trustrl.policy_loss(
+        trustrl.PolicyTokens(logp=logp), rollout, trustrl.preset(region), reduction=trustrl.TokenSum()
+    )
+    out.loss.backward()
+    assert float(out.sums.added["fault/overflow"]) == 0
+    assert out.loss == 0
+    assert logp.grad == 0
+
+
 @pytest.mark.parametrize("size", [1.0, -1.0])
 def test_the_largest_term_is_kept_and_the_next_is_not(size):
     """finfo.max · 1e-7: a sum of ten million of them still fits."""

@@ -318,7 +318,8 @@ class TRM(AnchoredRegion):
         by_max, by_mean = self.statistic, self.mean
         if by_mean is None:
             return
-        if type(by_mean) is type(by_max) and by_mean.bounds[0] >= by_max.bounds[0]:
+        same_unit = isinstance(by_mean, Divergence) and isinstance(by_max, Divergence) and by_mean.unit == by_max.unit
+        if same_unit and by_mean.bounds[0] >= by_max.bounds[0]:
             raise ConfigError(
                 f"trm.mean must have a bound below trm.statistic's, got {by_mean.bounds[0]:g} and "
                 f"{by_max.bounds[0]:g}. A mean never exceeds the maximum, so it would never act; the paper's is .001."

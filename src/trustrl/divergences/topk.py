@@ -28,7 +28,7 @@ def topk_tv(cells: Cells, log_policy: Float[Tensor, " n"], log_anchor: Float[Ten
     Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, eq. 15 (the lower end).
     """
     on_token = (torch.exp(log_anchor) - torch.exp(log_policy)).abs()
-    on_cells = on_token + (cells.anchor - cells.policy).abs().sum(-1)
+    on_cells = on_token + (cells.anchor - cells.policy).abs_().sum(-1)
     m, p = cells.anchor_tail, cells.policy_tail
     lower, upper = 0.5 * (on_cells + (m - p).abs()), 0.5 * (on_cells + m + p)
     return Interval(lower.clamp(max=1.0), upper.clamp(max=1.0))
