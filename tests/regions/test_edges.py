@@ -1,6 +1,7 @@
 """The edges of each building block: ties, ends, dtypes, and the path that other devices take."""
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import trustrl.build
 import trustrl.regions.project
 from trustrl import divergences
 from trustrl.losses import penalty_terms, policy_terms
+from trustrl.numerics import verdict_dtype
 from trustrl.regions.clip import soft_gate
 from trustrl.regions.mask import leaving, outside
 from trustrl.regions.project import project
@@ -158,11 +160,8 @@ def test_evaluations_are_counted_where_there_is_something_to_find():
 
 def test_a_backend_without_float64_gets_float32():
     """No such backend is here: only the choice is checked, on a stand-in for its tensor."""
-    from types import SimpleNamespace
-
-    from trustrl.numerics import verdict_dtype
-
-    assert verdict_dtype(SimpleNamespace(device=SimpleNamespace(type="mps"))) == torch.float32
+    stand_in = Mock(spec=torch.Tensor, device=Mock(type="mps"))
+    assert verdict_dtype(stand_in) == torch.float32
     assert verdict_dtype(torch.zeros(1)) == torch.float64
 
 
