@@ -244,8 +244,8 @@ def _require_full(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) ->
         missing = "RolloutTokens.full" if rollout.full is None else "PolicyTokens.full_logp"
         raise MissingDataError(
             f"{missing} must be given: this region compares the whole vocabulary, got None. "
-            "Give both sides' log-probs, or PolicyTokens.full_divergence where nothing is projected, or a region on the "
-            "top K."
+            "Give both sides' log-probs, or PolicyTokens.full_divergence where nothing is projected, or a region on "
+            "the top K."
         )
     else:
         of = rollout.full.of

@@ -50,7 +50,7 @@ def evaluate(region, parts, reduction):
     outs = [trustrl.policy_loss(p, r, region, reduction=reduction, penalties=PENALTIES) for p, r in parts]
     loss = sum(out.loss for out in outs)
     loss.backward()
-    return float(loss), trustrl.rates(trustrl.merge(out.sums for out in outs))
+    return float(loss.detach()), trustrl.rates(trustrl.merge(out.sums for out in outs))
 
 
 def gradient(policy):
