@@ -197,7 +197,7 @@ def collect(
             raise RecordError(f"Decision.extra must not reuse the name of a metric, got {name!r}. Choose another name.")
         total(f"extra/{name}", x if x.dtype == torch.bool else torch.where(measured, x, 0.0))
 
-    counts = torch.stack([on, (measured & stopped).to(on.dtype), on * moved], dim=-1)
+    counts = [on, (measured & stopped).to(on.dtype), on * moved]
     added["by_probability"] = _binned(anchor, PROBABILITY_EDGES, counts)
     if rollout.version is not None and policy.version is not None:
         staleness = (policy.version - rollout.version.reshape(-1)).to(on.dtype)
@@ -230,13 +230,14 @@ def _max(x: Tensor) -> Tensor:
     return x.amax() if x.numel() else x.new_full((), -torch.inf)
 
 
-def _binned(x: Tensor, edges: tuple[float, ...], counts: Float[Tensor, "n f"]) -> Float[Tensor, "bins f"]:
-    """Σ of each count over each bin of x; the bins are [−inf, e₀), [e₀, e₁), …, [e_last, inf)."""
-    at_least = torch.tensor(edges, dtype=x.dtype, device=x.device).unsqueeze(-1)
-    reached = (x.unsqueeze(0) >= at_least).to(counts.dtype) @ counts
-    everything = counts.sum(0, keepdim=True)
-    above = torch.cat([everything, reached, torch.zeros_like(everything)])
-    return above[:-1] - above[1:]
+def _binned(x: Tensor, edges: tuple[float, ...], columns: list[Tensor]) -> Float[Tensor, "bins f"]:
+    """Σ of each column over each bin of x; the bins are [−inf, e₀), [e₀, e₁), …, [e_last, inf)."""
+    place = torch.zeros_like(x, dtype=torch.int8)
+    for edge in edges:
+        place += x >= edge
+    index = place.long()
+    empty = torch.zeros(len(edges) + 1, dtype=columns[0].dtype, device=x.device)
+    return torch.stack([empty.scatter_add(0, index, column) for column in columns], dim=-1)
 
 
 def bin_of(x: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
