@@ -10,6 +10,7 @@ from test_troll import CORPUS, sparse_loss
 import trustrl
 import trustrl.build
 import trustrl.regions.project
+import trustrl.regions.troll
 from trustrl import divergences
 from trustrl.losses import penalty_terms, policy_terms
 from trustrl.numerics import verdict_dtype
@@ -191,7 +192,7 @@ def test_the_path_without_looking_gives_the_same_loss(monkeypatch):
     w = world(5, rows=3, width=5, vocabulary=30, drift=0.35)
     grads = []
     for looking in (True, False):
-        monkeypatch.setattr(trustrl.build, "free_to_look", lambda at, looking=looking: looking)
+        monkeypatch.setattr(trustrl.regions.troll, "free_to_look", lambda at, looking=looking: looking)
         monkeypatch.setattr(trustrl.regions.project, "free_to_look", lambda at, looking=looking: looking)
         logits = w.policy.clone().requires_grad_()
         out = sparse_loss(trustrl.TROLL(k=6, anchor="behavior"), w, logits, 6)

@@ -1,10 +1,13 @@
 """Corrections of the mismatch k = π'/μ between trainer and sampler, as a detached factor on the loss."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from trustrl.config.terms import MIS, TIS, Correction
+from trustrl.regions.decision import Decision
 from trustrl.regions.mask import ratio_weight
 from trustrl.regions.sequence import sequence_mean
 from trustrl.tokens import Tokens
@@ -21,3 +24,13 @@ def correction_factor(tokens: Tokens, correction: Correction) -> Float[Tensor, "
         log_k = sequence_mean(log_k, tokens.counted, tokens.sequences)
     k = torch.exp(log_k)
     return torch.where((k >= correction.min_ratio) & (k <= correction.max_ratio), k, 0.0)
+
+
+def corrected(tokens: Tokens, correction: Correction | None, decision: Decision) -> Decision:
+    """The decision with a correction multiplied onto its weight, and onto its value, which it scales too."""
+    if correction is None:
+        return decision
+    factor = correction_factor(tokens, correction)
+    value = None if decision.value is None else decision.value * factor
+    extra = {**decision.extra, "correction": factor, "correction_zero": factor == 0}
+    return replace(decision, weight=decision.weight * factor, value=value, extra=extra)
