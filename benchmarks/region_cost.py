@@ -61,7 +61,7 @@ class Batch:
         self.in_loss = (torch.arange(WIDTH) < WIDTH - WIDTH // 8).expand(ROWS, WIDTH).contiguous()
         self.count = int(self.in_loss.sum())
 
-    def ours(self, region: trustrl.Region, compiled: bool) -> Callable[[], object]:
+    def ours(self, region: trustrl.Region, compiled: bool, measured: bool) -> Callable[[], object]:
         """Forward and backward under a region; the record is made once, as a trainer would at rollout time."""
         needs = region.needs()
         topk = trustrl.TopK(self.ids, self.topk_logp, needs.anchor) if needs.topk else None
@@ -78,7 +78,7 @@ class Batch:
         def loss(logp, topk_logp):
             policy = trustrl.PolicyTokens(logp=logp, topk_logp=topk_logp)
             out = trustrl.policy_loss(policy, rollout, region, reduction=reduction)
-            return out.loss, out.sums.added
+            return out.loss, out.sums.added if measured else {}
 
         call = torch.compile(loss, fullgraph=True) if compiled else loss
 
@@ -123,7 +123,9 @@ def main() -> None:
         work[f"PPO-clip, three metrics{suffix}"] = batch.plain(ppo_clip_with_metrics, compiled)
         for name, region in regions.items():
             if not (compiled and region.kind == "troll"):  # its solver stops early on CPU, which a graph cannot
-                work[f"{name}{suffix}"] = batch.ours(region, compiled)
+                work[f"{name}{suffix}"] = batch.ours(region, compiled, measured=True)
+                if not compiled:
+                    work[f"{name}, loss alone"] = batch.ours(region, compiled, measured=False)
     work["TopK record, once per batch"] = lambda: trustrl.TopK(batch.ids, batch.topk_logp)
 
     times: dict[str, list[float]] = {name: [] for name in work}

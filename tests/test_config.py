@@ -67,6 +67,7 @@ INVALID = [
     pytest.param(lambda: trustrl.PPO(anchor="proximal", correction="tis"), "must be a TIS", id="a correction by name"),
     pytest.param(lambda: trustrl.Sampling(logprobs="cooked"), "one of 'raw', 'processed'", id="an unknown log-prob mode"),
     pytest.param(lambda: trustrl.Sampling(logprobs="raw", temperature=0.0), "temperature must be", id="a sampling temperature of 0"),
+    pytest.param(lambda: trustrl.Needs(anchor="proximal"), "must contain the anchor 'proximal'", id="an anchor that is not needed"),
     pytest.param(lambda: trustrl.preset("ppo", clip=0.2), "refused \\['clip'\\]", id="an override the region does not have"),
 ]  # fmt: skip
 

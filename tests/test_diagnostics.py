@@ -185,6 +185,18 @@ def test_every_reported_number_is_in_the_dictionary():
         assert set(trustrl.rates(out.sums)) <= known, name
 
 
+def test_sums_are_made_once_and_only_when_asked_for(monkeypatch):
+    import trustrl.objective
+
+    calls = []
+    collect = trustrl.objective.collect
+    monkeypatch.setattr(trustrl.objective, "collect", lambda *args: calls.append(1) or collect(*args))
+    out, _ = run("dppo-binary-tv", world(0))
+    assert calls == []
+    assert out.sums is out.sums
+    assert calls == [1]
+
+
 def test_merge_of_nothing_is_refused():
     with pytest.raises(trustrl.RecordError, match="at least one"):
         trustrl.merge([])

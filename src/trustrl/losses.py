@@ -83,15 +83,12 @@ def _kl_to_reference(penalty: KLPenalty, policy: PolicyTokens, rollout: RolloutT
     if rollout.reference_logp is None:
         raise MissingDataError("RolloutTokens.reference_logp must be given for a KLPenalty, got None.")
     reference = rollout.reference_logp.detach().reshape(-1).to(loss_dtype(policy.logp))
-    # A −inf or NaN reference must not reach the estimator: its backward would turn the blanked token's 0 into NaN.
-    sane = tokens.usable & reference.isfinite()
-    log_ratio = torch.where(sane, reference, 0.0) - tokens.logp
-    log_ratio = torch.where(sane, log_ratio, 0.0)
-    # Past this the estimate overflows its dtype; it is blanked here and counted through the NaN put in its place.
+    log_ratio = reference - tokens.logp
+    # NaN, infinities and what would overflow float32 are blanked before the estimator, whose backward would turn the
+    # token's 0 into NaN; they are counted through the NaN put in their place afterwards.
     representable = log_ratio.detach().abs() <= 80.0
     log_ratio = torch.where(representable, log_ratio, 0.0)
     estimate = {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](log_ratio)
     if penalty.gradient == "score":
         estimate = estimate.detach() * (tokens.logp - tokens.logp.detach() + 1.0)
-    broken = tokens.usable & ~(sane & representable)
-    return torch.where(broken, torch.nan, estimate)
+    return torch.where(representable, estimate, torch.nan)

@@ -1,7 +1,7 @@
 """The one call a trainer makes: tokens in, a loss and sums out."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -33,8 +33,18 @@ class LossOutput:
     decision: Decision
     """The region's verdict, in the batch's own shape."""
 
-    sums: Sums
-    """What `rates` turns into metrics; add them over micro-batches and ranks first."""
+    make_sums: Callable[[], Sums] = field(repr=False)
+    _made: list[Sums] = field(default_factory=list, repr=False)
+
+    @property
+    def sums(self) -> Sums:
+        """What `rates` turns into metrics; add them over micro-batches and ranks first.
+
+        Made when first asked for: a step that logs nothing pays nothing for them.
+        """
+        if not self._made:  # not functools.cached_property, which cannot be compiled
+            self._made.append(self.make_sums())
+        return self._made[0]
 
 
 def policy_loss(
@@ -94,11 +104,15 @@ def policy_loss(
         terms[penalty.kind] = reduced.detach()
         tokens.faults[f"penalty_{penalty.kind}"] = broken.sum(dtype=tokens.log_ratio.dtype)
         loss = loss + reduced
-    with torch.no_grad():
-        sums = collect(tokens, decision, overflow, policy, rollout, terms)
+
+    def sums() -> Sums:
+        with torch.no_grad():
+            return collect(tokens, decision, overflow, policy, rollout, terms)
+
+    out = LossOutput(loss, terms, _batched(decision, rollout), sums)
     if on_nonfinite == "raise":
-        raise_on_faults(sums)
-    return LossOutput(loss, terms, _batched(decision, rollout), sums)
+        raise_on_faults(out.sums)
+    return out
 
 
 def _needs(region: Region, reduction: Reduction) -> Needs:

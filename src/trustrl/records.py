@@ -14,6 +14,7 @@ from torch import Tensor
 from trustrl.config.checks import one_of
 from trustrl.config.statistics import ANCHORS, Anchor
 from trustrl.errors import RecordError
+from trustrl.kernels.outputs import first_of_its_id
 from trustrl.sampling import Sampling
 
 
@@ -81,15 +82,7 @@ class TopK:
         # A log-prob of −inf means the sampler's truncation removed the id: it holds no mass, so it is no cell. NaN
         # stays: it is a fault, and faults are counted, not hidden.
         present = (self.ids >= 0) & (self.logp != -torch.inf)
-        object.__setattr__(self, "valid", present & _first_of_its_id(self.ids))
-
-
-def _first_of_its_id(ids: Int[Tensor, "*batch k"]) -> Bool[Tensor, "*batch k"]:
-    """True on the first column of each distinct id, whatever the order of the columns."""
-    ordered, source = ids.sort(dim=-1, stable=True)
-    first = torch.ones_like(ids, dtype=torch.bool)
-    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    return torch.zeros_like(first).scatter(-1, source, first)
+        object.__setattr__(self, "valid", present & first_of_its_id(self.ids))
 
 
 @dataclass(frozen=True, slots=True)

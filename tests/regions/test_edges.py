@@ -13,8 +13,8 @@ import trustrl.regions.project
 import trustrl.regions.troll
 from trustrl import divergences
 from trustrl.losses import penalty_terms, policy_terms
-from trustrl.numerics import verdict_dtype
-from trustrl.regions.clip import soft_gate
+from trustrl.numerics import free_to_look, verdict_dtype
+from trustrl.regions.clip import runaway, soft_gate
 from trustrl.regions.mask import leaving, outside
 from trustrl.regions.project import project
 from trustrl.regions.sequence import overspent
@@ -201,3 +201,120 @@ def test_the_path_without_looking_gives_the_same_loss(monkeypatch):
     assert grads[0][0] == pytest.approx(grads[1][0], rel=1e-12)
     torch.testing.assert_close(grads[0][1], grads[1][1], rtol=0, atol=1e-12)
     assert grads[0][2] == pytest.approx(grads[1][2], rel=1e-9)
+
+
+def test_only_a_cpu_lets_work_depend_on_values():
+    assert free_to_look(torch.zeros(1))
+    assert not free_to_look(torch.zeros(1, device="meta"))
+
+
+def test_dual_clip_keeps_a_ratio_at_its_bound():
+    assert runaway(t(math.log(2.0)), t(-1.0), max_ratio=2.0).tolist() == [False]
+    assert runaway(t(math.log(2.0) + 1e-9), t(-1.0), max_ratio=2.0).tolist() == [True]
+
+
+def mismatched(correction, *log_k):
+    """Tokens that stand still, each with its own mismatch."""
+    behavior = torch.full((1, len(log_k)), -3.0, dtype=torch.float64)
+    proximal = behavior + torch.tensor([log_k], dtype=torch.float64)
+    logp = proximal.clone().requires_grad_()
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=behavior, proximal_logp=proximal, advantage=torch.ones(1), in_loss=torch.ones(1, len(log_k)).bool()
+    )  # fmt: skip
+    region = trustrl.PPO(anchor="proximal", correction=correction)
+    out = trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, region, reduction=trustrl.TokenSum())
+    out.loss.backward()
+    return (-logp.grad[0]).tolist(), trustrl.rates(out.sums)
+
+
+def test_a_band_includes_its_ends_and_reports_what_it_dropped():
+    edge = math.exp(0.5)
+    factors, rates = mismatched(
+        trustrl.IcePop(min_ratio=math.exp(-0.5), max_ratio=edge), 0.5, -0.5, 0.5 + 1e-9, -0.5 - 1e-9, 0.0
+    )
+    assert factors == pytest.approx([edge, math.exp(-0.5), 0.0, 0.0, 1.0])
+    assert rates["trustrl/correction_zero_share"] == pytest.approx(0.4)
+    assert rates["trustrl/correction_mean"] == pytest.approx((edge + math.exp(-0.5) + 1) / 5)
+
+
+def test_a_penalty_that_overflows_takes_its_token_out():
+    """IPO's τ log² r is part of the region's term: not finite, and the token is left out and counted."""
+    logp = torch.tensor([-1.0, -1.0], requires_grad=True)
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=torch.tensor([-1.5, -1.0]), advantage=torch.ones(2), in_loss=torch.tensor([True, True])
+    )
+    region = trustrl.IPO(log_ratio_penalty=1e36)
+    out = trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, region, reduction=trustrl.TokenSum())
+    out.loss.backward()
+    assert logp.grad.tolist() == [0.0, -1.0]
+    assert float(out.sums.added["fault/overflow"]) == 1
+
+
+def test_a_reference_in_float64_does_not_widen_the_terms():
+    logp = torch.tensor([-1.0])
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=logp, advantage=torch.ones(1), in_loss=torch.tensor([True]), reference_logp=t(-1.5)
+    )
+    policy = trustrl.PolicyTokens(logp=logp)
+    tokens = clean_tokens(policy, rollout, trustrl.DPPO().needs())
+    found = penalty_terms(trustrl.KLPenalty(coefficient=1.0), policy, rollout, tokens, tokens.usable)
+    assert found.value.dtype == torch.float32
+
+
+def test_the_weights_of_three_positions():
+    """1, .9, .8: a distance of .16 fits at the second place (.144) and not at the first."""
+    three = Sequences(torch.zeros(3, dtype=torch.long), 1, None)
+    ones = t(1.0, 1.0, 1.0)
+
+    def stop(*d):
+        return overspent(t(*d), ones, ones, ones.bool(), three, bound=0.15, rate=1.0, last_weight=0.8).tolist()
+
+    assert stop(0.16, 0.0, 0.0) == [True, False, False]
+    assert stop(0.0, 0.166, 0.0) == [False, False, False]
+    assert stop(0.0, 0.167, 0.0) == [False, True, False]
+    assert stop(0.0, 0.0, 0.187) == [False, False, False]
+    assert stop(0.0, 0.0, 0.188) == [False, False, True]
+
+
+def troll_token(size, region, proximal_shift=0.0, advantage=1.0):
+    """One token over three ids, all recorded, moved by `size` along a fixed direction."""
+    b = torch.log(t(0.5, 0.3, 0.2))
+    p = torch.log_softmax(b + size * t(1.0, -1.0, 0.3), -1)
+    logp = p.clone().requires_grad_()
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=b[:1] - proximal_shift, proximal_logp=b[:1], advantage=t(advantage), in_loss=torch.tensor([True]),
+        token_ids=torch.tensor([0]), topk=trustrl.TopK(torch.tensor([[0, 1, 2]]), b.unsqueeze(0), "proximal"),
+    )  # fmt: skip
+    policy = trustrl.PolicyTokens(logp=logp[:1], topk_logp=logp.unsqueeze(0))
+    out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum())
+    return trustrl.rates(out.sums), out
+
+
+def test_a_token_within_the_slack_is_not_counted_as_projected():
+    """The ball's edge has a width of 1e-4 ε: rounding must not project what is on it."""
+    kl = troll_token(0.3, trustrl.TROLL(k=3))[0]["trustrl/projected_kl_before"]
+    for share, projected in ((1.00005, 0.0), (0.99995, 0.0), (0.9998, 1.0)):
+        rates, _ = troll_token(0.3, trustrl.TROLL(kl * share, k=3))
+        assert rates["trustrl/projected_share"] == projected, share
+
+
+def test_what_troll_reports():
+    rates, out = troll_token(1.0, trustrl.TROLL(k=3))
+    assert rates["trustrl/projected_share"] == 1.0
+    assert rates["trustrl/projected_kl_after"] == pytest.approx(0.05, rel=1e-6)
+    assert rates["trustrl/projected_kl_before"] > 0.05
+    assert 0 < rates["trustrl/projected_beta"] < 1
+    assert 1 <= rates["trustrl/projected_evaluations"] <= 8
+    assert rates["trustrl/projected_unconverged"] == 0
+    inside, _ = troll_token(0.01, trustrl.TROLL(k=3))
+    assert inside["trustrl/projected_share"] == 0.0
+    assert inside["trustrl/projected_kl_after"] == inside["trustrl/projected_kl_before"] > 0
+
+
+def test_trolls_correction_scales_the_first_term():
+    """k = e^.4: the loss is −k·π̂/b plus the pull."""
+    plain = troll_token(1.0, trustrl.TROLL(k=3, alpha=0.0), proximal_shift=0.4)[1].loss.item()
+    corrected = troll_token(
+        1.0, trustrl.TROLL(k=3, alpha=0.0, correction=trustrl.TIS(max_ratio=10.0)), proximal_shift=0.4
+    )[1]
+    assert corrected.loss.item() == pytest.approx(plain * math.exp(0.4))

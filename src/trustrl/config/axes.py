@@ -56,6 +56,13 @@ class Needs:
     reduction: type | None = None
     """The one reduction the region is defined with, if there is only one."""
 
+    def __post_init__(self) -> None:
+        if self.anchor not in self.anchors:
+            raise ConfigError(
+                f"Needs.anchors must contain the anchor {self.anchor!r}, got {sorted(self.anchors)}. "
+                "The region is measured from it."
+            )
+
 
 class Region:
     """Base of every region's settings. Third parties subclass it as a frozen dataclass and register how it decides."""
