@@ -41,6 +41,7 @@ def test_outside_at_its_edges():
     stop = outside(d, log_ratio, max_increase=0.1, max_decrease=0.3)
     # above: max_increase; below: max_decrease; neither: the looser of the two; at the bound: inside.
     assert stop.tolist() == [True, False, False, False, False, True, True]
+    assert outside(t(0.2, 0.31), t(0.0, 0.0), max_increase=0.3, max_decrease=0.1).tolist() == [False, True]
 
 
 def test_the_prefix_budget_weighs_by_position():
@@ -55,6 +56,9 @@ def test_the_prefix_budget_weighs_by_position():
     assert stop((0.0, 0.19)) == [False, True]
     assert stop((0.16, 0.0)) == [True, False]
     assert stop((0.16, 0.5), advantage=t(0.0, 0.0)) == [False, False]
+    still = overspent(t(0.5, 0.5), t(0.0, 0.0), t(1.0, -1.0), counted, two, bound=0.15, rate=1.0, last_weight=0.8)
+    assert still.tolist() == [False, False]  # r = 1 is on no side
+    assert stop((0.15, 0.0)) == [False, False]  # what just fits is spent
     falling = overspent(t(0.5, 0.5), -ones, t(0.0, -1.0), counted, two, bound=0.15, rate=1.0, last_weight=0.8)
     assert falling.tolist() == [False, True]
 
@@ -188,8 +192,11 @@ def test_the_path_without_looking_gives_the_same_projection(name, monkeypatch):
     assert got.converged.all()
 
 
-def test_the_path_without_looking_gives_the_same_loss(monkeypatch):
+@pytest.mark.parametrize("fault", [None, torch.nan, torch.inf], ids=["healthy", "NaN", "inf"])
+def test_the_path_without_looking_gives_the_same_loss(monkeypatch, fault):
     w = world(5, rows=3, width=5, vocabulary=30, drift=0.35)
+    if fault is not None:
+        w.advantage[w.in_loss.nonzero()[0].tolist()[0], w.in_loss.nonzero()[0].tolist()[1]] = fault
     grads = []
     for looking in (True, False):
         monkeypatch.setattr(trustrl.regions.troll, "free_to_look", lambda at, looking=looking: looking)
@@ -198,6 +205,8 @@ def test_the_path_without_looking_gives_the_same_loss(monkeypatch):
         out = sparse_loss(trustrl.TROLL(k=6, anchor="behavior"), w, logits, 6)
         out.loss.backward()
         grads.append((out.loss.item(), logits.grad, trustrl.rates(out.sums)))
+    assert torch.isfinite(grads[1][1]).all()
+    assert grads[0][2]["trustrl/dropped_share"] == pytest.approx(0 if fault is None else 1 / w.num_tokens)
     assert grads[0][0] == pytest.approx(grads[1][0], rel=1e-12)
     torch.testing.assert_close(grads[0][1], grads[1][1], rtol=0, atol=1e-12)
     assert grads[0][2] == pytest.approx(grads[1][2], rel=1e-9)
@@ -211,6 +220,7 @@ def test_only_a_cpu_lets_work_depend_on_values():
 def test_dual_clip_keeps_a_ratio_at_its_bound():
     assert runaway(t(math.log(2.0)), t(-1.0), max_ratio=2.0).tolist() == [False]
     assert runaway(t(math.log(2.0) + 1e-9), t(-1.0), max_ratio=2.0).tolist() == [True]
+    assert runaway(t(5.0), t(0.0), max_ratio=2.0).tolist() == [False]
 
 
 def mismatched(correction, *log_k):
