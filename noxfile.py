@@ -45,7 +45,7 @@ SHAPES = ("--jaxtyping-packages=trustrl,beartype.beartype", "tests/regions", "te
 
 @nox.session(python="3.11")
 def mutation(session: nox.Session) -> None:
-    """Mutation testing on a seeded sample; about 40 minutes, not part of CI. See docs/mutation.md."""
+    """Mutation testing on a seeded sample; under ten minutes, not part of CI. See docs/mutation.md."""
     install_core(session, "mutation")
     session.run("python", "tools/mutate.py", *session.posargs)
 

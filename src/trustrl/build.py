@@ -47,7 +47,7 @@ from trustrl.divergences import (
 from trustrl.errors import ConfigError, MissingDataError
 from trustrl.numerics import either
 from trustrl.regions.clip import clipped_objective, quadratic_penalty, runaway, soft_gate
-from trustrl.regions.correction import corrected, correction_factor
+from trustrl.regions.correction import corrected
 from trustrl.regions.decision import Decision
 from trustrl.regions.mask import leaving, outside, ratio_weight
 from trustrl.regions.sequence import overspent, sequence_max, sequence_mean, sequence_quantile
@@ -89,10 +89,6 @@ def register_region(settings_class: type[Region]) -> Callable[[Decide], Decide]:
 
 def decide(tokens: Tokens, region: Region) -> Decision:
     """The region's verdict on every token; A = 0 is always kept."""
-    if not isinstance(region, Region):
-        raise ConfigError(
-            f"region must be a trustrl region such as trustrl.DPPO(), got {region!r}. See trustrl.presets()."
-        )
     decision = REGION_KINDS[region.kind].decide(tokens, region)
     return replace(decision, keep=decision.keep | (tokens.advantage == 0))
 
@@ -276,17 +272,14 @@ def decide_by_axes(tokens: Tokens, region: Any) -> Decision:
 
 def decide_ppo(tokens: Tokens, region: settings.PPO) -> Decision:
     """PPO's mask, with dual clip if asked."""
-    decision = decide_on_axes(tokens, region.axes())
-    if region.dual_clip is None:
-        return decision
-    stop = runaway(tokens.log_ratio, tokens.advantage, max_ratio=region.dual_clip)
-    value = decision.value
-    if value is not None:
-        floor = region.dual_clip * tokens.advantage
-        if region.correction is not None:
-            floor = floor * correction_factor(tokens, region.correction)
-        value = torch.where(stop, floor, value)
-    return replace(decision, keep=decision.keep & ~stop, value=value)
+    decision = decide_on_axes(tokens, replace(region.axes(), correction=None))
+    if region.dual_clip is not None:
+        stop = runaway(tokens.log_ratio, tokens.advantage, max_ratio=region.dual_clip)
+        value = decision.value
+        if value is not None:
+            value = torch.where(stop, region.dual_clip * tokens.advantage, value)
+        decision = replace(decision, keep=decision.keep & ~stop, value=value)
+    return corrected(tokens, region.correction, decision)
 
 
 def decide_sapo(tokens: Tokens, region: settings.SAPO) -> Decision:

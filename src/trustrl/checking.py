@@ -5,8 +5,9 @@ from torch import Tensor
 
 from trustrl.config.axes import Region
 from trustrl.errors import NonFiniteError, RecordError
+from trustrl.kernels.outputs import first_of_its_id
 from trustrl.records import PolicyTokens, RolloutTokens, check_pair
-from trustrl.tokens import LARGEST_LOGP, require
+from trustrl.tokens import LARGEST_LOGP, advantage_per_token, possible, require
 
 SAME_TOKEN = 0.05
 """How many nats a sampled token's own log-prob may differ from the top-K's entry for the same id."""
@@ -33,19 +34,17 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
     }
     for name, x in of_tokens.items():
         if x is not None:
-            wrong += _describe(name, ~((x > -torch.inf) & (x <= LARGEST_LOGP)), in_loss, "finite and at most 0")
+            wrong += _describe(name, ~possible(x), in_loss, "finite and at most 0")
     # Elsewhere −inf is an empty cell, and no fault.
-    topk = rollout.topk
+    topk, own = rollout.topk, policy.topk
     of_support = {
-        "RolloutTokens.topk.logp": None if topk is None else topk.logp.masked_fill(~topk.valid, 0.0),
+        "RolloutTokens.topk.logp": None if topk is None else _counting(topk.logp, topk.valid),
         "RolloutTokens.topk.tail_logp": None if topk is None else topk.tail_logp,
-        "PolicyTokens.topk_logp": policy.topk_logp if topk is None else _valid_part(policy.topk_logp, topk.valid),
+        "PolicyTokens.topk_logp": policy.topk_logp if topk is None else _counting(policy.topk_logp, topk.valid),
         "PolicyTokens.tail_logp": policy.tail_logp,
         "RolloutTokens.full.logp": None if rollout.full is None else rollout.full.logp,
         "PolicyTokens.full_logp": policy.full_logp,
-        "PolicyTokens.topk.logp": None
-        if policy.topk is None
-        else policy.topk.logp.masked_fill(~policy.topk.valid, 0.0),
+        "PolicyTokens.topk.logp": None if own is None else _counting(own.logp, own.valid),
         "PolicyTokens.topk_anchor_logp": policy.topk_anchor_logp,
     }
     for name, x in of_support.items():
@@ -58,18 +57,14 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
             wrong += _describe(f"PolicyTokens.full_divergence.{name}", ~(x >= 0), in_loss, "≥ 0")
     if policy.entropy is not None:
         wrong += _describe("PolicyTokens.entropy", ~policy.entropy.isfinite(), in_loss, "finite")
-    advantage = rollout.advantage
-    if in_loss.ndim == 2:
-        advantage = (
-            advantage.reshape(in_loss.shape[0], -1).expand(in_loss.shape) if in_loss.numel() else in_loss.float()
-        )
-    wrong += _describe("RolloutTokens.advantage", ~advantage.isfinite(), in_loss, "finite")
+    wrong += _describe("RolloutTokens.advantage", ~advantage_per_token(rollout).isfinite(), in_loss, "finite")
     if wrong:
         raise NonFiniteError(" ".join(wrong) + " The loss would leave these out and count them.")
     _check_ids(rollout)
 
 
-def _valid_part(logp: Tensor | None, valid: Tensor) -> Tensor | None:
+def _counting(logp: Tensor | None, valid: Tensor) -> Tensor | None:
+    """The columns that count; 0, which is no fault, in the others."""
     return None if logp is None else logp.masked_fill(~valid, 0.0)
 
 
@@ -92,8 +87,8 @@ def _check_ids(rollout: RolloutTokens) -> None:
         )
     if topk is None:
         return
-    ordered = topk.ids.sort(dim=-1).values
-    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0) & rollout.in_loss.unsqueeze(-1)).any()):
+    repeated = (topk.ids >= 0) & ~first_of_its_id(topk.ids) & rollout.in_loss.unsqueeze(-1)
+    if bool(repeated.any()):
         raise RecordError(
             "RolloutTokens.topk.ids must be distinct per token, got a repeated id. Mark empty columns with -1."
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from trustrl.config.terms import EntropyBonus, KLPenalty, Penalty
 from trustrl.divergences.sampled import k1, k2, k3
 from trustrl.errors import MissingDataError
-from trustrl.numerics import loss_dtype
+from trustrl.kernels.outputs import wide_dtype
 from trustrl.records import PolicyTokens, RolloutTokens
 from trustrl.regions.decision import Decision
 from trustrl.tokens import Tokens
@@ -82,7 +82,7 @@ def penalty_terms(
 def _kl_to_reference(penalty: KLPenalty, policy: PolicyTokens, rollout: RolloutTokens, tokens: Tokens) -> Tensor:
     if rollout.reference_logp is None:
         raise MissingDataError("RolloutTokens.reference_logp must be given for a KLPenalty, got None.")
-    reference = rollout.reference_logp.detach().reshape(-1).to(loss_dtype(policy.logp))
+    reference = rollout.reference_logp.detach().reshape(-1).to(wide_dtype(policy.logp))
     log_ratio = reference - tokens.logp
     # NaN, infinities and what would overflow float32 are blanked before the estimator, whose backward would turn the
     # token's 0 into NaN; they are counted through the NaN put in their place afterwards.

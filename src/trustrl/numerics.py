@@ -21,11 +21,6 @@ def free_to_look(at: Tensor) -> bool:
     return at.device.type == "cpu"
 
 
-def loss_dtype(like: Tensor) -> torch.dtype:
-    """The dtype loss terms are formed in: the input's own, float32 at least."""
-    return torch.promote_types(like.dtype, torch.float32)
-
-
 def either(condition: Bool[Tensor, "*batch"], yes: float, no: float, *, like: Tensor) -> Float[Tensor, "*batch"]:
     """`where` of two plain numbers, in the dtype of `like`.
 

@@ -33,17 +33,18 @@ class LossOutput:
     decision: Decision
     """The region's verdict, in the batch's own shape."""
 
-    make_sums: Callable[[], Sums] = field(repr=False)
+    _pending: list[Callable[[], Sums]] = field(repr=False)
     _made: list[Sums] = field(default_factory=list, repr=False)
 
     @property
     def sums(self) -> Sums:
         """What `rates` turns into metrics; add them over micro-batches and ranks first.
 
-        Made when first asked for: a step that logs nothing pays nothing for them.
+        Made when first asked for: a step that logs nothing pays nothing for them. Until then the micro-batch's tokens
+        are kept.
         """
-        if not self._made:  # not functools.cached_property, which cannot be compiled
-            self._made.append(self.make_sums())
+        if self._pending:  # not functools.cached_property, which cannot be compiled
+            self._made.append(self._pending.pop()())
         return self._made[0]
 
 
@@ -109,7 +110,7 @@ def policy_loss(
         with torch.no_grad():
             return collect(tokens, decision, overflow, policy, rollout, terms)
 
-    out = LossOutput(loss, terms, _batched(decision, rollout), sums)
+    out = LossOutput(loss, terms, _batched(decision, rollout), [sums])
     if on_nonfinite == "raise":
         raise_on_faults(out.sums)
     return out

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from trustrl.config.axes import Needs
 from trustrl.errors import MissingDataError, RecordError
-from trustrl.numerics import loss_dtype, verdict_dtype
+from trustrl.kernels.outputs import wide_dtype
+from trustrl.numerics import verdict_dtype
 from trustrl.records import FullDivergence, PolicyTokens, RolloutTokens, TopK, check_pair
 
 OnNonFinite = Literal["drop", "zero", "raise"]
@@ -137,11 +138,7 @@ def clean_tokens(
         return x.detach().reshape(-1).to(double)
 
     in_loss = rollout.in_loss.reshape(-1)
-    advantage = rollout.advantage
-    if rollout.in_loss.ndim == 2:
-        rows = rollout.in_loss.shape[0]
-        advantage = advantage.reshape(rows, -1).expand(rollout.in_loss.shape) if rows else advantage.reshape(0)
-    raw = {"policy": flat(policy.logp), "advantage": flat(advantage)}
+    raw = {"policy": flat(policy.logp), "advantage": flat(advantage_per_token(rollout))}
     for name, logp in (("behavior", rollout.behavior_logp), ("proximal", rollout.proximal_logp)):
         if logp is not None and name in needs.anchors:
             raw[name] = flat(logp)
@@ -154,7 +151,7 @@ def clean_tokens(
         usable = usable & good
 
     for name, x in raw.items():
-        keep_only(name, x.abs() < torch.inf if name == "advantage" else (x > -torch.inf) & (x <= LARGEST_LOGP))
+        keep_only(name, x.abs() < torch.inf if name == "advantage" else possible(x))
     cells = full_divergence = None
     if needs.full and policy.full_divergence is not None and not needs.projects:
         full_divergence, good = _clean_divergence(policy.full_divergence)
@@ -168,12 +165,10 @@ def clean_tokens(
     log_mismatch = None
     if rollout.behavior_logp is not None and rollout.proximal_logp is not None:
         both = [flat(x) for x in (rollout.proximal_logp, rollout.behavior_logp)]
-        known = usable
-        for x in both:
-            known = known & (x > -torch.inf) & (x <= LARGEST_LOGP)
+        known = usable & possible(both[0]) & possible(both[1])
         log_mismatch = torch.where(known, both[0] - both[1], torch.where(usable, torch.nan, 0.0))
     return Tokens(
-        logp=torch.where(usable, policy.logp.reshape(-1).to(loss_dtype(policy.logp)), 0.0),
+        logp=torch.where(usable, policy.logp.reshape(-1).to(wide_dtype(policy.logp)), 0.0),
         log_policy=clean["policy"].clamp(max=0.0),
         log_anchor=clean[needs.anchor].clamp(max=0.0),
         log_ratio=clean["policy"] - clean[needs.anchor],
@@ -187,6 +182,19 @@ def clean_tokens(
         full_divergence=full_divergence,
         faults=faults,
     )
+
+
+def possible(logp: Float[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+    """True on finite numbers that are at most 0, but for rounding: what a sampled token's log-prob can be."""
+    return (logp > -torch.inf) & (logp <= LARGEST_LOGP)
+
+
+def advantage_per_token(rollout: RolloutTokens) -> Float[Tensor, "*batch"]:
+    """The advantages in the batch's own shape, whether they came per token or per sequence."""
+    advantage, shape = rollout.advantage, rollout.in_loss.shape
+    if not rollout.in_loss.numel():
+        return advantage.new_zeros(shape)
+    return advantage if len(shape) == 1 else advantage.reshape(shape[0], -1).expand(shape)
 
 
 def require(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:

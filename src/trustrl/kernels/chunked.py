@@ -55,7 +55,7 @@ def token_logprobs_chunked(
     token_N1 = token_ids_N.unsqueeze(-1)
     ids_NK = token_N1 if gather_ids_NK is None else torch.cat([token_N1, gather_ids_NK], dim=-1)
     valid_NK = (ids_NK >= 0) & first_of_its_id(ids_NK)
-    # A repeated or empty column is read at the sampled token's id and counts nowhere.
+    # An empty column is read at the sampled token's id; like a repeated one it counts nowhere.
     read_NK = torch.where(ids_NK >= 0, ids_NK, token_N1)
     dtype = wide_dtype(hidden_ND)
     scale_N = torch.as_tensor(temperature, dtype=dtype, device=hidden_ND.device).reciprocal().expand(hidden_ND.shape[0])
@@ -138,7 +138,7 @@ class _Pass(Function):
         d_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if wants_head else None
         d_bias = torch.zeros(head.shape[0], dtype=dtype, device=head.device) if wants_bias else None
 
-        def add(dz: Tensor, h: Tensor, columns: slice, at: Tensor | slice) -> None:
+        def add(dz: Tensor, h: Tensor, columns: slice, at: slice) -> None:
             dz = dz.to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[at] += dz @ head[columns]

@@ -35,5 +35,5 @@ def first_of_its_id(ids_NK: Int[Tensor, "*batch K"]) -> Bool[Tensor, "*batch K"]
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """The dtype log-probs are formed in: the input's own, float32 at least."""
+    """The dtype log-probs and loss terms are formed in: the input's own, float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
