@@ -38,6 +38,9 @@ _HOME = {
     "trustrl.regions.decision": ("Decision",),
     "trustrl.sampling": ("Sampling", "within_kept"),
     "trustrl.tokens": ("Tokens",),
+    "trustrl.kernels.outputs": ("TokenLogprobs", "TopLogprobs"),
+    "trustrl.kernels.vocab_parallel": ("VocabShard",),
+    "trustrl.vocabulary": ("Anchor", "token_logprobs"),
 }  # fmt: skip
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -108,6 +111,8 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for type checkers; a test holds t
         TrustRLWarning as TrustRLWarning,
         UnknownNameError as UnknownNameError,
     )
+    from trustrl.kernels.outputs import TokenLogprobs as TokenLogprobs, TopLogprobs as TopLogprobs
+    from trustrl.kernels.vocab_parallel import VocabShard as VocabShard
     from trustrl.metrics import METRICS as METRICS
     from trustrl.objective import LossOutput as LossOutput, policy_loss as policy_loss
     from trustrl.records import (
@@ -120,6 +125,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for type checkers; a test holds t
     from trustrl.regions.decision import Decision as Decision
     from trustrl.sampling import Sampling as Sampling, within_kept as within_kept
     from trustrl.tokens import Tokens as Tokens
+    from trustrl.vocabulary import Anchor as Anchor, token_logprobs as token_logprobs
 
 
 def __getattr__(name: str) -> Any:

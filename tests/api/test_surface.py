@@ -9,6 +9,7 @@ from pathlib import Path
 import trustrl
 
 SURFACE = [
+    "Anchor",
     "BinaryKL",
     "BinaryTV",
     "CISPO",
@@ -48,9 +49,9 @@ SURFACE = [
     "RolloutTokens",
     "SAPO",
     "SPO",
-    "Sampling",
     "SampledK2",
     "SampledK3",
+    "Sampling",
     "SequenceMeanTokenMean",
     "SequenceMeanTokenSum",
     "SequenceRatio",
@@ -59,16 +60,19 @@ SURFACE = [
     "TIS",
     "TRM",
     "TROLL",
+    "TokenLogprobs",
     "TokenMean",
     "TokenSum",
     "Tokens",
     "TopK",
     "TopKKL",
     "TopKTV",
+    "TopLogprobs",
     "TrustRLError",
     "TrustRLWarning",
     "TrustRegion",
     "UnknownNameError",
+    "VocabShard",
     "__version__",
     "check",
     "config_from_dict",
@@ -79,6 +83,7 @@ SURFACE = [
     "presets",
     "rates",
     "register_region",
+    "token_logprobs",
     "within_kept",
 ]
 

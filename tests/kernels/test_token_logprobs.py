@@ -1,12 +1,27 @@
 """One pass over the vocabulary: an outside anchor for the definition, and no further from the truth than plain code."""
 
+import warnings
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from trustrl.kernels import token_logprobs_chunked, token_logprobs_reference
+import trustrl
+from trustrl.kernels import chunked, tiles
+from trustrl.kernels.reference import token_logprobs_reference
 
-ULP = {torch.float64: 2e-15, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-SHAPES = {"tiny": (1, 3, 2, 1), "ragged": (37, 16, 101, 7), "wide": (5, 8, 300, 64), "K beyond V": (4, 8, 6, 9)}
+# float64 has no wider truth to be held against: room for another order of summation.
+ULP = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+SHAPES = {
+    "tiny": (1, 3, 2, 1),
+    "ragged": (37, 16, 101, 7),
+    "K = 20": (23, 16, 97, 20),
+    "K = 64": (5, 8, 300, 64),
+    "K = 256": (6, 12, 700, 256),
+    "K beyond V": (4, 8, 6, 9),
+}
 
 
 def inputs(n, d, v, k, dtype=torch.float64, seed=0):
@@ -14,6 +29,8 @@ def inputs(n, d, v, k, dtype=torch.float64, seed=0):
     hidden, head = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (n, v))
     bias = 0.3 * torch.randn(v, generator=g, dtype=torch.float64)
     token = torch.randint(0, v, (n,), generator=g)
+    if n > 3:
+        token[2] = -100  # an ignored row
     ids = torch.randint(-2, v, (n, k), generator=g)  # out of order, repeated, some empty
     if k > 1:
         ids[:, 1] = ids[:, 0]
@@ -25,40 +42,59 @@ def inputs(n, d, v, k, dtype=torch.float64, seed=0):
 def test_the_definition_agrees_with_torch_distributions():
     """The anchor: without it, `/ temperature` → `* temperature` would pass every other test here."""
     (hidden, head, bias), token, ids, temperature = inputs(9, 4, 30, 5)
-    ids = ids.clamp(min=0)
+    ids, token = ids.clamp(min=0), token.clamp(min=0)
     raw = 3.0 * torch.tanh((hidden @ head.T + bias) / 3.0) / temperature.unsqueeze(-1)
     want = torch.distributions.Categorical(logits=raw)
-    got = token_logprobs_reference(
-        hidden, head, token, gather_ids_NK=ids, entropy=True, temperature=temperature, bias_V=bias, softcap=3.0
+    other = torch.randn(30, 4, dtype=torch.float64)
+    anchor = torch.distributions.Categorical(
+        logits=3.0 * torch.tanh((hidden @ other.T) / 3.0) / temperature.unsqueeze(-1)
     )
+    got = trustrl.token_logprobs(
+        hidden, head, token, gather_ids=ids, entropy=True, top_k=4, temperature=temperature, bias=bias, softcap=3.0,
+        against=trustrl.Anchor(hidden, other), impl="reference",
+    )  # fmt: skip
     torch.testing.assert_close(got.logp, want.log_prob(token))
     torch.testing.assert_close(got.gathered_logp, want.log_prob(ids.T).T)
     torch.testing.assert_close(got.entropy, want.entropy())
     torch.testing.assert_close(got.logsumexp, torch.logsumexp(raw, -1))
+    torch.testing.assert_close(got.kl, torch.distributions.kl_divergence(anchor, want))
+    torch.testing.assert_close(got.tv, (anchor.probs - want.probs).abs().sum(-1) / 2)
     for i in range(9):
         known = {*ids[i].tolist(), int(token[i])}
         outside = [v for v in range(30) if v not in known]
         torch.testing.assert_close(got.tail_logp[i].exp(), want.probs[i, outside].sum())
+        best = sorted(range(30), key=lambda v: -want.probs[i, v])[:4]
+        assert got.topk.ids[i].tolist() == best
+    torch.testing.assert_close(got.topk.logp, want.log_prob(got.topk.ids.T).T)
 
 
 SETTINGS = {
-    "sampled token only": {"gather": False},
+    "sampled token only": {},
     "ids": {"gather": True},
     "everything": {"gather": True, "entropy": True, "bias": True, "softcap": 4.0, "temperature": True},
-    "entropy alone": {"gather": False, "entropy": True},
+    "entropy alone": {"entropy": True},
+    "own top-K": {"gather": True, "entropy": True, "bias": True, "top_k": 3},
+    "own top-K only": {"top_k": 2, "softcap": 2.0},
+    "frozen head": {"gather": True, "frozen": True, "softcap": 4.0, "bias": True},
+    "frozen head, own top-K": {"gather": True, "frozen": True, "top_k": 5, "temperature": True},
+    "frozen head, entropy": {"gather": True, "frozen": True, "entropy": True},
 }
 
 
-def run(function, tensors, token, ids, temperature, settings, upstream=None, **cuts):
-    """(outputs, gradients) as flat lists; upstream weights are drawn once and reused."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+def run(tensors, token, ids, temperature, settings, upstream=None, **cuts):
+    """(outputs, gradients) as flat dictionaries; upstream weights are drawn once and reused."""
+    leaves = [x.detach().clone() for x in tensors]
+    for leaf in leaves[: 1 if settings.get("frozen") else 3]:
+        leaf.requires_grad_()
     hidden, head, bias = leaves
-    out = function(
-        hidden, head, token, gather_ids_NK=ids if settings.get("gather") else None, entropy=settings.get("entropy", False),
-        temperature=temperature if settings.get("temperature") else 0.7, bias_V=bias if settings.get("bias") else None,
-        softcap=settings.get("softcap"), **cuts,
+    out = trustrl.token_logprobs(
+        hidden, head, token, gather_ids=ids if settings.get("gather") else None, entropy=settings.get("entropy", False),
+        temperature=temperature if settings.get("temperature") else 0.7, bias=bias if settings.get("bias") else None,
+        softcap=settings.get("softcap"), top_k=min(settings.get("top_k", 0), len(head)), **cuts,
     )  # fmt: skip
-    found = {name: x for name, x in out._asdict().items() if x is not None}
+    found = {n: x for n, x in out._asdict().items() if x is not None and n not in ("topk", "logp_error")}
+    if out.topk is not None:
+        found["top logp"] = out.topk.logp
     if upstream is None:
         g = torch.Generator().manual_seed(1)
         upstream = {name: torch.randn(x.shape, generator=g, dtype=torch.float64) for name, x in found.items()}
@@ -74,11 +110,9 @@ def run(function, tensors, token, ids, temperature, settings, upstream=None, **c
 def test_no_further_from_the_truth_than_the_plain_code(shape, settings, dtype):
     tensors, token, ids, temperature = inputs(*shape, dtype=dtype)
     exact = [x.double() for x in tensors]
-    truth, upstream = run(token_logprobs_reference, exact, token, ids, temperature, settings)
-    plain, _ = run(token_logprobs_reference, tensors, token, ids, temperature, settings, upstream)
-    fast, _ = run(
-        token_logprobs_chunked, tensors, token, ids, temperature, settings, upstream, block_rows=10, block_vocab=13
-    )
+    truth, upstream = run(exact, token, ids, temperature, settings, impl="reference")
+    plain, _ = run(tensors, token, ids, temperature, settings, upstream, impl="reference")
+    fast, _ = run(tensors, token, ids, temperature, settings, upstream, impl="chunked", block_rows=10, block_vocab=13)
     assert truth.keys() == fast.keys()
     for name, t in truth.items():
         finite = t.isfinite()
@@ -92,54 +126,378 @@ def test_no_further_from_the_truth_than_the_plain_code(shape, settings, dtype):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_gradcheck(settings):
     tensors, token, ids, temperature = inputs(4, 3, 9, 3)
-    ids = ids.clamp(min=0)
+    token, ids = token.clamp(min=0), ids.clamp(min=0)
+    frozen = settings.get("frozen", False)
 
     def outputs(hidden, head, bias):
-        out = token_logprobs_chunked(
-            hidden, head, token, gather_ids_NK=ids if settings.get("gather") else None,
-            entropy=settings.get("entropy", False), temperature=temperature, bias_V=bias, softcap=settings.get("softcap"),
-            block_rows=3, block_vocab=4,
+        out = trustrl.token_logprobs(
+            hidden, head, token, gather_ids=ids if settings.get("gather") else None,
+            entropy=settings.get("entropy", False), temperature=temperature, bias=bias, softcap=settings.get("softcap"),
+            top_k=settings.get("top_k", 0), block_rows=3, block_vocab=4,
         )  # fmt: skip
-        return tuple(x for x in out if x is not None)
+        top = () if out.topk is None else (out.topk.logp,)
+        return (
+            *top,
+            *(x for x in (out.logp, out.logsumexp, out.gathered_logp, out.tail_logp, out.entropy) if x is not None),
+        )
 
-    assert torch.autograd.gradcheck(outputs, [x.requires_grad_() for x in tensors])
+    for leaf in tensors[: 1 if frozen else 3]:
+        leaf.requires_grad_()
+    assert torch.autograd.gradcheck(outputs, tensors)
 
 
-def test_head_repair_makes_the_given_ids_right_in_bf16():
-    """Rounding is left only in the tail: with the mass on the given ids, the log-prob is right although logits are bf16."""
+def test_logits_that_grow_through_the_vocabulary_raise_the_shift_and_lose_nothing():
+    """Each tile's largest logit is 60 above the last one's: a fixed shift would overflow, the first tile's would lose."""
+    hidden = torch.ones(3, 1)
+    head = torch.linspace(-400, 400, 200).unsqueeze(-1)
+    for order in (head, head.flip(0), head[torch.randperm(200, generator=torch.Generator().manual_seed(0))]):
+        want = token_logprobs_reference(hidden.double(), order.double(), torch.tensor([0, 100, 199]), entropy=True)
+        got = trustrl.token_logprobs(hidden, order, torch.tensor([0, 100, 199]), entropy=True, block_vocab=15)
+        torch.testing.assert_close(got.logp.double(), want.logp, rtol=0, atol=1e-4)
+        torch.testing.assert_close(got.entropy.double(), want.entropy, rtol=0, atol=1e-4)
+
+
+def test_a_tail_of_1e_minus_30_is_exact_where_one_minus_the_sum_is_zero():
+    hidden, head = torch.ones(1, 1), torch.zeros(100, 1)
+    head[7] = 75.0
+    out = trustrl.token_logprobs(hidden, head, torch.tensor([7]), gather_ids=torch.tensor([[7, 7]]), block_vocab=9)
+    assert float(1 - out.logp.exp()) == 0.0
+    torch.testing.assert_close(out.tail_logp, torch.tensor([99.0]).log() - 75.0)
+
+
+def test_words_removed_by_a_bias_of_minus_infinity_hold_no_mass():
+    hidden, head = torch.randn(4, 3), torch.randn(20, 3)
+    bias = torch.zeros(20)
+    bias[10:] = -torch.inf
+    head.requires_grad_()
+    out = trustrl.token_logprobs(
+        hidden, head, torch.tensor([0, 1, 2, 3]), bias=bias, entropy=True, top_k=12, block_vocab=6
+    )
+    want = token_logprobs_reference(hidden, head[:10], torch.tensor([0, 1, 2, 3]), entropy=True)
+    torch.testing.assert_close(out.entropy, want.entropy)
+    assert (out.topk.ids[:, 10:] == -1).all()
+    out.entropy.sum().backward()
+    assert head.grad.isfinite().all()
+    assert (head.grad[10:] == 0).all()
+
+
+def peaked(num_rows=40, vocabulary=500, size=64):
     g = torch.Generator().manual_seed(0)
-    head = torch.randn(500, 64, generator=g).bfloat16()
-    hidden = (3.0 * head[:40].float() / 8 + 0.1 * torch.randn(40, 64, generator=g)).bfloat16()  # peaked on its own id
+    head = torch.randn(vocabulary, size, generator=g).bfloat16()
+    hidden = 3.0 * head[:num_rows].float() / 8 + 0.1 * torch.randn(num_rows, size, generator=g)
+    return hidden.bfloat16(), head
+
+
+def test_head_repair_makes_the_given_ids_right_in_bf16_and_the_bound_holds():
+    """Rounding is left only in the tail: with the mass on the given ids, the log-prob is right although logits are bf16."""
+    hidden, head = peaked()
     ids = (hidden.float() @ head.float().T).topk(16, -1).indices
     token = ids[:, 0]
     truth = token_logprobs_reference(hidden.double(), head.double(), token)
     plain = token_logprobs_reference(hidden, head, token)
-    fast = token_logprobs_chunked(hidden, head, token, gather_ids_NK=ids)
-    error = (fast.logp.double() - truth.logp).abs()
-    rounding = ((hidden @ head.T).double() - hidden.double() @ head.double().T).abs().max()
-    assert (error <= fast.tail_logp.double().exp() * rounding * 1.01 + 1e-5).all()
-    assert error.max() < 0.1 * (plain.logp.double() - truth.logp).abs().max()
+    for given, factor in ((ids, 0.1), (None, 1.01)):
+        fast = trustrl.token_logprobs(hidden, head, token, gather_ids=given)
+        error = (fast.logp.double() - truth.logp).abs()
+        assert (error <= fast.logp_error.double() + 1e-5).all()
+        assert error.max() < factor * (plain.logp.double() - truth.logp).abs().max()
+    wide = trustrl.token_logprobs(hidden, head, token, product_dtype=torch.float32)
+    assert (wide.logp.double() - truth.logp).abs().max() < 1e-5
+    assert wide.logp_error.max() < 1e-5
 
 
-def test_a_frozen_head_gets_no_gradient_and_a_hidden_one_does():
-    (hidden, head, _), token, ids, _ = inputs(5, 4, 20, 3)
-    hidden.requires_grad_()
-    token_logprobs_chunked(hidden, head, token, gather_ids_NK=ids, block_vocab=7).tail_logp.sum().backward()
-    assert hidden.grad is not None
-    assert head.grad is None
+def test_the_bound_grows_with_the_mass_outside_the_given_ids():
+    hidden, head = peaked()
+    ids = (hidden.float() @ head.float().T).topk(64, -1).indices
+    bounds = [
+        trustrl.token_logprobs(hidden, head, ids[:, 0], gather_ids=ids[:, :k]).logp_error.mean() for k in (1, 8, 64)
+    ]
+    assert bounds[0] > 2 * bounds[1] > 4 * bounds[2] > 0
+
+
+def test_exact_divergence_of_a_policy_from_itself_is_zero_and_from_a_near_one_does_not_cancel():
+    hidden, head = peaked()
+    token = torch.arange(40)
+    same = trustrl.token_logprobs(hidden, head, token, against=trustrl.Anchor(hidden, head))
+    assert (same.tv == 0).all()
+    assert (same.kl == 0).all()
+    near = (head.double() * (1 + 1e-5 * torch.randn(head.shape, dtype=torch.float64))).float()
+    truth = trustrl.token_logprobs(
+        hidden.double(), head.double(), token, against=trustrl.Anchor(hidden.double(), near.double()), impl="reference"
+    )
+    got = trustrl.token_logprobs(hidden.float(), head.float(), token, against=trustrl.Anchor(hidden.float(), near))
+    assert truth.kl.max() < 1e-8
+    torch.testing.assert_close(got.tv.double(), truth.tv, rtol=0.05, atol=1e-6)
+    assert (got.kl >= 0).all()
+    assert (got.kl.double() - truth.kl).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    "settings", [SETTINGS["sampled token only"], SETTINGS["everything"]], ids=["plain", "everything"]
+)
+def test_exact_divergences_agree_with_the_definition(settings):
+    (hidden, head, bias), token, ids, temperature = inputs(37, 16, 101, 7)
+    other = trustrl.Anchor(hidden + 0.1 * torch.randn_like(hidden), head + 0.1 * torch.randn_like(head), bias=2 * bias)
+    kw = {
+        "gather_ids": ids,
+        "against": other,
+        "temperature": temperature,
+        "bias": bias,
+        "softcap": settings.get("softcap"),
+    }
+    want = trustrl.token_logprobs(hidden, head, token, impl="reference", **kw)
+    got = trustrl.token_logprobs(hidden, head, token, block_rows=10, block_vocab=13, **kw)
+    torch.testing.assert_close(got.tv, want.tv)
+    torch.testing.assert_close(got.kl, want.kl)
+    lse = trustrl.token_logprobs(
+        other.hidden, other.head, token, temperature=temperature, bias=other.bias, softcap=settings.get("softcap")
+    ).logsumexp
+    known = trustrl.token_logprobs(hidden, head, token, **{**kw, "against": other._replace(logsumexp=lse)})
+    torch.testing.assert_close(known.kl, want.kl)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Runs a call with a dispatch mode inside the passes: an operator of our own hides its insides from modes around it."""
+
+    def run(make_mode, call):
+        modes = []
+        for name in ("forward", "backward"):
+            real = getattr(chunked, name)
+
+            def inside(*args, real=real, **kwargs):
+                modes.append(make_mode())
+                with modes[-1]:
+                    return real(*args, **kwargs)
+
+            monkeypatch.setattr(chunked, name, inside)
+        call()
+        monkeypatch.undo()
+        return modes
+
+    return run
+
+
+def test_only_what_is_asked_for_is_multiplied(watched):
+    """Counted, not timed: products of N × V × D, forward and backward."""
+    (hidden, head, _), token, ids, _ = inputs(20, 8, 60, 4)
+    token = token.clamp(min=0)
+    one = 2 * 20 * 60 * 8
+
+    def flops(call):
+        modes = watched(lambda: FlopCounterMode(display=False), call)
+        return sum(mode.get_total_flops() for mode in modes)
+
+    def products(frozen, entropy, weight=None):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)
+
+        def call():
+            out = trustrl.token_logprobs(h, w, token, gather_ids=ids, entropy=entropy)
+            total = out.logp + out.tail_logp + (out.entropy if entropy is True else 0.0)
+            (total if weight is None else weight * total).sum().backward()
+
+        return flops(call) / one
+
+    assert products(frozen=False, entropy=True) == pytest.approx(4)  # logits twice, two gradients
+    assert products(frozen=True, entropy=True) == pytest.approx(3)
+    assert products(frozen=True, entropy="detached") == pytest.approx(2)  # nothing is recomputed
+    quarter = (torch.arange(20) % 4 == 0).double()
+    assert products(False, True, quarter) == pytest.approx(1 + 3 / 4)
+    assert products(False, True, 0 * quarter) == pytest.approx(1)
+    ignored = torch.where(quarter.bool(), token, -1)
+    with torch.no_grad():
+        assert flops(lambda: trustrl.token_logprobs(hidden, head, ignored)) / one == pytest.approx(1 / 4)
 
 
 def test_rows_without_a_coefficient_have_no_gradient():
     (hidden, head, _), token, ids, _ = inputs(6, 4, 20, 3)
     hidden.requires_grad_()
-    out = token_logprobs_chunked(hidden, head, token, gather_ids_NK=ids.clamp(min=0), entropy=True)
+    out = trustrl.token_logprobs(hidden, head, token.clamp(min=0), gather_ids=ids.clamp(min=0), entropy=True)
     weight = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0, 1.0])
     (weight * (out.logp + out.entropy + out.tail_logp)).sum().backward()
     assert (hidden.grad[weight == 0] == 0).all()
     assert (hidden.grad[weight != 0] != 0).any(-1).all()
 
 
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and not func.is_view:
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def test_no_tensor_of_tokens_times_vocabulary_ever_exists(watched):
+    (hidden, head, bias), token, ids, _ = inputs(200, 4, 3000, 5, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in (hidden, head, bias)]
+
+    def everything():
+        out = trustrl.token_logprobs(
+            *leaves[:2], token, gather_ids=ids, entropy=True, top_k=5, bias=bias, block_rows=64, block_vocab=128,
+            against=trustrl.Anchor(hidden.detach(), head.detach()),
+        )  # fmt: skip
+        (out.logp + out.tail_logp + out.entropy).sum().backward()
+
+    inside = max(mode.elements for mode in watched(LargestTensor, everything))
+    assert 64 * 128 <= inside <= max(3000 * 4, 2 * 64 * 128)
+    with LargestTensor() as around:
+        everything()
+    assert around.elements <= max(3000 * 4, 2 * 64 * 128)
+    with LargestTensor() as largest:
+        trustrl.token_logprobs(hidden, head, token, impl="reference")
+    assert largest.elements == 200 * 3000
+
+
+def test_under_autocast_the_products_are_made_as_the_models_own_head_would():
+    (hidden, head, _), token, ids, _ = inputs(20, 16, 60, 4, dtype=torch.float32)
+    states = hidden.bfloat16().requires_grad_()
+    head.requires_grad_()
+    want = token_logprobs_reference(
+        hidden.bfloat16().double(), head.detach().bfloat16().double(), token, gather_ids=ids
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for given in (states, hidden):  # a final norm may keep float32
+            got = trustrl.token_logprobs(given, head, token, gather_ids=ids)
+            assert got.logp.dtype == torch.float32
+            error = (got.logp.double() - want.logp).abs()
+            assert (error <= got.logp_error + 1e-5).all()
+        got.logp.sum().backward()
+        trustrl.token_logprobs(states, head, token).logp.sum().backward()
+    assert head.grad.dtype == torch.float32
+    assert states.grad.dtype == torch.bfloat16
+
+
+def test_inside_a_checkpointed_model():
+    (hidden, head, _), token, ids, _ = inputs(9, 4, 30, 5)
+    grads = []
+    for wrap in (lambda f, *a: f(*a), lambda f, *a: checkpoint(f, *a, use_reentrant=False)):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        out = wrap(lambda h, w: trustrl.token_logprobs(h.sin(), w, token, gather_ids=ids, entropy=True).entropy, h, w)
+        out.sum().backward()
+        grads.append((h.grad, w.grad))
+    for plain, again in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, again, rtol=0, atol=0)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_inside_a_compiled_model_as_one_graph(frozen):
+    (hidden, head, _), token, ids, _ = inputs(9, 4, 30, 5)
+
+    def loss(h, w):
+        out = trustrl.token_logprobs(h.sin(), w, token, gather_ids=ids, entropy="detached" if frozen else True)
+        return out.logp.sum() + out.tail_logp.sum() + (0.0 if frozen else out.entropy.sum())
+
+    grads = []
+    for call in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)
+        call(h, w).backward()
+        grads.append([x.grad for x in (h, w) if x.grad is not None])
+    for plain, compiled in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, compiled)
+
+
+@pytest.mark.compiled
+def test_compiled_tiles_give_what_eager_ones_give(monkeypatch):
+    monkeypatch.setattr(tiles, "WORTH_COMPILING", 0)
+    for settings in (SETTINGS["everything"], SETTINGS["frozen head"]):
+        tensors, token, ids, temperature = inputs(33, 16, 301, 7, dtype=torch.float32)
+        exact = [x.double() for x in tensors]
+        truth, upstream = run(exact, token, ids, temperature, settings, impl="reference")
+        fast, _ = run(tensors, token, ids, temperature, settings, upstream, block_rows=16, block_vocab=64)
+        for name, t in truth.items():
+            finite = t.isfinite()
+            torch.testing.assert_close(fast[name].double()[finite], t[finite], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_without_a_compiler_it_runs_uncompiled_and_says_so(monkeypatch):
+    def no_compiler(*args, **kwargs):
+        def call(*a, **k):
+            raise RuntimeError("no C++ compiler")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    fused = tiles.Fused(tiles.summary)
+    tile = torch.randn(4, 9)
+    args = (tile, None, torch.ones(4, 1), None, torch.zeros(4, 1), -1)
+    with pytest.warns(UserWarning, match="could not be compiled"):
+        got = fused(*args, large=True)
+    torch.testing.assert_close(got[2], tile.exp().sum(-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fused(*args, large=True)  # said once
+
+
+def test_an_entropy_asked_for_without_a_gradient_has_none():
+    (hidden, head, _), token, _, _ = inputs(6, 4, 20, 3)
+    out = trustrl.token_logprobs(hidden.requires_grad_(), head, token, entropy="detached")
+    assert not out.entropy.requires_grad
+    assert out.logp.requires_grad
+
+
 def test_an_empty_batch():
     (hidden, head, _), token, ids, _ = inputs(3, 4, 20, 3)
-    out = token_logprobs_chunked(hidden[:0], head, token[:0], gather_ids_NK=ids[:0], entropy=True)
-    assert all(x.shape[0] == 0 for x in out)
+    head.requires_grad_()
+    out = trustrl.token_logprobs(hidden[:0], head, token[:0], gather_ids=ids[:0], entropy=True, top_k=2)
+    assert all(x.shape[0] == 0 for x in out if isinstance(x, torch.Tensor))
+    out.entropy.sum().backward()
+    assert (head.grad == 0).all()
+
+
+def test_a_batch_of_ignored_rows():
+    (hidden, head, _), token, ids, _ = inputs(3, 4, 20, 3)
+    head.requires_grad_()
+    out = trustrl.token_logprobs(
+        hidden, head, torch.full_like(token, -100), gather_ids=ids, entropy=True, top_k=2,
+        against=trustrl.Anchor(hidden, head.detach()),
+    )  # fmt: skip
+    for x in (out.logp, out.logsumexp, out.tail_logp, out.entropy, out.logp_error, out.tv, out.kl):
+        assert (x == 0).all()
+    assert (out.gathered_logp == -torch.inf).all()
+    assert (out.topk.ids == -1).all()
+    (out.logp + out.entropy + out.tail_logp).sum().backward()
+    assert (head.grad == 0).all()
+
+
+def test_nan_in_an_ignored_row_reaches_no_gradient():
+    (hidden, head, _), token, ids, _ = inputs(6, 4, 20, 3)
+    hidden[2] = torch.nan  # token[2] is ignored
+    hidden.requires_grad_()
+    head.requires_grad_()
+    out = trustrl.token_logprobs(hidden, head, token, gather_ids=ids)
+    (out.logp + out.tail_logp).sum().backward()
+    assert head.grad.isfinite().all()
+    assert hidden.grad.isfinite().all()
+
+
+BAD = {
+    "three axes": ({"hidden_ND": torch.zeros(2, 3, 4)}, "hidden_ND must be"),
+    "another size": ({"head_VD": torch.zeros(9, 5)}, "head_VD must be"),
+    "float ids": ({"token_ids_N": torch.zeros(3)}, "token_ids_N must be whole numbers"),
+    "too few ids": ({"token_ids_N": torch.zeros(2, dtype=torch.long)}, "token_ids_N must be of 3 rows"),
+    "flat gather": ({"gather_ids": torch.zeros(3, dtype=torch.long)}, "gather_ids must be"),
+    "short bias": ({"bias": torch.zeros(8)}, "bias must be of shape"),
+    "temperature 0": ({"temperature": 0.0}, "temperature must be"),
+    "softcap 0": ({"softcap": 0.0}, "softcap must be"),
+    "top_k beyond": ({"top_k": 10}, "top_k must be"),
+    "unknown impl": ({"impl": "cuda"}, "impl must be"),
+    "unknown entropy": ({"entropy": "yes"}, "entropy must be"),
+    "anchor of other tokens": ({"against": trustrl.Anchor(torch.zeros(2, 4), torch.zeros(9, 4))}, "against.hidden must be"),
+    "anchor of another vocabulary": ({"against": trustrl.Anchor(torch.zeros(3, 4), torch.zeros(8, 4))}, "against.head must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD)
+def test_what_does_not_fit_is_refused_in_a_sentence(change, message):
+    given = {
+        "hidden_ND": torch.zeros(3, 4),
+        "head_VD": torch.zeros(9, 4),
+        "token_ids_N": torch.zeros(3, dtype=torch.long),
+    }
+    with pytest.raises(trustrl.TrustRLError, match=message):
+        trustrl.token_logprobs(**{**given, **change})

@@ -1,10 +1,4 @@
 """From hidden states to log-probs without ever holding [tokens, vocabulary]. Depends on torch alone.
 
-Shape suffixes: N tokens, D hidden size, V vocabulary, K given ids.
+`trustrl.token_logprobs` is the way in. Shape suffixes: N tokens, D hidden size, V vocabulary, K given ids, C cells.
 """
-
-from trustrl.kernels.chunked import token_logprobs_chunked
-from trustrl.kernels.outputs import TokenLogprobs
-from trustrl.kernels.reference import token_logprobs_reference
-
-__all__ = ["TokenLogprobs", "token_logprobs_chunked", "token_logprobs_reference"]

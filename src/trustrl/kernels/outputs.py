@@ -7,8 +7,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+class TopLogprobs(NamedTuple):
+    """The most probable ids of each token's distribution, most probable first."""
+
+    ids: Int[Tensor, "N K"]
+    logp: Float[Tensor, "N K"]
+
+
 class TokenLogprobs(NamedTuple):
-    """Per-token results of one pass, float32 or better; differentiable in hidden states, head and bias."""
+    """Per-token results of one pass, float32 or better; differentiable in hidden states, head and bias.
+
+    A row whose token id is below 0 is ignored: it costs nothing, holds zeros (−inf at ids, −1 as ids) and has no
+    gradient.
+    """
 
     logp: Float[Tensor, " N"]
     """log π of the sampled token."""
@@ -20,10 +31,22 @@ class TokenLogprobs(NamedTuple):
     """log π at the given ids; −inf at ids below 0."""
 
     tail_logp: Float[Tensor, " N"] | None = None
-    """log of the mass outside the given ids and the sampled token."""
+    """log of the mass outside the given ids and the sampled token; a repeated id counts once."""
+
+    topk: TopLogprobs | None = None
+    """The `top_k` most probable ids."""
 
     entropy: Float[Tensor, " N"] | None = None
     """Entropy of π, nats."""
+
+    logp_error: Float[Tensor, " N"] | None = None
+    """How far the rounding of the products can have moved a log-prob of this row; see `trustrl.token_logprobs`."""
+
+    tv: Float[Tensor, " N"] | None = None
+    """½ Σ |anchor − π| over the whole vocabulary; no gradient."""
+
+    kl: Float[Tensor, " N"] | None = None
+    """KL(anchor‖π) over the whole vocabulary, nats; no gradient."""
 
 
 def first_of_its_id(ids_NK: Int[Tensor, "*batch K"]) -> Bool[Tensor, "*batch K"]:

@@ -1,0 +1,145 @@
+r"""The arithmetic on one tile of logits, between the products: fused by `torch.compile` where that pays.
+
+A tile is what the product gave, in its own dtype, with −inf at the cells that are accounted for apart. Either axis may
+hold the tokens; per-token vectors come already shaped to broadcast along the other.
+
+    logit = cap(product + bias) · scale,   cap(x) = softcap · tanh(x / softcap),   scale = 1 / temperature
+
+Eager torch makes a dozen passes over a tile; compiled it is one. A compiler is not always there (it needs a C++ one on
+a CPU), and small tiles do not pay for it, so every function runs both ways.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustrl.kernels.outputs import wide_dtype
+
+WORTH_COMPILING = 1 << 25
+"""Logits per call from which a compiled tile is used: about half a second of eager arithmetic on one core."""
+
+
+def logits(product: Tensor, bias: Tensor | None, scale: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """(logits, their slope in the product). A product of −inf stays −inf, whatever the cap."""
+    wide = product.to(wide_dtype(product))
+    shifted = wide if bias is None else wide + bias
+    if softcap is None:
+        return shifted * scale, scale
+    bent = torch.tanh(shifted / softcap)
+    z = torch.where(product == -torch.inf, -torch.inf, softcap * bent * scale)
+    return z, (1 - bent.square()) * scale
+
+
+def summary(
+    product: Tensor, bias: Tensor | None, scale: Tensor, softcap: float | None, shift: Tensor, dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(largest logit, largest |product|, Σ e, Σ e · x) along `dim`, where x = logit − shift and e = exp(x)."""
+    z, _ = logits(product, bias, scale, softcap)
+    x = z - shift
+    e = torch.exp(x)
+    size = torch.where(product == -torch.inf, 0.0, product.abs().to(z.dtype))
+    return z.amax(dim), size.amax(dim), e.sum(dim), torch.where(e > 0, e * x, 0.0).sum(dim)
+
+
+def summary_and_weights(
+    product: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    shift: Tensor,
+    dim: int,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`summary`, with e · slope written to `weights`: times the head, it is the gradient of Σ e."""
+    z, slope = logits(product, bias, scale, softcap)
+    x = z - shift
+    e = torch.exp(x)
+    weights.copy_(e * slope)
+    size = torch.where(product == -torch.inf, 0.0, product.abs().to(z.dtype))
+    return z.amax(dim), size.amax(dim), e.sum(dim), torch.where(e > 0, e * x, 0.0).sum(dim)
+
+
+def gradient_in_place(
+    product: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    base: Tensor,
+    on_mass: Tensor,
+    on_log: Tensor,
+) -> None:
+    r"""Replaces the product by the loss's gradient in it.
+
+    With q = exp(logit − base):   ∂/∂product = q · (on_mass − on_log · log q) · slope
+    """
+    z, slope = logits(product, bias, scale, softcap)
+    log_q = z - base
+    q = torch.exp(log_q)
+    product.copy_(torch.where(q > 0, q * (on_mass - on_log * log_q), 0.0) * slope)
+
+
+def dots(hidden_ND: Tensor, head_VD: Tensor, ids_NK: Tensor, product_dtype: torch.dtype) -> Tensor:
+    """hidden · head[id] for each given id, in float32 or better, without keeping the gathered rows."""
+    wide = wide_dtype(hidden_ND)
+    return (hidden_ND.to(wide).unsqueeze(1) * head_VD[ids_NK].to(product_dtype).to(wide)).sum(-1)
+
+
+def divergence_terms(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:
+    """(|m − p|, m (eˣ − 1 − x)) with x = log p − log m, cell by cell; where m = 0 the second is p."""
+    p, m = torch.exp(log_p), torch.exp(log_m)
+    x = torch.where(m > 0, log_p - log_m, 0.0)
+    return (m - p).abs(), torch.where(m > 0, m * (torch.expm1(x) - x), p)
+
+
+def divergence_sums(
+    policy: Tensor,
+    anchor: Tensor,
+    policy_bias: Tensor | None,
+    anchor_bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    policy_base: Tensor,
+    anchor_base: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The sums over a tile [rows, columns] of each side's products."""
+    log_p = logits(policy, policy_bias, scale, softcap)[0] - policy_base
+    log_m = logits(anchor, anchor_bias, scale, softcap)[0] - anchor_base
+    absolute, relative = divergence_terms(log_p, log_m)
+    return absolute.sum(-1), relative.sum(-1)
+
+
+class Fused:
+    """A function that is compiled when the work is large enough, and runs as written when it cannot be compiled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.compiled: Callable[..., Any] | None = None
+        self.broken = False
+
+    def __call__(self, *args: Any, large: bool) -> Any:
+        """The function's result; compiled if `large`."""
+        if not large or self.broken:
+            return self.function(*args)
+        if self.compiled is None:
+            self.compiled = torch.compile(self.function, dynamic=True)
+        try:
+            return self.compiled(*args)
+        except Exception as error:  # whatever a compiler tool chain raises; the plain call below raises real faults
+            self.broken = True
+            result = self.function(*args)
+            warnings.warn(
+                f"{self.function.__name__} could not be compiled ({type(error).__name__}); it runs uncompiled, about "
+                "ten times slower. On a CPU, torch.compile needs a C++ compiler such as g++.",
+                stacklevel=2,
+            )
+            return result
+
+
+fused_summary = Fused(summary)
+fused_summary_and_weights = Fused(summary_and_weights)
+fused_gradient_in_place = Fused(gradient_in_place)
+fused_dots = Fused(dots)
+fused_divergence_sums = Fused(divergence_sums)

@@ -1,0 +1,142 @@
+"""One pass over the vocabulary as an operator with a gradient.
+
+As operators of their own, forward and backward are opaque to `torch.compile`: a compiled model keeps one call instead
+of tracing every tile, and checkpointing repeats it like any other.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustrl.kernels import chunked
+from trustrl.kernels.chunked import Pass, Streamed, Upstream
+
+
+@torch.library.custom_op("trustrl::vocab_pass", mutates_args=())
+def vocab_pass(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    counts: Tensor,
+    live: Tensor,
+    scale: Tensor,
+    softcap: float | None,
+    product_dtype: torch.dtype,
+    block_rows: int,
+    block_vocab: int,
+    impl: str,
+    top_k: int,
+    slope: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `Streamed`; rows that are not `live` hold zeros and cost nothing."""
+    work = Pass(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if bool(live.all()):
+            known, found, rest, inner, largest, slope_ND = _forward(work, impl, top_k, slope)
+            return known, found, rest, inner, largest, slope_ND
+        at = live.nonzero().squeeze(-1)
+        known, found, *others = _forward(work.rows(at), impl, top_k, slope)
+
+        def back(x: Tensor, fill: int = 0) -> Tensor:
+            return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
+
+        rest, inner, largest, slope_ND = map(back, others)
+        return back(known), back(found, -1), rest, inner, largest, slope_ND
+
+
+def _forward(work: Pass, impl: str, top_k: int, slope: bool) -> Streamed:
+    return chunked.forward(work, top_k, slope)
+
+
+@vocab_pass.register_fake
+def _(
+    hidden, head, bias, ids, counts, live, scale, softcap, product_dtype, block_rows, block_vocab, impl, top_k, slope
+):  # fmt: skip
+    rows, wide = ids.shape[0], torch.promote_types(product_dtype, torch.float32)
+    return (
+        hidden.new_empty((rows, ids.shape[1] + top_k), dtype=wide),
+        ids.new_empty((rows, top_k), dtype=torch.int64),
+        *(hidden.new_empty((rows,), dtype=wide) for _ in range(3)),
+        hidden.new_empty((rows, hidden.shape[1] if slope else 0), dtype=wide),
+    )
+
+
+@torch.library.custom_op("trustrl::vocab_pass_backward", mutates_args=())
+def vocab_pass_backward(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    counts: Tensor,
+    scale: Tensor,
+    softcap: float | None,
+    product_dtype: torch.dtype,
+    block_rows: int,
+    block_vocab: int,
+    impl: str,
+    rest: Tensor,
+    inner: Tensor,
+    slope: Tensor,
+    d_known: Tensor,
+    d_rest: Tensor,
+    d_inner: Tensor,
+    wants_hidden: bool,
+    wants_head: bool,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in hidden, head and bias; an empty tensor where none is wanted."""
+    work = Pass(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
+    upstream = Upstream(rest, inner, slope, d_known, d_rest, d_inner)
+    wants = (wants_hidden, wants_head, wants_bias)
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = chunked.backward(work, upstream, wants)
+    d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
+    return d_hidden, d_head, d_bias
+
+
+@vocab_pass_backward.register_fake
+def _(
+    hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab, impl,
+    rest, inner, slope, d_known, d_rest, d_inner, wants_hidden, wants_head, wants_bias,
+):  # fmt: skip
+    nothing = hidden.new_empty(0)
+    return (
+        torch.empty_like(hidden) if wants_hidden else nothing,
+        torch.empty_like(head) if wants_head else nothing.clone(),
+        torch.empty_like(bias) if wants_bias else nothing.clone(),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, head, bias, ids, counts, _, scale, *settings, top_k, _ = inputs
+    known, found, rest, inner, largest, slope = output
+    ctx.mark_non_differentiable(found, largest, slope)
+    ctx.set_materialize_grads(False)
+    if top_k:
+        ids = torch.cat([ids, found.clamp(min=0)], dim=-1)
+        counts = torch.cat([counts, found >= 0], dim=-1)
+    ctx.save_for_backward(hidden, head, bias, ids, counts, scale, rest, inner, slope)
+    ctx.settings, ctx.num_cells = settings, known.shape[1]
+
+
+def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, head, bias, ids, counts, scale, rest, inner, slope = ctx.saved_tensors
+    d_known, _, d_rest, d_inner, *_ = grad_outputs
+    d_known = rest.new_zeros((len(rest), ctx.num_cells)) if d_known is None else d_known
+    d_rest = torch.zeros_like(rest) if d_rest is None else d_rest
+    if d_inner is None:
+        d_inner = torch.zeros_like(rest)
+    elif slope.numel():
+        raise RuntimeError(
+            "The entropy was asked for without a gradient, but its gradient is needed. Ask for it with entropy=True."
+        )
+    wants = ctx.needs_input_grad[:3]
+    found = vocab_pass_backward(
+        hidden, head, bias, ids, counts, scale, *ctx.settings, rest, inner, slope, d_known, d_rest, d_inner, *wants
+    )
+    return tuple(x if wanted else None for x, wanted in zip(found, wants, strict=True)) + (None,) * 11
+
+
+vocab_pass.register_autograd(_backward, setup_context=_setup)
