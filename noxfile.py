@@ -8,7 +8,7 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint", "tests", "triton", "real_model"]
 
 TORCH = "torch==2.13.0"
 
@@ -41,6 +41,34 @@ def tests(session: nox.Session) -> None:
 
 # Decorated functions cannot be compiled whole, so shapes are checked in a run of their own.
 SHAPES = ("--jaxtyping-packages=trustrl,beartype.beartype", "tests/regions", "tests/contracts/test_dtypes.py")
+
+
+@nox.session(python="3.11")
+def triton(session: nox.Session) -> None:
+    """The GPU kernels without a GPU: under Triton's interpreter, and compiled ahead for four kinds of GPU."""
+    install_core(session, "test")
+    session.install("--no-deps", "triton==3.7.1")  # the one torch 2.13 is made with
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("pytest", "-n", "2", "tests/kernels/test_triton.py", "tests/kernels/test_triton_compiled.py")
+
+
+@nox.session(python="3.11")
+def real_model(session: nox.Session) -> None:
+    """SmolLM2-135M's own hidden states: bf16 log-probs, their bound, exact divergences."""
+    install_core(session, "test")
+    session.install("-r", "benchmarks/smollm2-requirements.txt")
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("python", "benchmarks/accuracy.py")
+    session.run("pytest", "tests/real_model")
+
+
+@nox.session(python="3.11")
+def vocabulary(session: nox.Session) -> None:
+    """The pass over the vocabulary beside three bare products and other libraries' heads. Half an hour; not in CI."""
+    session.install(TORCH)
+    session.install("--no-deps", "-r", "benchmarks/peers-requirements.txt")
+    session.install("--no-deps", "-e", ".")
+    session.run("python", "benchmarks/vocabulary.py", *session.posargs)
 
 
 @nox.session(python="3.11")

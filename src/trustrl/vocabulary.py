@@ -12,14 +12,14 @@ from torch import Tensor
 from trustrl.config.checks import one_of
 from trustrl.errors import ConfigError, MissingDataError, RecordError
 from trustrl.kernels import cells, chunked, vocab_parallel
-from trustrl.kernels.chunked import Pass
 from trustrl.kernels.divergence import divergence_sums
 from trustrl.kernels.outputs import TokenLogprobs
 from trustrl.kernels.reference import logits_reference, token_logprobs_reference
 from trustrl.kernels.vocab_parallel import VocabShard
 from trustrl.kernels.vocab_pass import vocab_pass
+from trustrl.kernels.work import Pass
 
-Impl = Literal["auto", "reference", "chunked"]
+Impl = Literal["auto", "reference", "chunked", "triton"]
 
 
 class Anchor(NamedTuple):
@@ -57,9 +57,10 @@ def token_logprobs(
         logp = torch.log_softmax(softcap · tanh((hidden @ head.T + bias) / softcap) / temperature, -1)
 
     The given ids and the sampled token are right even where bf16 products are not: their logits are computed apart in
-    float32. What rounding is left is returned as `logp_error`: the true log-probs lie within it, up to float32's own
-    rounding. Everything but `tv`, `kl` and `logp_error` is differentiable; only the gradients that are asked for are
-    computed, and a row whose coefficients are all 0 costs nothing in the backward pass.
+    float32. What rounding is left is returned as `logp_error`: the true log-probs lie within it (of float32's own
+    rounding it holds the usual estimate, √D units in the last place, not a proof). Everything but `tv`, `kl` and
+    `logp_error` is differentiable; only the gradients that are asked for are computed, and a row whose coefficients are
+    all 0 costs nothing in the backward pass.
 
     Args:
         hidden_ND: last hidden states, after the final norm.
@@ -74,7 +75,7 @@ def token_logprobs(
         softcap: bends logits into ±softcap, as Gemma does.
         product_dtype: what tiles are multiplied in; autocast's dtype or the hidden states' own unless said otherwise.
         shard: set where the head is this rank's part of a sharded vocabulary. `logp_error` is then not returned.
-        impl: "auto" takes the fastest that runs here.
+        impl: "auto" takes Triton on a GPU that has it, and the chunked pass elsewhere.
         block_rows: tokens per tile of the chunked pass.
         block_vocab: words per tile.
 
@@ -118,8 +119,12 @@ def token_logprobs(
         counts_NC = counts_NC & inside_NC
     work = Pass(hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, block_rows, block_vocab)
     frozen = not (head_VD.requires_grad or (bias is not None and bias.requires_grad))
-    in_forward = torch.is_grad_enabled() and hidden_ND.requires_grad and frozen and entropy is not True
-    known = _known(work, given, "chunked", top_k, in_forward, entropy is True)
+    chosen = _chosen(impl, hidden_ND, top_k)
+    # With a frozen head the forward pass can make the hidden states' gradient itself, unless the entropy needs one too.
+    slope = (
+        chosen == "chunked" and frozen and entropy is not True and torch.is_grad_enabled() and hidden_ND.requires_grad
+    )
+    known = _known(work, given, chosen, top_k, slope, entropy is True)
     if shard is not None and inside_NC is not None:
         known = vocab_parallel.merge(shard, inside_NC, known)
     out = cells.outputs(given, known, gather_ids, top_k, bool(entropy))
@@ -140,7 +145,9 @@ def _known(work: Pass, given: cells.GivenIds, impl: str, top_k: int, slope: bool
     )
     num_given = work.ids.shape[1]
     # Half a unit in the last place of the product; the sum inside it was made in float32.
-    unit = torch.finfo(work.product_dtype).eps / 2
+    unit = 0.0 if impl == "triton" else torch.finfo(work.product_dtype).eps / 2
+    own_unit = torch.finfo(work.wide).eps / 2 * work.hidden.shape[1] ** 0.5
+    largest_logit_N = torch.maximum(largest_N * work.scale, logits_NC.detach().abs().amax(-1))
     return cells.Known(
         given_NC=logits_NC[:, :num_given],
         found_ids_NF=found_NF,
@@ -148,6 +155,7 @@ def _known(work: Pass, given: cells.GivenIds, impl: str, top_k: int, slope: bool
         rest_N=rest_N,
         inner_N=inner_N if inner_grad else inner_N.detach(),
         rounding_N=unit * largest_N * work.scale,
+        own_rounding_N=own_unit * torch.where(given.live_N, largest_logit_N, 0.0),
     )
 
 
@@ -186,6 +194,19 @@ def _reference_divergence(
         tv = (policy.exp() - anchor.exp()).abs().sum(-1) / 2
         kl = torch.where(anchor > -torch.inf, anchor.exp() * (anchor - policy), 0.0).sum(-1)
     return out._replace(tv=torch.where(live, tv, 0.0), kl=torch.where(live, kl, 0.0))
+
+
+def _chosen(impl: Impl, hidden: Tensor, top_k: int) -> str:
+    """What "auto" means here."""
+    if impl != "auto":
+        return impl
+    if hidden.device.type == "cuda" and not top_k and hidden.dtype in (torch.bfloat16, torch.float16):
+        try:
+            import triton  # noqa: F401  # type: ignore[import-not-found]
+        except ImportError:
+            return "chunked"
+        return "triton"
+    return "chunked"
 
 
 def _check_tensors(
@@ -237,5 +258,7 @@ def _check_settings(
         raise ConfigError(f"softcap must be a finite number > 0, got {softcap}. Use None for no cap.")
     if not 0 <= top_k <= len(head):
         raise ConfigError(f"top_k must be between 0 and the head's {len(head)} rows, got {top_k}.")
+    if impl == "triton" and top_k:
+        raise ConfigError(f'impl "triton" must be used without top_k, got {top_k}. Use impl="chunked" for it.')
     if impl == "reference" and shard is not None:
         raise MissingDataError('impl "reference" must have the whole head, got a shard. Use impl="chunked".')

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import trustrl
 from trustrl.kernels import chunked, tiles
+from trustrl.kernels.in_forward import loss_in_forward
 from trustrl.kernels.reference import token_logprobs_reference
 
 # float64 has no wider truth to be held against: room for another order of summation.
@@ -108,6 +109,8 @@ def run(tensors, token, ids, temperature, settings, upstream=None, **cuts):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_no_further_from_the_truth_than_the_plain_code(shape, settings, dtype):
+    if settings.get("top_k") and dtype in (torch.bfloat16, torch.float16):
+        pytest.skip("rounded products tie, and which of two ids is taken is a matter of luck; see the next test")
     tensors, token, ids, temperature = inputs(*shape, dtype=dtype)
     exact = [x.double() for x in tensors]
     truth, upstream = run(exact, token, ids, temperature, settings, impl="reference")
@@ -121,6 +124,31 @@ def test_no_further_from_the_truth_than_the_plain_code(shape, settings, dtype):
         allowed = (t - p).abs().max() + ULP[dtype] * t.abs().max().clamp(min=1.0)
         worst = (t - f).abs().max()
         assert worst <= allowed, f"{name}: error {worst:.2e}, the plain code makes {allowed:.2e}"
+
+
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_own_top_k_misses_no_id_by_more_than_the_rounding_of_its_product(dtype, frozen):
+    """Tiles of 64 take the way of groups, with rows whose best lie anywhere."""
+    (hidden, head, _), token, _, _ = inputs(37, 16, 1000, 1, dtype=dtype)
+    token = token.clamp(min=0)
+    hidden.requires_grad_()
+    head.requires_grad_(not frozen)
+    out = trustrl.token_logprobs(hidden, head, token, top_k=7, block_rows=10, block_vocab=64)
+    truth = torch.log_softmax(hidden.double() @ head.double().T, -1)
+    rounding = 2 * torch.finfo(dtype).eps * (hidden.double() @ head.double().T).abs().max()
+    best = truth.topk(7).values
+    chosen = truth.gather(-1, out.topk.ids)
+    assert (out.topk.ids.sort(-1).values.diff(dim=-1) > 0).all()
+    assert (best - chosen.sort(-1, descending=True).values <= rounding).all()
+    assert (out.topk.logp.diff(dim=-1) <= 0).all()
+    slack = out.logp_error.unsqueeze(-1) if dtype != torch.float64 else 1e-12
+    assert ((out.topk.logp - chosen).abs() <= slack).all()
+    weight = torch.randn(37, 7, dtype=torch.float64)
+    (out.topk.logp * weight).sum().backward()
+    again = hidden.detach().double().requires_grad_()
+    (torch.log_softmax(again @ head.detach().double().T, -1).gather(-1, out.topk.ids) * weight).sum().backward()
+    assert (hidden.grad - again.grad).abs().max() <= 32 * torch.finfo(dtype).eps * again.grad.abs().max()
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -198,11 +226,11 @@ def test_head_repair_makes_the_given_ids_right_in_bf16_and_the_bound_holds():
     for given, factor in ((ids, 0.1), (None, 1.01)):
         fast = trustrl.token_logprobs(hidden, head, token, gather_ids=given)
         error = (fast.logp.double() - truth.logp).abs()
-        assert (error <= fast.logp_error.double() + 1e-5).all()
+        assert (error <= fast.logp_error.double()).all()
         assert error.max() < factor * (plain.logp.double() - truth.logp).abs().max()
     wide = trustrl.token_logprobs(hidden, head, token, product_dtype=torch.float32)
     assert (wide.logp.double() - truth.logp).abs().max() < 1e-5
-    assert wide.logp_error.max() < 1e-5
+    assert wide.logp_error.max() < 1e-4
 
 
 def test_the_bound_grows_with_the_mass_outside_the_given_ids():
@@ -211,7 +239,7 @@ def test_the_bound_grows_with_the_mass_outside_the_given_ids():
     bounds = [
         trustrl.token_logprobs(hidden, head, ids[:, 0], gather_ids=ids[:, :k]).logp_error.mean() for k in (1, 8, 64)
     ]
-    assert bounds[0] > 2 * bounds[1] > 4 * bounds[2] > 0
+    assert bounds[0] > bounds[1] > bounds[2] > 0
 
 
 def test_exact_divergence_of_a_policy_from_itself_is_zero_and_from_a_near_one_does_not_cancel():
@@ -364,7 +392,7 @@ def test_under_autocast_the_products_are_made_as_the_models_own_head_would():
             got = trustrl.token_logprobs(given, head, token, gather_ids=ids)
             assert got.logp.dtype == torch.float32
             error = (got.logp.double() - want.logp).abs()
-            assert (error <= got.logp_error + 1e-5).all()
+            assert (error <= got.logp_error).all()
         got.logp.sum().backward()
         trustrl.token_logprobs(states, head, token).logp.sum().backward()
     assert head.grad.dtype == torch.float32
@@ -489,6 +517,7 @@ BAD = {
     "unknown entropy": ({"entropy": "yes"}, "entropy must be"),
     "anchor of other tokens": ({"against": trustrl.Anchor(torch.zeros(2, 4), torch.zeros(9, 4))}, "against.hidden must be"),
     "anchor of another vocabulary": ({"against": trustrl.Anchor(torch.zeros(3, 4), torch.zeros(8, 4))}, "against.head must be"),
+    "triton with top_k": ({"impl": "triton", "top_k": 2}, "without top_k"),
 }  # fmt: skip
 
 
@@ -501,3 +530,26 @@ def test_what_does_not_fit_is_refused_in_a_sentence(change, message):
     }
     with pytest.raises(trustrl.TrustRLError, match=message):
         trustrl.token_logprobs(**{**given, **change})
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+def test_gradients_made_in_the_forward_pass_are_the_same(frozen):
+    (hidden, head, _), token, ids, _ = inputs(23, 6, 41, 5)
+    weight = torch.randn(23, dtype=torch.float64)
+
+    def part(out, rows):
+        return (weight[rows] * (out.logp + out.tail_logp.exp() + 0.1 * out.entropy)).sum()
+
+    results = []
+    for in_forward in (True, False):
+        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)
+        if in_forward:
+            settings = {"gather_ids": ids, "entropy": True, "temperature": 0.7, "block_rows": 10, "block_vocab": 9}
+            value = loss_in_forward(h, w, token, part, **settings)
+        else:
+            out = trustrl.token_logprobs(h, w, token, gather_ids=ids, entropy=True, temperature=0.7, impl="reference")
+            value = part(out, slice(None))
+        (3 * value).backward()
+        results.append([value.detach(), *(x.grad for x in (h, w) if x.grad is not None)])
+    for made, want in zip(*results, strict=True):
+        torch.testing.assert_close(made, want)

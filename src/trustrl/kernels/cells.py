@@ -61,7 +61,10 @@ class Known(NamedTuple):
     """Entropy within the rest."""
 
     rounding_N: Float[Tensor, " N"]
-    """The most a logit of the rest can be off."""
+    """The most the product's dtype can have moved a logit of the rest."""
+
+    own_rounding_N: Float[Tensor, " N"]
+    """What float32's own rounding moves any logit by: √D units in the last place of the largest, an estimate."""
 
 
 def outputs(
@@ -96,8 +99,8 @@ def outputs(
         tail_logp=tail,
         topk=top,
         entropy=spread,
-        # The rest's mass t is off by a factor within exp(±rounding), so the log-sum-exp moves by at most this much.
-        logp_error=torch.log1p(rest_logp_N.detach().exp() * torch.expm1(known.rounding_N)),
+        # The rest's mass t is off by a factor within exp(±rounding), so the log-sum-exp moves by at most log1p(…).
+        logp_error=torch.log1p(rest_logp_N.detach().exp() * torch.expm1(known.rounding_N)) + 2 * known.own_rounding_N,
     )
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import tiles
-from trustrl.kernels.chunked import Cells, Pass, given_logits, slices
+from trustrl.kernels.streams import Cells
+from trustrl.kernels.work import Pass, given_logits, slices
 
 
 @torch.no_grad()
@@ -36,13 +37,12 @@ def _block(policy: Pass, anchor: Pass, policy_lse: Tensor, anchor_lse: Tensor) -
     size = policy.head.shape[0]
     room = sides[0][1].new_empty((2, len(counted) * min(policy.block_vocab, size)))
     for at, columns in enumerate(slices(size, policy.block_vocab)):
-        row, _, column = cells.within(at)
         products, biases = [], []
         for (work, hidden), space in zip(sides, room, strict=True):
             head = work.head[columns].to(work.product_dtype)
             product = space[: len(hidden) * len(head)].view(len(hidden), len(head))
             torch.mm(hidden, head.T, out=product)
-            product[row, column - columns.start] = -torch.inf
+            cells.mark(at, product)
             products.append(product)
             biases.append(None if work.bias is None else work.bias[columns])
         scale = policy.scale.unsqueeze(-1)

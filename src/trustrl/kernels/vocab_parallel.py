@@ -53,7 +53,9 @@ def merge(shard: VocabShard, inside_NC: Tensor, local: Known) -> Known:
         ids_RNF = _all_gather(torch.where(found_ids >= 0, found_ids + shard.start, -1), shard.group)
         found_RNF = _Gather.apply(found, shard.group)
         found_ids, found = (x.movedim(0, 1).flatten(1) for x in (ids_RNF, found_RNF))
-    return Known(parts_RNC[..., :-2].sum(0), found_ids, found, rest_N, inner_N, local.rounding_N)
+    return local._replace(
+        given_NC=parts_RNC[..., :-2].sum(0), found_ids_NF=found_ids, found_NF=found, rest_N=rest_N, inner_N=inner_N
+    )
 
 
 def sum_over_ranks(x: Tensor, shard: VocabShard | None) -> Tensor:

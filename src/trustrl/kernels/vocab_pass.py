@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import chunked
-from trustrl.kernels.chunked import Pass, Streamed, Upstream
+from trustrl.kernels.chunked import Gradients, Streamed, Upstream
+from trustrl.kernels.work import Pass, given_logits
 
 
 @torch.library.custom_op("trustrl::vocab_pass", mutates_args=())
@@ -47,7 +48,14 @@ def vocab_pass(
 
 
 def _forward(work: Pass, impl: str, top_k: int, slope: bool) -> Streamed:
-    return chunked.forward(work, top_k, slope)
+    if impl != "triton":
+        return chunked.forward(work, top_k, slope)
+    from trustrl.kernels import triton_pass  # a GPU's compiler is needed only there
+
+    dtype = work.product_dtype
+    rest, inner, largest = triton_pass.forward(work.hidden.to(dtype), work.head.to(dtype), *work[2:7])
+    known = given_logits(work)
+    return Streamed(known, work.ids[:, :0], rest, inner, largest, known[:, :0].clone())
 
 
 @vocab_pass.register_fake
@@ -86,13 +94,38 @@ def vocab_pass_backward(
     wants_head: bool,
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in hidden, head and bias; an empty tensor where none is wanted."""
+    """Gradients in hidden, head and bias; an empty tensor where none is wanted.
+
+    A row whose coefficients are all exactly 0 is left out of every product.
+    """
     work = Pass(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     upstream = Upstream(rest, inner, slope, d_known, d_rest, d_inner)
     wants = (wants_hidden, wants_head, wants_bias)
+    alive = (d_known != 0).any(-1) | (d_rest != 0) | (d_inner != 0)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = chunked.backward(work, upstream, wants)
+        if bool(alive.all()):
+            found = _backward_pass(work, upstream, impl, wants)
+        else:
+            at = alive.nonzero().squeeze(-1)
+            # Without features there is no row to pick.
+            some = Upstream(*(x[at] if x.numel() else x for x in upstream))
+            part, *others = _backward_pass(work.rows(at), some, impl, wants)
+            found = (None if part is None else torch.zeros_like(hidden).index_copy_(0, at, part), *others)
     d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
+    return d_hidden, d_head, d_bias
+
+
+def _backward_pass(work: Pass, upstream: Upstream, impl: str, wants: tuple[bool, bool, bool]) -> Gradients:
+    if impl != "triton":
+        return chunked.backward(work, upstream, wants)
+    from trustrl.kernels import triton_pass
+
+    rest, inner, _, d_known, d_rest, d_inner = upstream
+    hidden, head = work.hidden.to(work.product_dtype), work.head.to(work.product_dtype)
+    found = triton_pass.backward(hidden, head, *work[2:7], rest, inner, d_known, d_rest, d_inner, wants)
+    d_hidden, d_head, d_bias = (
+        None if x is None or like is None else x.to(like.dtype) for x, like in zip(found, work[:3], strict=True)
+    )
     return d_hidden, d_head, d_bias
 
 

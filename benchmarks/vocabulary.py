@@ -1,0 +1,303 @@
+"""The pass over the vocabulary beside three bare matrix products and beside other libraries' heads, in one run.
+
+    nox -s vocabulary                        # everything: tables on stdout, figures and numbers into docs
+    nox -s vocabulary -- --only time --rounds 7
+
+Time is CPU time on one thread, alternating between the paths round by round; ratios are taken within a round and their
+median is given. "Limit" is one forward and two backward products in the fastest chunking found on this machine, outputs
+allocated beforehand. Memory is the peak resident size above the inputs, each path in a process of its own. Peers were
+written for GPUs and run fallbacks on a CPU; see peers.py.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import trustrl
+from trustrl.kernels.in_forward import loss_in_forward
+
+V, D, K = 151_936, 1024, 64
+ROWS = {torch.bfloat16: 1024, torch.float32: 512}
+DOCS = Path(__file__).parent.parent / "docs"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class World:
+    """Hidden states, a head, sampled tokens and given ids; logits have a standard deviation of about two."""
+
+    def __init__(self, dtype: torch.dtype, rows: int, vocabulary: int = V, size: int = D, num_ids: int = K) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(rows, size, generator=g).to(dtype)
+        self.head = torch.empty(vocabulary, size, dtype=dtype)
+        for part in self.head.split(8192):  # in parts: a float32 copy of the whole would count as memory
+            part.copy_(torch.randn(part.shape, generator=g) * (2 / size**0.5))
+        self.token = torch.randint(0, vocabulary, (rows,), generator=g)
+        self.ids = torch.randint(0, vocabulary, (rows, num_ids), generator=g)
+        self.weight = torch.randn(rows, generator=g) / rows
+
+    def leaves(self, frozen: bool) -> tuple[Tensor, Tensor]:
+        """(hidden, head) that ask for gradients."""
+        return self.hidden.detach().requires_grad_(), self.head.detach().requires_grad_(not frozen)
+
+    def loss(self, out: trustrl.TokenLogprobs, entropy: bool, rows: slice = slice(None)) -> Tensor:
+        """Every output with a gradient takes part."""
+        weight = self.weight[rows]
+        total = (weight * out.logp).sum()
+        if out.gathered_logp is not None and out.tail_logp is not None:
+            total = total + 0.01 * (weight[:, None] * out.gathered_logp).sum() + 0.1 * (weight * out.tail_logp).sum()
+        return total + 0.01 * (weight * out.entropy).sum() if entropy and out.entropy is not None else total
+
+
+def ours(world: World, *, frozen: bool, entropy: bool | str, gather: bool = True, **settings: object) -> None:
+    hidden, head = world.leaves(frozen)
+    out = trustrl.token_logprobs(
+        hidden, head, world.token, gather_ids=world.ids if gather else None, entropy=entropy, **settings
+    )
+    world.loss(out, entropy is True).backward()
+
+
+def in_forward(world: World) -> None:
+    hidden, head = world.leaves(frozen=False)
+    loss_in_forward(
+        hidden, head, world.token, lambda out, rows: world.loss(out, True, rows), gather_ids=world.ids, entropy=True
+    ).backward()
+
+
+def no_grad(world: World, **settings: object) -> None:
+    with torch.no_grad():
+        trustrl.token_logprobs(world.hidden, world.head, world.token, gather_ids=world.ids, entropy=True, **settings)
+
+
+def exact_divergence(world: World) -> None:
+    no_grad(world, against=trustrl.Anchor(world.hidden, world.head))
+
+
+OURS: dict[str, Callable[[World], None]] = {
+    "trustrl, trained head, everything": lambda w: ours(w, frozen=False, entropy=True),
+    "trustrl, trained head, no entropy gradient": lambda w: ours(w, frozen=False, entropy="detached"),
+    "trustrl, trained head, sampled token only": lambda w: ours(w, frozen=False, entropy=False, gather=False),
+    "trustrl, frozen head, everything": lambda w: ours(w, frozen=True, entropy=True),
+    "trustrl, frozen head, no entropy gradient": lambda w: ours(w, frozen=True, entropy="detached"),
+    "trustrl, gradients in forward, everything": in_forward,
+    "trustrl, no gradient": no_grad,
+    "trustrl, no gradient, own top-64": lambda w: no_grad(w, top_k=64),
+    "trustrl, no gradient, exact TV and KL": exact_divergence,
+}
+BF16_ONLY = {
+    "trustrl, trained head, products in float32": lambda w: ours(
+        w, frozen=False, entropy=True, product_dtype=torch.float32
+    )
+}
+
+
+def peers() -> dict[str, Callable[[World], None]]:
+    from peers import PEERS
+
+    def case(peer, entropy):
+        def run(world: World) -> None:
+            hidden, head = world.leaves(frozen=False)
+            logp, spread = peer.function(hidden, head, world.token, entropy=entropy)
+            total = (world.weight * logp).sum()
+            if spread is not None:
+                total = total + 0.01 * (world.weight * spread).sum()
+            total.backward()
+
+        return run
+
+    found = {}
+    for peer in PEERS.values():
+        label = f"{peer.name} {peer.version}" if peer.package != "torch" else peer.name
+        found[f"{label}, sampled token"] = case(peer, False)
+        if peer.gives_entropy:
+            found[f"{label}, and entropy"] = case(peer, True)
+    return found
+
+
+def cases(dtype: torch.dtype) -> dict[str, Callable[[World], None]]:
+    return {**peers(), **OURS, **(BF16_ONLY if dtype == torch.bfloat16 else {})}
+
+
+class Limit:
+    """Three bare products over the vocabulary, in one chunking: tile width and which axis holds the tokens."""
+
+    def __init__(self, world: World, width: int, tokens_last: bool) -> None:
+        self.world, self.width, self.tokens_last = world, width, tokens_last
+        rows = len(world.hidden)
+        self.tile = world.hidden.new_empty((width, rows) if tokens_last else (rows, width))
+        self.d_hidden = torch.empty_like(world.hidden)
+        self.d_head = torch.empty_like(world.head)
+
+    def __call__(self) -> None:
+        """All three products once."""
+        hidden = self.world.hidden
+        for at in range(0, len(self.world.head), self.width):
+            head = self.world.head[at : at + self.width]
+            if self.tokens_last:
+                tile = self.tile[: len(head)]
+                torch.mm(head, hidden.T, out=tile)
+                torch.mm(tile, hidden, out=self.d_head[at : at + self.width])
+                torch.mm(tile.T, head, out=self.d_hidden)
+            else:
+                tile = self.tile.view(-1)[: len(head) * len(hidden)].view(len(hidden), len(head))
+                torch.mm(hidden, head.T, out=tile)
+                torch.mm(tile.T, hidden, out=self.d_head[at : at + self.width])
+                torch.mm(tile, head, out=self.d_hidden)
+
+
+def fastest_limit(world: World) -> Limit:
+    """Tries every chunking a few times and keeps the best."""
+    best: tuple[float, Limit] | None = None
+    for width in (2048, 4096, 8192, 16384):
+        for tokens_last in (False, True):
+            limit = Limit(world, width, tokens_last)
+            seconds = min(cpu_seconds(limit) for _ in range(3))
+            if best is None or seconds < best[0]:
+                best = (seconds, limit)
+    assert best is not None
+    return best[1]
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def time_table(dtype_name: str, rounds: int) -> dict:
+    dtype = DTYPES[dtype_name]
+    world = World(dtype, ROWS[dtype])
+    limit = fastest_limit(world)
+    work = cases(dtype)
+    for number, (name, call) in enumerate(work.items()):  # compiles and warms up
+        say(f"{dtype_name}: warming up {number + 1} of {len(work)}: {name}")
+        call(world)
+    ratios: dict[str, list[float]] = {name: [] for name in work}
+    base = []
+    for turn in range(rounds):
+        say(f"{dtype_name}: round {turn + 1} of {rounds}")
+        for name, call in work.items():
+            one = cpu_seconds(limit)  # right before each path: the machine's speed drifts
+            base.append(one)
+            ratios[name].append(cpu_seconds(lambda call=call: call(world)) / one)
+    return {
+        "dtype": dtype_name,
+        "rows": ROWS[dtype],
+        "limit_seconds": statistics.median(base),
+        "limit_chunking": {"width": limit.width, "tokens_last": limit.tokens_last},
+        "ratio": {name: statistics.median(values) for name, values in ratios.items()},
+        "quartiles": {name: statistics.quantiles(values, n=4)[::2] for name, values in ratios.items()},
+    }
+
+
+def resident(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}: memory is measured on Linux only")
+
+
+def peak_memory(world: World, call: Callable[[World], None]) -> int:
+    """Peak resident bytes above what was resident before the call."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = resident("VmRSS")
+    call(world)
+    return resident("VmHWM") - before
+
+
+def one_memory(name: str, dtype_name: str, rows: int) -> int:
+    dtype = DTYPES[dtype_name]
+    world = World(dtype, rows)
+    call = cases(dtype)[name]
+    small = World.__new__(World)
+    small.__dict__.update(world.__dict__)
+    few = min(rows, 256)
+    for field in ("hidden", "token", "ids", "weight"):
+        setattr(small, field, getattr(world, field)[:few])
+    call(small)  # compiles; what a compiler holds is not the path's
+    return peak_memory(world, call)
+
+
+def memory_table(jobs: list[tuple[str, str, int]]) -> list[dict]:
+    found = []
+    for number, (name, dtype, rows) in enumerate(jobs):
+        say(f"memory {number + 1} of {len(jobs)}: {name}, {dtype}, N = {rows}")
+        command = [sys.executable, __file__, "--one-memory", name, "--dtype", dtype, "--rows", str(rows)]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        found.append({"name": name, "dtype": dtype, "rows": rows, "bytes": int(result.stdout.split()[-1])})
+    return found
+
+
+def say(text: str) -> None:
+    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def print_time(tables: list[dict], memory: list[dict]) -> None:
+    held = {(m["name"], m["dtype"]): m["bytes"] for m in memory if m["rows"] == ROWS[DTYPES[m["dtype"]]]}
+    columns = {t["dtype"]: t for t in tables}
+    heads = " | ".join(f"{d}, N = {t['rows']:,}: × limit (quartiles) | MB" for d, t in columns.items())
+    print(f"| path | {heads} |")
+    print("|---|" + "---|" * 2 * len(columns))
+    for name in dict.fromkeys(n for t in tables for n in t["ratio"]):
+        cells = []
+        for dtype, table in columns.items():
+            if name in table["ratio"]:
+                low, high = table["quartiles"][name]
+                cells.append(f"{table['ratio'][name]:.2f} ({low:.2f} to {high:.2f})")
+            else:
+                cells.append("–")
+            bytes_held = held.get((name, dtype))
+            cells.append("–" if bytes_held is None else f"{bytes_held / 2**20:.0f}")
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    for dtype, table in columns.items():
+        chunk = table["limit_chunking"]
+        layout = "tokens last" if chunk["tokens_last"] else "tokens first"
+        print(f"\nLimit in {dtype}: {table['limit_seconds']:.2f} s, tiles of {chunk['width']:,}, {layout}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["time", "memory", "growth"], help="one part instead of all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--one-memory", metavar="PATH", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="bf16", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=int, default=1024, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.one_memory:
+        print(one_memory(args.one_memory, args.dtype, args.rows))
+        return
+    store = DOCS / "data" / "vocabulary.json"
+    store.parent.mkdir(exist_ok=True)
+    numbers = json.loads(store.read_text()) if store.exists() else {}
+    numbers["machine"] = {"torch": torch.__version__, "processor": platform.machine(), "threads": 1}
+    dtypes = args.dtypes.split(",")
+    if args.only in (None, "time"):
+        numbers["time"] = [time_table(dtype, args.rounds) for dtype in dtypes]
+    if args.only in (None, "memory"):
+        jobs = [(name, dtype, ROWS[DTYPES[dtype]]) for dtype in dtypes for name in cases(DTYPES[dtype])]
+        jobs += [
+            ("trustrl, frozen head, everything", "bf16", 8192),
+            ("trustrl, frozen head, no entropy gradient", "bf16", 8192),
+        ]
+        numbers["memory"] = memory_table(jobs)
+    if args.only in (None, "growth"):
+        from vocabulary_growth import growth
+
+        numbers["growth"] = growth()
+    say("")
+    store.write_text(json.dumps(numbers, indent=1) + "\n")
+    print_time(numbers.get("time", []), numbers.get("memory", []))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+r"""A loss whose gradients are made in the forward pass: three products instead of four, for more memory.
+
+When the loss of a block of rows is known before the next block starts, its logits need not be made a second time. That
+asks for a loss that is a sum over blocks of rows, and for one block of logits in memory, `block_rows × V`. It is the
+exchange Liger's losses make. `token_logprobs` does not: a region may need the whole batch (sequences, metrics) before
+it knows a coefficient, and rows that end with none are free there.
+
+Measured beside the recomputing pass in docs/kernels.md: worth it in float32, where a product costs ten times what it
+does in bf16; hardly in bf16, where adding to the head's gradient once per block is what costs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trustrl.kernels import cells
+from trustrl.kernels.chunked import BLOCK_VOCAB, Upstream, gradient_tile, tile_coefficients
+from trustrl.kernels.outputs import TokenLogprobs, wide_dtype
+from trustrl.kernels.streams import Cells, Running
+from trustrl.kernels.work import Pass, given_logits, slices
+
+BlockLoss = Callable[[TokenLogprobs, slice], Tensor]
+"""(what the pass found for some rows, which rows) → their part of the loss."""
+
+
+def loss_in_forward(
+    hidden_ND: Float[Tensor, "N D"],
+    head_VD: Float[Tensor, "V D"],
+    token_ids_N: Int[Tensor, " N"],
+    loss: BlockLoss,
+    *,
+    gather_ids: Int[Tensor, "N K"] | None = None,
+    entropy: bool = False,
+    temperature: float = 1.0,
+    block_rows: int = 256,
+    block_vocab: int = BLOCK_VOCAB,
+) -> Float[Tensor, ""]:
+    """Σ loss(outputs of a block, its rows), differentiable in hidden states and head.
+
+    Example:
+        >>> hidden, head = torch.eye(2).requires_grad_(), torch.eye(2)
+        >>> loss_in_forward(hidden, head, torch.tensor([0, 1]), lambda out, rows: -out.logp.sum()).backward()
+        >>> hidden.grad
+        tensor([[-0.2689,  0.2689],
+                [ 0.2689, -0.2689]])
+    """
+    scale_N = torch.full(token_ids_N.shape, 1 / temperature, dtype=wide_dtype(hidden_ND), device=hidden_ND.device)
+    given = cells.given_ids(token_ids_N, gather_ids)
+    work = Pass(
+        hidden_ND, head_VD, None, given.ids_NC, given.counts_NC, scale_N, None, hidden_ND.dtype, block_rows, block_vocab
+    )
+    return _LossInForward.apply(hidden_ND, head_VD, work, given, gather_ids, entropy, loss)  # type: ignore[return-value]
+
+
+class _LossInForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        work: Pass,
+        given: cells.GivenIds,
+        gather_ids: Tensor | None,
+        entropy: bool,
+        loss: BlockLoss,
+    ) -> Tensor:
+        wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        work = work._replace(hidden=hidden.detach(), head=head.detach())
+        rows = slices(len(hidden), work.block_rows)
+        d_hidden = torch.zeros(hidden.shape, dtype=work.wide, device=hidden.device) if wants_hidden else None
+        # Several blocks add to the head's gradient: in float32, rounded once.
+        dtype = work.wide if len(rows) > 1 else head.dtype
+        d_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if wants_head else None
+        logits = hidden.new_empty((len(head), min(work.block_rows, len(hidden))))
+        total = torch.zeros((), dtype=work.wide, device=hidden.device)
+        for at in rows:
+            block, room = work.rows(at), logits.view(-1)[: len(head) * (at.stop - at.start)].view(len(head), -1)
+            where = Cells(block)
+            known = _stream(block, room, where)
+            some = cells.GivenIds(*(x[at] for x in given))
+            ids = None if gather_ids is None else gather_ids[at]
+            value, upstream = _block_loss(known, some, ids, entropy, loss, at)
+            total += value
+            _multiply(block, upstream, room, where, d_hidden[at] if d_hidden is not None else None, d_head)
+        ctx.save_for_backward(
+            None if d_hidden is None else d_hidden.to(hidden.dtype), None if d_head is None else d_head.to(head.dtype)
+        )
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_hidden, d_head = (None if x is None else x * grads[0].to(x.dtype) for x in ctx.saved_tensors)
+        return d_hidden, d_head, None, None, None, None, None
+
+
+def _stream(block: Pass, logits: Tensor, where: Cells) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills the block's products; (given logits, log-sum-exp and entropy of the rest)."""
+    running = Running(block, slope=False, vocab_axis=0)
+    for tile, columns in enumerate(slices(len(block.head), block.block_vocab)):
+        torch.mm(block.head[columns], block.hidden.T, out=logits[columns])
+        where.mark(tile, logits[columns], tokens_last=True)
+        running.add(logits[columns], None, block, block.large)
+    rest, inner, _, _ = running.results()
+    return given_logits(block), rest, inner
+
+
+def _block_loss(
+    known: tuple[Tensor, Tensor, Tensor],
+    given: cells.GivenIds,
+    gather_ids: Tensor | None,
+    entropy: bool,
+    loss: BlockLoss,
+    at: slice,
+) -> tuple[Tensor, Upstream]:
+    """The caller's loss of the block, and its gradient in the cells and the rest."""
+    with torch.enable_grad():
+        logits, rest, inner = leaves = [x.detach().requires_grad_() for x in known]
+        nothing = logits[:, :0].detach()
+        unknown = torch.full_like(rest, torch.nan)
+        cell = cells.Known(logits, nothing.long(), nothing, rest, inner, unknown, unknown)
+        out = cells.outputs(given, cell, gather_ids, 0, entropy)._replace(logp_error=None)
+        value = loss(out, at)
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    return value.detach(), Upstream(rest.detach(), inner.detach(), nothing, *grads)
+
+
+def _multiply(
+    block: Pass, upstream: Upstream, logits: Tensor, where: Cells, d_hidden: Tensor | None, d_head: Tensor | None
+) -> None:
+    """Turns the products into gradients where they stand, and multiplies them on."""
+    numbers = tile_coefficients(block, upstream)
+    for at, columns in enumerate(slices(len(block.head), block.block_vocab)):
+        tile = logits[columns]
+        gradient_tile(block, numbers, tile, at, columns, where, tokens_last=True)
+        if d_hidden is not None:
+            d_hidden += tile.T @ block.head[columns]
+        if d_head is not None and d_head.dtype == tile.dtype:
+            d_head[columns].addmm_(tile, block.hidden)
+        elif d_head is not None:
+            d_head[columns] += tile @ block.hidden
