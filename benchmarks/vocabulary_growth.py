@@ -27,7 +27,7 @@ SIZE = 512
 POINTS = {
     "tokens": [1024, 2048, 4096, 8192],
     "vocabulary": [32_768, 65_536, 131_072, 262_144],
-    "ids": [16, 64, 128, 256],
+    "ids": [64, 256, 512, 1024],
     "ranks": [1, 2, 4, 8],
 }
 MEASURES = {"cpu_seconds": "CPU seconds", "bytes_held": "bytes held", "bytes_sent": "bytes sent"}

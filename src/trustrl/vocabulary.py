@@ -75,7 +75,7 @@ def token_logprobs(
         softcap: bends logits into ±softcap, as Gemma does.
         product_dtype: what tiles are multiplied in; autocast's dtype or the hidden states' own unless said otherwise.
         shard: set where the head is this rank's part of a sharded vocabulary. `logp_error` is then not returned.
-        impl: "auto" takes Triton on a GPU that has it, and the chunked pass elsewhere.
+        impl: "auto" takes the chunked pass. The Triton pass is chosen by name until it has run on a GPU.
         block_rows: tokens per tile of the chunked pass.
         block_vocab: words per tile.
 
@@ -119,7 +119,7 @@ def token_logprobs(
         counts_NC = counts_NC & inside_NC
     work = Pass(hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, block_rows, block_vocab)
     frozen = not (head_VD.requires_grad or (bias is not None and bias.requires_grad))
-    chosen = _chosen(impl, hidden_ND, top_k)
+    chosen = "triton" if impl == "triton" else "chunked"
     # With a frozen head the forward pass can make the hidden states' gradient itself, unless the entropy needs one too.
     slope = (
         chosen == "chunked" and frozen and entropy is not True and torch.is_grad_enabled() and hidden_ND.requires_grad
@@ -194,19 +194,6 @@ def _reference_divergence(
         tv = (policy.exp() - anchor.exp()).abs().sum(-1) / 2
         kl = torch.where(anchor > -torch.inf, anchor.exp() * (anchor - policy), 0.0).sum(-1)
     return out._replace(tv=torch.where(live, tv, 0.0), kl=torch.where(live, kl, 0.0))
-
-
-def _chosen(impl: Impl, hidden: Tensor, top_k: int) -> str:
-    """What "auto" means here."""
-    if impl != "auto":
-        return impl
-    if hidden.device.type == "cuda" and not top_k and hidden.dtype in (torch.bfloat16, torch.float16):
-        try:
-            import triton  # noqa: F401  # type: ignore[import-not-found]
-        except ImportError:
-            return "chunked"
-        return "triton"
-    return "chunked"
 
 
 def _check_tensors(

@@ -25,6 +25,11 @@ SHAPES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def inputs(n, d, v, k, dtype=torch.float64, seed=0):
     g = torch.Generator().manual_seed(seed)
     hidden, head = (torch.randn(rows, d, generator=g, dtype=torch.float64) for rows in (n, v))

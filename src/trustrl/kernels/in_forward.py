@@ -74,7 +74,7 @@ class _LossInForward(torch.autograd.Function):
         d_hidden = torch.zeros(hidden.shape, dtype=work.wide, device=hidden.device) if wants_hidden else None
         # Several blocks add to the head's gradient: in float32, rounded once.
         dtype = work.wide if len(rows) > 1 else head.dtype
-        d_head = torch.zeros(head.shape, dtype=dtype, device=head.device) if wants_head else None
+        d_head = torch.empty(head.shape, dtype=dtype, device=head.device) if wants_head else None
         logits = hidden.new_empty((len(head), min(work.block_rows, len(hidden))))
         total = torch.zeros((), dtype=work.wide, device=hidden.device)
         for at in rows:
@@ -85,7 +85,8 @@ class _LossInForward(torch.autograd.Function):
             ids = None if gather_ids is None else gather_ids[at]
             value, upstream = _block_loss(known, some, ids, entropy, loss, at)
             total += value
-            _multiply(block, upstream, room, where, d_hidden[at] if d_hidden is not None else None, d_head)
+            part = None if d_hidden is None else d_hidden[at]
+            _multiply(block, upstream, room, where, part, d_head, first=at is rows[0])
         ctx.save_for_backward(
             None if d_hidden is None else d_hidden.to(hidden.dtype), None if d_head is None else d_head.to(head.dtype)
         )
@@ -94,7 +95,9 @@ class _LossInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        d_hidden, d_head = (None if x is None else x * grads[0].to(x.dtype) for x in ctx.saved_tensors)
+        d_hidden, d_head = ctx.saved_tensors
+        if float(grads[0]) != 1.0:  # the usual case needs no second copy of the head's gradient
+            d_hidden, d_head = (None if x is None else x * grads[0].to(x.dtype) for x in (d_hidden, d_head))
         return d_hidden, d_head, None, None, None, None, None
 
 
@@ -131,7 +134,13 @@ def _block_loss(
 
 
 def _multiply(
-    block: Pass, upstream: Upstream, logits: Tensor, where: Cells, d_hidden: Tensor | None, d_head: Tensor | None
+    block: Pass,
+    upstream: Upstream,
+    logits: Tensor,
+    where: Cells,
+    d_hidden: Tensor | None,
+    d_head: Tensor | None,
+    first: bool,
 ) -> None:
     """Turns the products into gradients where they stand, and multiplies them on."""
     numbers = tile_coefficients(block, upstream)
@@ -140,7 +149,12 @@ def _multiply(
         gradient_tile(block, numbers, tile, at, columns, where, tokens_last=True)
         if d_hidden is not None:
             d_hidden += tile.T @ block.head[columns]
-        if d_head is not None and d_head.dtype == tile.dtype:
+        if d_head is None:
+            continue
+        if d_head.dtype != tile.dtype:
+            part = tile @ block.hidden
+            d_head[columns] = part if first else d_head[columns] + part
+        elif first:
+            torch.mm(tile, block.hidden, out=d_head[columns])
+        else:
             d_head[columns].addmm_(tile, block.hidden)
-        elif d_head is not None:
-            d_head[columns] += tile @ block.hidden

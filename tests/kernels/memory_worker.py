@@ -1,0 +1,38 @@
+"""One measured step, in a process of its own: `memory_worker.py ROWS trained|frozen yes|detached` prints bytes."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import trustrl
+
+V, D = 151_936, 512
+
+rows, frozen, entropy = int(sys.argv[1]), sys.argv[2] == "frozen", {"yes": True, "detached": "detached"}[sys.argv[3]]
+torch.set_num_threads(1)
+head = torch.empty(V, D, dtype=torch.bfloat16)
+for part in head.split(8192):
+    part.normal_(std=0.05)
+head.requires_grad_(not frozen)
+
+
+def step(rows):
+    hidden = torch.randn(rows, D).bfloat16().requires_grad_()
+    ids = torch.randint(0, V, (rows, 65))
+    out = trustrl.token_logprobs(hidden, head, ids[:, 0], gather_ids=ids[:, 1:], entropy=entropy)
+    loss = out.logp.sum() + out.tail_logp.sum() + (out.entropy.sum() if entropy is True else 0.0)
+    loss.backward()
+    head.grad = None
+
+
+def resident(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+step(256)  # compiles
+Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+before = resident("VmRSS")
+step(rows)
+print(resident("VmHWM") - before)
