@@ -447,6 +447,17 @@ def test_compiled_tiles_give_what_eager_ones_give(monkeypatch):
             torch.testing.assert_close(fast[name].double()[finite], t[finite], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.compiled
+def test_every_kind_of_tile_is_compiled_beyond_torchs_limit_for_one_function():
+    """Without copies, the second kind would run uncompiled without a word."""
+    fused = tiles.Fused(tiles.divergence_terms)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            fused(torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype), large=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 3
+
+
 def test_without_a_compiler_it_runs_uncompiled_and_says_so(monkeypatch):
     def no_compiler(*args, **kwargs):
         def call(*a, **k):

@@ -11,6 +11,7 @@ a CPU), and small tiles do not pay for it, so every function runs both ways.
 
 import warnings
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -114,19 +115,17 @@ def divergence_sums(
 class Fused:
     """A function that is compiled when the work is large enough, and runs as written when it cannot be compiled."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: FunctionType) -> None:
         self.function = function
-        self.compiled: Callable[..., Any] | None = None
+        self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.broken = False
 
     def __call__(self, *args: Any, large: bool) -> Any:
         """The function's result; compiled if `large`."""
         if not large or self.broken:
             return self.function(*args)
-        if self.compiled is None:
-            self.compiled = torch.compile(self.function, dynamic=True)
         try:
-            return self.compiled(*args)
+            return self._compiled_for(args)(*args)
         except Exception as error:  # whatever a compiler tool chain raises; the plain call below raises real faults
             self.broken = True
             result = self.function(*args)
@@ -136,6 +135,18 @@ class Fused:
                 stacklevel=2,
             )
             return result
+
+    def _compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """One compiled copy per kind of arguments.
+
+        torch compiles one function for eight kinds at most and then runs it uncompiled without a word; a copy counts as
+        another function.
+        """
+        kind = tuple(x.dtype if isinstance(x, Tensor) else x for x in args)
+        if kind not in self.compiled:
+            copy = FunctionType(self.function.__code__.replace(), self.function.__globals__, self.function.__name__)
+            self.compiled[kind] = torch.compile(copy, dynamic=True)
+        return self.compiled[kind]
 
 
 fused_summary = Fused(summary)
