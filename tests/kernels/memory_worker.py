@@ -9,15 +9,8 @@ import trustrl
 
 V, D = 151_936, 512
 
-rows, frozen, entropy = int(sys.argv[1]), sys.argv[2] == "frozen", {"yes": True, "detached": "detached"}[sys.argv[3]]
-torch.set_num_threads(1)
-head = torch.empty(V, D, dtype=torch.bfloat16)
-for part in head.split(8192):
-    part.normal_(std=0.05)
-head.requires_grad_(not frozen)
 
-
-def step(rows):
+def step(head, rows, entropy):
     hidden = torch.randn(rows, D).bfloat16().requires_grad_()
     ids = torch.randint(0, V, (rows, 65))
     out = trustrl.token_logprobs(hidden, head, ids[:, 0], gather_ids=ids[:, 1:], entropy=entropy)
@@ -31,8 +24,19 @@ def resident(key):
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-step(256)  # compiles
-Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-before = resident("VmRSS")
-step(rows)
-print(resident("VmHWM") - before)
+def main(rows, kind, entropy):
+    torch.set_num_threads(1)
+    head = torch.empty(V, D, dtype=torch.bfloat16)
+    for part in head.split(8192):
+        part.normal_(std=0.05)
+    head.requires_grad_(kind != "frozen")
+    entropy = True if entropy == "yes" else entropy
+    step(head, 256, entropy)  # compiles
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    before = resident("VmRSS")
+    step(head, int(rows), entropy)
+    print(resident("VmHWM") - before)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
