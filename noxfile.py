@@ -74,6 +74,7 @@ def vocabulary(session: nox.Session) -> None:
     session.install("--no-deps", "-r", "benchmarks/peers-requirements.txt")
     session.install("--no-deps", "-e", ".")
     session.run("python", "benchmarks/vocabulary.py", *session.posargs)
+    session.run("python", "benchmarks/vocabulary_figures.py")
 
 
 @nox.session(python="3.11")

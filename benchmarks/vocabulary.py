@@ -301,6 +301,8 @@ def main() -> None:
     if args.one_memory:
         print(one_memory(args.one_memory, args.dtype, args.rows))
         return
+    from vocabulary_growth import growth, print_growth  # here: it takes its world from this file
+
     store = DOCS / "data" / "vocabulary.json"
     store.parent.mkdir(exist_ok=True)
     numbers = json.loads(store.read_text()) if store.exists() else {}
@@ -315,12 +317,13 @@ def main() -> None:
         jobs += [(name, "fp32", 512) for name in OURS if "everything" in name]
         numbers["memory"] = memory_table(jobs)
     if args.only in (None, "growth"):
-        from vocabulary_growth import growth
-
         numbers["growth"] = growth()
     say("")
     store.write_text(json.dumps(numbers, indent=1) + "\n")
     print_time(numbers.get("time", []), numbers.get("memory", []))
+    if "growth" in numbers:
+        print()
+        print_growth(numbers["growth"])
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def token_logprobs(
     one_of("impl", impl, get_args(Impl))
     if entropy not in (True, False, "detached"):
         raise ConfigError(f'entropy must be True, False or "detached", got {entropy!r}.')
-    _check_settings(temperature, softcap, top_k, head_VD, shard, impl, against)
+    _check_settings(temperature, softcap, top_k, head_VD, shard, impl)
     settings = {"temperature": temperature, "bias": bias, "softcap": softcap}
     if impl == "reference":
         out = token_logprobs_reference(
@@ -233,9 +233,8 @@ def _check_tensors(
 
 
 def _check_settings(
-    temperature: float | Tensor, softcap: float | None, top_k: int, head: Tensor, shard: VocabShard | None, impl: Impl,
-    against: Anchor | None,
-) -> None:  # fmt: skip
+    temperature: float | Tensor, softcap: float | None, top_k: int, head: Tensor, shard: VocabShard | None, impl: Impl
+) -> None:
     if not isinstance(temperature, Tensor) and not 0 < temperature < float("inf"):
         raise ConfigError(
             f"temperature must be a finite number > 0, got {temperature}. Greedy decoding has no distribution; "

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs
+from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs, runs_of_ids
 
 
 class GivenIds(NamedTuple):
@@ -33,12 +33,11 @@ def given_ids(token_ids_N: Int[Tensor, " N"], gather_ids_NK: Int[Tensor, "N K"] 
         nothing = torch.zeros_like(token_N1)
         return GivenIds(token_N1, live_N.unsqueeze(-1), nothing, live_N)
     ids_NC = torch.cat([token_N1, torch.where(gather_ids_NK >= 0, gather_ids_NK, token_N1)], dim=-1)
-    ordered, source = ids_NC.sort(dim=-1, stable=True)
-    starts = torch.ones_like(ids_NC, dtype=torch.bool)
-    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    place = torch.where(starts, torch.arange(ids_NC.shape[1], device=ids_NC.device), 0).cummax(-1).values
+    source, starts = runs_of_ids(ids_NC)
+    column_C = torch.arange(ids_NC.shape[1], device=ids_NC.device)
+    place = torch.where(starts, column_C, 0).cummax(-1).values
     first_NC = torch.empty_like(source).scatter(-1, source, source.gather(-1, place))
-    counts_NC = (first_NC == torch.arange(ids_NC.shape[1], device=ids_NC.device)) & live_N.unsqueeze(-1)
+    counts_NC = (first_NC == column_C) & live_N.unsqueeze(-1)
     return GivenIds(ids_NC, counts_NC, first_NC, live_N)
 
 

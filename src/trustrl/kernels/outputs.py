@@ -49,12 +49,18 @@ class TokenLogprobs(NamedTuple):
     """KL(anchor‖π) over the whole vocabulary, nats; no gradient."""
 
 
+def runs_of_ids(ids_NK: Int[Tensor, "*batch K"]) -> tuple[Int[Tensor, "*batch K"], Bool[Tensor, "*batch K"]]:
+    """(columns in order of their id, whether an id starts there); equal ids keep the order of their columns."""
+    ordered, source = ids_NK.sort(dim=-1, stable=True)
+    starts = torch.ones_like(ids_NK, dtype=torch.bool)
+    starts[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+    return source, starts
+
+
 def first_of_its_id(ids_NK: Int[Tensor, "*batch K"]) -> Bool[Tensor, "*batch K"]:
     """True on the first column of each distinct id, whatever the order of the columns."""
-    ordered, source = ids_NK.sort(dim=-1, stable=True)
-    first = torch.ones_like(ids_NK, dtype=torch.bool)
-    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    return torch.zeros_like(first).scatter(-1, source, first)
+    source, starts = runs_of_ids(ids_NK)
+    return torch.zeros_like(starts).scatter(-1, source, starts)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

@@ -69,10 +69,8 @@ class Running:
         self, product: Tensor, bias: Tensor | None, work: Pass, large: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scale = work.scale.unsqueeze(self.vocab_axis)
-        args = (product, bias, scale, work.softcap, self._finite_shift(), self.vocab_axis)
-        if weights is None:
-            return tiles.fused_summary(*args, large=large)
-        return tiles.fused_summary_and_weights(*args, weights, large=large)
+        shift = self._finite_shift()
+        return tiles.fused_summary(product, bias, scale, work.softcap, shift, self.vocab_axis, weights, large=large)
 
     def _finite_shift(self) -> Tensor:
         # A row without a cell so far has no shift; 0 makes its exponentials 0.

@@ -35,30 +35,23 @@ def logits(product: Tensor, bias: Tensor | None, scale: Tensor, softcap: float |
 
 
 def summary(
-    product: Tensor, bias: Tensor | None, scale: Tensor, softcap: float | None, shift: Tensor, dim: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(largest logit, largest |product|, Σ e, Σ e · x) along `dim`, where x = logit − shift and e = exp(x)."""
-    z, _ = logits(product, bias, scale, softcap)
-    x = z - shift
-    e = torch.exp(x)
-    size = torch.where(product == -torch.inf, 0.0, product.abs().to(z.dtype))
-    return z.amax(dim), size.amax(dim), e.sum(dim), torch.where(e > 0, e * x, 0.0).sum(dim)
-
-
-def summary_and_weights(
     product: Tensor,
     bias: Tensor | None,
     scale: Tensor,
     softcap: float | None,
     shift: Tensor,
     dim: int,
-    weights: Tensor,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`summary`, with e · slope written to `weights`: times the head, it is the gradient of Σ e."""
+    """(largest logit, largest |product|, Σ e, Σ e · x) along `dim`, where x = logit − shift and e = exp(x).
+
+    Where there is room for them, e · slope is written to `weights`: times the head, it is the gradient of Σ e.
+    """
     z, slope = logits(product, bias, scale, softcap)
     x = z - shift
     e = torch.exp(x)
-    weights.copy_(e * slope)
+    if weights is not None:
+        weights.copy_(e * slope)
     size = torch.where(product == -torch.inf, 0.0, product.abs().to(z.dtype))
     return z.amax(dim), size.amax(dim), e.sum(dim), torch.where(e > 0, e * x, 0.0).sum(dim)
 
@@ -150,7 +143,6 @@ class Fused:
 
 
 fused_summary = Fused(summary)
-fused_summary_and_weights = Fused(summary_and_weights)
 fused_gradient_in_place = Fused(gradient_in_place)
 fused_dots = Fused(dots)
 fused_divergence_sums = Fused(divergence_sums)
