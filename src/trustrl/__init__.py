@@ -24,13 +24,13 @@ _HOME = {
     ),
     "trustrl.config.terms": (
         "EntropyBonus", "FixedLength", "IcePop", "KLPenalty", "MIS", "SequenceMeanTokenMean",
-        "SequenceMeanTokenSum", "TIS", "TokenMean", "TokenSum",
+        "SequenceMeanTokenSum", "TIS", "TokenMean", "TokenSum", "TokenWeights",
     ),
     "trustrl.diagnostics": ("Sums", "merge", "rates"),
     "trustrl.divergences.interval": ("Interval",),
     "trustrl.errors": (
-        "ConfigError", "DuplicateNameError", "IncompatibleSamplingError", "MissingDataError", "NonFiniteError",
-        "RecordError", "TrustRLError", "TrustRLWarning", "UnknownNameError",
+        "ConfigError", "DuplicateNameError", "EngineError", "IncompatibleSamplingError", "MissingDataError",
+        "NonFiniteError", "RecordError", "TrustRLError", "TrustRLWarning", "UnknownNameError",
     ),
     "trustrl.metrics": ("METRICS",),
     "trustrl.objective": ("LossOutput", "policy_loss"),
@@ -97,12 +97,14 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for type checkers; a test holds t
         SequenceMeanTokenSum as SequenceMeanTokenSum,
         TokenMean as TokenMean,
         TokenSum as TokenSum,
+        TokenWeights as TokenWeights,
     )
     from trustrl.diagnostics import Sums as Sums, merge as merge, rates as rates
     from trustrl.divergences.interval import Interval as Interval
     from trustrl.errors import (
         ConfigError as ConfigError,
         DuplicateNameError as DuplicateNameError,
+        EngineError as EngineError,
         IncompatibleSamplingError as IncompatibleSamplingError,
         MissingDataError as MissingDataError,
         NonFiniteError as NonFiniteError,

@@ -39,5 +39,9 @@ class NonFiniteError(TrustRLError, ArithmeticError):
     """A value at a token in the loss is NaN, infinite or impossible: `check`, or `on_nonfinite="raise"`, found it."""
 
 
+class EngineError(TrustRLError, RuntimeError):
+    """A trainer or sampler is not what our adapter was written for, or did not do what it was asked."""
+
+
 class TrustRLWarning(UserWarning):
     """A setting is legal but probably not what was meant; the message does the arithmetic."""

@@ -308,6 +308,11 @@ _LIST: list[Metric] = [
         action="The denominator of sequence means.", reads=("sequences",), compute=lambda t: t["sequences"],
     ),
     Metric(
+        name="loss_weight", formula="Σ_t c_t: what the trainer's reduction multiplies the step's tokens with, in all", unit="none", direction="far from 1 is a scaled learning rate",
+        healthy="1 for averages over tokens or sequences; less where a fixed length divides", action="Not 1 for an average: advantages, micro-batches or ranks are scaled twice or not at all.",
+        reads=("loss_weight",), compute=lambda t: t["loss_weight"],
+    ),
+    Metric(
         name="dropped_share", formula="tokens in the loss left out for a fault / tokens in the loss", unit="share", direction="high is trouble", healthy="0",
         action="See the fault_ counts; trustrl.check names the place.", reads=("tokens", "used"), compute=lambda t: (t["tokens"] - t["used"]) / t["tokens"],
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 from trustrl.build import decide
 from trustrl.config.axes import Needs, Region
 from trustrl.config.checks import one_of
-from trustrl.config.terms import Penalty, Reduction, SequenceMeanTokenMean
+from trustrl.config.terms import Penalty, Reduction, SequenceMeanTokenMean, TokenWeights
 from trustrl.diagnostics import Sums, collect, raise_on_faults
 from trustrl.errors import ConfigError
 from trustrl.losses import penalty_terms, policy_terms
@@ -126,9 +126,10 @@ def _needs(region: Region, reduction: Reduction) -> Needs:
             f"reduction must be one of trustrl's reductions such as trustrl.TokenMean, got {reduction!r}."
         )
     needs = region.needs()
-    if needs.reduction is not None and not isinstance(reduction, needs.reduction):
+    amounts_to = reduction.like or TokenWeights if isinstance(reduction, TokenWeights) else type(reduction)
+    if needs.reduction is not None and amounts_to is not needs.reduction:
         raise ConfigError(
-            f"reduction must be {needs.reduction.__name__} with {region.kind}, got {type(reduction).__name__}. "
+            f"reduction must be {needs.reduction.__name__} with {region.kind}, got {amounts_to.__name__}. "
             "Its gradient is defined per sequence: any other average is another algorithm."
         )
     return replace(needs, sequences=True) if isinstance(reduction, SequenceMeanTokenMean) else needs

@@ -187,6 +187,32 @@ REDUCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["dppo-binary-tv", "gspo", "troll"])
+def test_given_weights_are_the_reduction_they_amount_to(name):
+    """Loss and gradient; a weight of NaN at a token that is not in the loss reaches neither."""
+    region, policy, rollout, _ = batch(name)
+    length = rollout.in_loss.sum(1, keepdim=True).clamp(min=1)
+    weights = torch.where(rollout.in_loss, 1 / (8 * length), torch.nan)
+    kind = trustrl.SequenceMeanTokenMean
+    given = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenWeights(weights, like=kind))
+    given.loss.backward()
+    found = gradient(policy)
+    named = trustrl.policy_loss(policy, rollout, region, reduction=kind(num_sequences=8))
+    named.loss.backward()
+    torch.testing.assert_close(given.loss, named.loss)
+    torch.testing.assert_close(found, gradient(policy))
+
+
+def test_given_weights_that_do_not_fit_are_refused():
+    region, policy, rollout, _ = batch("dppo-binary-tv")
+    for weights in (torch.ones(3), 1.0):
+        with pytest.raises(trustrl.RecordError, match="weights must be a tensor of 96 numbers"):
+            trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenWeights(weights))
+    reduction = trustrl.TokenWeights(torch.ones(8, 12))
+    with pytest.raises(trustrl.ConfigError, match="must be SequenceMeanTokenMean with gspo, got TokenWeights"):
+        trustrl.policy_loss(policy, rollout, trustrl.preset("gspo"), reduction=reduction)
+
+
 @pytest.mark.parametrize("kind", REDUCTIONS)
 @pytest.mark.parametrize("count", ["int", "tensor"])
 def test_reductions_are_what_they_say(kind, count):

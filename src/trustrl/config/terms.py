@@ -176,13 +176,26 @@ class FixedLength:
         _count("fixed-length.num_sequences", self.num_sequences)
 
 
-Reduction = TokenSum | TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | FixedLength
+@dataclass(frozen=True, slots=True)
+class TokenWeights:
+    """Σ_t c_t ℓ_t with the coefficients of a trainer that has a reduction of its own."""
+
+    kind: ClassVar[str] = "token-weights"
+
+    weights: Any
+    """c_t, in the batch's shape, without gradient: what the trainer multiplies a token's loss with."""
+
+    like: type | None = None
+    """Which of the other reductions these coefficients amount to, for regions that are defined with one only."""
+
+
+Reduction = TokenSum | TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | FixedLength | TokenWeights
 
 
 def denominator(reduction: Reduction) -> Any:
-    """The global count the token terms are divided by (1 for a plain sum)."""
+    """The global count the token terms are divided by (1 for plain and weighted sums)."""
     match reduction:
-        case TokenSum():
+        case TokenSum() | TokenWeights():
             return 1
         case TokenMean():
             return reduction.num_tokens

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs, runs_of_ids
+from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs, log_mass, runs_of_ids
 
 
 class GivenIds(NamedTuple):
@@ -82,11 +82,15 @@ def outputs(
     gathered = tail = top = spread = None
     if gather_ids_NK is not None:
         gathered = logp_NC[:, 1:].masked_fill((gather_ids_NK < 0) | ~live_N.unsqueeze(-1), -torch.inf)
-        tail = torch.logsumexp(torch.cat([found_NF, rest_N.unsqueeze(-1)], dim=-1), dim=-1) - lse_N
+        tail = log_mass(torch.cat([found_NF, rest_N.unsqueeze(-1)], dim=-1)) - lse_N
     if top_k:
         logp, at = cell_logp_NC.topk(top_k, dim=-1)
         ids = torch.cat([given.ids_NC, known.found_ids_NF], dim=-1).gather(-1, at)
-        top = TopLogprobs(torch.where(logp > -torch.inf, ids, -1), logp)
+        named_NC = torch.zeros_like(cells_NC, dtype=torch.bool).scatter(-1, at, True)
+        named_NC[:, 0] = True  # the sampled token
+        others_NC = cells_NC.masked_fill(named_NC, -torch.inf)
+        beyond_N = log_mass(torch.cat([others_NC, rest_N.unsqueeze(-1)], dim=-1)) - lse_N
+        top = TopLogprobs(torch.where(logp > -torch.inf, ids, -1), logp, beyond_N)
     if entropy:
         # −Σ p log p over the cells, and the rest as one cell with an entropy of its own: no term cancels another.
         spread = -(_p_log_p(cell_logp_NC).sum(-1) + _p_log_p(rest_logp_N) - rest_logp_N.exp() * known.inner_N)

@@ -12,6 +12,8 @@ class TopLogprobs(NamedTuple):
 
     ids: Int[Tensor, "N K"]
     logp: Float[Tensor, "N K"]
+    tail_logp: Float[Tensor, " N"]
+    """log of the mass outside these ids and the sampled token."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -66,3 +68,10 @@ def first_of_its_id(ids_NK: Int[Tensor, "*batch K"]) -> Bool[Tensor, "*batch K"]
 def wide_dtype(x: Tensor) -> torch.dtype:
     """The dtype log-probs and loss terms are formed in: the input's own, float32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def log_mass(x: Float[Tensor, "N C"]) -> Float[Tensor, " N"]:
+    """log Σ exp over the columns; −inf with a gradient of 0 (not NaN) where nothing is there to add."""
+    nothing = (x == -torch.inf).all(dim=-1)
+    total = torch.logsumexp(torch.where(nothing.unsqueeze(-1), 0.0, x), dim=-1)
+    return torch.where(nothing, -torch.inf, total)

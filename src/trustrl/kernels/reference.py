@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs, wide_dtype
+from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs, log_mass, wide_dtype
 
 
 def logits_reference(
@@ -48,17 +48,20 @@ def token_logprobs_reference(
     logp_NV = torch.log_softmax(logits_NV, dim=-1)
     token_N1 = token_ids_N.clamp(min=0).unsqueeze(-1)
     gathered = tail = top = None
+
+    def mass_outside(ids_NK: Tensor) -> Tensor:
+        known_NV = torch.zeros_like(logp_NV, dtype=torch.bool).scatter(-1, ids_NK, True).scatter(-1, token_N1, True)
+        return torch.where(live_N, log_mass(logp_NV.masked_fill(known_NV, -torch.inf)), 0.0)
+
     if gather_ids is not None:
         empty_NK = (gather_ids < 0) | ~live_N.unsqueeze(-1)
         gathered = logp_NV.gather(-1, gather_ids.clamp(min=0)).masked_fill(empty_NK, -torch.inf)
         # Empty columns point at the sampled token, which is known anyway.
-        known_NK = torch.where(gather_ids < 0, token_N1, gather_ids)
-        known_NV = torch.zeros_like(logp_NV, dtype=torch.bool).scatter(-1, known_NK, True).scatter(-1, token_N1, True)
-        tail = torch.where(live_N, torch.logsumexp(logp_NV.masked_fill(known_NV, -torch.inf), dim=-1), 0.0)
+        tail = mass_outside(torch.where(gather_ids < 0, token_N1, gather_ids))
     if top_k:
         logp, ids = logp_NV.topk(top_k, dim=-1)
         dead_N1 = ~live_N.unsqueeze(-1)
-        top = TopLogprobs(ids.masked_fill(dead_N1, -1), logp.masked_fill(dead_N1, -torch.inf))
+        top = TopLogprobs(ids.masked_fill(dead_N1, -1), logp.masked_fill(dead_N1, -torch.inf), mass_outside(ids))
     return TokenLogprobs(
         logp=torch.where(live_N, logp_NV.gather(-1, token_N1).squeeze(-1), 0.0),
         logsumexp=torch.where(live_N, torch.logsumexp(logits_NV, dim=-1), 0.0),
