@@ -8,7 +8,7 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "triton", "real_model"]
+nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm"]
 
 TORCH = "torch==2.13.0"
 
@@ -65,6 +65,40 @@ def real_model(session: nox.Session) -> None:
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "benchmarks/accuracy.py")
     session.run("pytest", "tests/real_model")
+
+
+def install_engine(session: nox.Session, environment: str) -> None:
+    """Exactly the packages of one environment file, and the test tools."""
+    session.install(TORCH)
+    session.install("--no-deps", "-r", f"environments/{environment}.txt")
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "engine_test"))
+    session.install("--no-deps", "-e", ".")
+    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def other_trl(session: nox.Session, version: str) -> str:
+    """Another release of TRL, unpacked beside the environment; put it first on PYTHONPATH to use it."""
+    folder = f"{session.virtualenv.location}/trl-{version}"
+    session.run("pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder, f"trl=={version}")
+    return folder
+
+
+@nox.session(python="3.11")
+def trl(session: nox.Session) -> None:
+    """TRL's own trainer with every region; beside it the seam on the oldest TRL we support."""
+    install_engine(session, "trl")
+    session.env["TRUSTRL_TRL_1_8"] = other_trl(session, "1.8.0")  # the last with a DPPO of its own: an oracle
+    session.run("pytest", "-n", "2", "tests/engines/trl", "tests/tasks", "tests/models", "tests/docs", *session.posargs)
+    oldest = other_trl(session, "1.15.0")
+    session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": oldest})
+
+
+@nox.session(python="3.11")
+def trl_vllm(session: nox.Session) -> None:
+    """The same with a real vLLM as the sampler, on the CPU."""
+    install_engine(session, "trl-vllm")
+    session.env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    session.run("pytest", "tests/engines/vllm", "tests/engines/trl_vllm", *session.posargs)
 
 
 @nox.session(python="3.11")

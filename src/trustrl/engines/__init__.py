@@ -1,0 +1,1 @@
+"""Adapters: each puts a region into one trainer or sampler, and borrows as little of it as it can."""

@@ -1,0 +1,189 @@
+"""From the model's own forward pass to what a region needs of the vocabulary.
+
+Regions on sampled tokens use TRL's fused head. Top-K, projected and exact regions need more of the vocabulary than it
+gives: for them the model's forward learns one more keyword, as TRL's own fused head does. Called that way the wrapped
+model runs as always (DDP, FSDP and PEFT hooks included) and ends in `token_logprobs` instead of logits.
+"""
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.utils import ModelOutput
+
+from trustrl.errors import ConfigError, EngineError
+from trustrl.vocabulary import Anchor, token_logprobs
+
+KEYWORD = "trustrl_vocabulary"
+"""The keyword a model's forward learns."""
+
+
+class Wanted(NamedTuple):
+    """What a region needs of the vocabulary at the last `length` tokens of each sequence."""
+
+    length: int
+    gather_ids: Tensor | None = None
+    """(B, T, K): where to read the policy's log-probs."""
+
+    top_k: int = 0
+    entropy_gradient: bool = False
+    hidden: bool = False
+    """Whether to return the hidden states: what exact divergences are later measured from."""
+
+    anchor_hidden: Tensor | None = None
+    """(B, T, D): hidden states that were returned at the rollout weights."""
+
+    anchor_logsumexp: Tensor | None = None
+
+
+@dataclass
+class VocabularyOutput(ModelOutput):
+    """Per-token tensors of shape (B, T); the first two under the names TRL reads."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    gathered_logp: Tensor | None = None
+    tail_logp: Tensor | None = None
+    topk_ids: Tensor | None = None
+    topk_logp: Tensor | None = None
+    topk_tail_logp: Tensor | None = None
+    tv: Tensor | None = None
+    kl: Tensor | None = None
+    hidden: Tensor | None = None
+    logsumexp: Tensor | None = None
+
+
+class Head(NamedTuple):
+    """An output layer: logits = softcap(scale · (hidden @ weight.T + bias)) / temperature."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+class VocabularyForward:
+    """Teaches one model's forward the keyword, and keeps the head of the rollout weights where one is needed."""
+
+    def __init__(self, model: nn.Module, *, temperature: float, float32_head: bool) -> None:
+        self.temperature = temperature
+        self.float32_head = float32_head
+        self.rollout_head: Head | None = None
+        original = model.forward
+
+        @functools.wraps(type(model).forward)  # `generate` looks at the signature
+        def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            wanted = kwargs.pop(KEYWORD, None)
+            return original(*args, **kwargs) if wanted is None else self._run(this, wanted, *args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+    def remember_head(self, model: nn.Module) -> None:
+        """Keeps a copy of the head as it is now; exact divergences are measured against it."""
+        head = read_head(model)
+        trained = head.weight.requires_grad
+        self.rollout_head = head._replace(
+            weight=head.weight.detach().clone() if trained else head.weight.detach(),
+            bias=None if head.bias is None else head.bias.detach().clone(),
+        )
+
+    def _run(self, model: Any, wanted: Wanted, *args: Any, labels: Tensor, **kwargs: Any) -> VocabularyOutput:
+        kwargs.pop("fused_lm_head", None)
+        kwargs["use_cache"] = False
+        states = model.base_model(*args, **kwargs).last_hidden_state
+        head = read_head(model)
+        rows, length = len(labels), wanted.length
+        # The state before a token predicts it. Labels below 0 (padding) become rows that cost nothing.
+        states = states[:, -length - 1 : -1].to(head.weight.device).reshape(rows * length, -1)
+        token_ids = labels[:, -length:].reshape(-1).to(states.device)
+        out = self._pass(states, head, token_ids, wanted)
+        shaped = {
+            name: None if x is None else x.reshape(rows, length, *x.shape[1:])
+            for name, x in {
+                "log_probs": out.logp,
+                "entropy": out.entropy,
+                "gathered_logp": out.gathered_logp,
+                "tail_logp": out.tail_logp,
+                "topk_ids": None if out.topk is None else out.topk.ids,
+                "topk_logp": None if out.topk is None else out.topk.logp,
+                "topk_tail_logp": None if out.topk is None else out.topk.tail_logp,
+                "tv": out.tv,
+                "kl": out.kl,
+                "hidden": states.detach() if wanted.hidden else None,
+                "logsumexp": out.logsumexp.detach() if wanted.hidden else None,
+            }.items()
+        }
+        return VocabularyOutput(**shaped)
+
+    def _pass(self, states: Tensor, head: Head, token_ids: Tensor, wanted: Wanted) -> Any:
+        def scaled(x: Tensor, by: float) -> Tensor:
+            return x if by == 1.0 else x * by
+
+        against = None
+        if wanted.anchor_hidden is not None:
+            old = self.rollout_head
+            if old is None:
+                raise EngineError("The rollout weights' head must be remembered before exact divergences, got none.")
+            hidden = scaled(wanted.anchor_hidden.reshape(-1, states.shape[-1]), old.scale)
+            lse = None if wanted.anchor_logsumexp is None else wanted.anchor_logsumexp.reshape(-1)
+            against = Anchor(hidden.to(states.dtype), old.weight, _scaled_bias(old), lse)
+        gather = wanted.gather_ids
+        return token_logprobs(
+            scaled(states, head.scale),
+            head.weight,
+            torch.where(token_ids < 0, -1, token_ids),
+            gather_ids=None if gather is None else gather.reshape(len(token_ids), -1).long(),
+            top_k=wanted.top_k,
+            entropy=True if wanted.entropy_gradient else "detached",
+            against=against,
+            temperature=self.temperature,
+            bias=_scaled_bias(head),
+            softcap=head.softcap,
+            product_dtype=torch.float32 if self.float32_head else None,
+        )
+
+
+def _scaled_bias(head: Head) -> Tensor | None:
+    return head.bias if head.bias is None or head.scale == 1.0 else head.bias * head.scale
+
+
+def read_head(model: Any) -> Head:
+    """The output layer as it is now; FSDP and PEFT may have replaced it since the last call."""
+    layer = model.get_output_embeddings()
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    if isinstance(weight, DTensor):  # FSDP2; gathered differentiably
+        weight = weight.full_tensor()
+        bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
+    config = model.config.get_text_config()
+    return Head(weight, bias, logit_scale(config), getattr(config, "final_logit_softcapping", None))
+
+
+def logit_scale(config: Any) -> float:
+    """What a model family multiplies its logits with; each has its own word for it."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is None:
+        return 1.0
+    return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
+
+
+def refuse_adapted_head(model: Any) -> None:
+    """Refuses an output layer whose `.weight` is not all of it.
+
+    Raises:
+        ConfigError: an adapter or a quantised layer sits there.
+    """
+    layer = model.get_output_embeddings()
+    plain = type(layer) is nn.Linear or (isinstance(layer, nn.Linear) and not hasattr(layer, "base_layer"))
+    if not plain or not layer.weight.is_floating_point():
+        raise ConfigError(
+            f"The model's output layer must be a plain linear layer, got {type(layer).__name__}. TRL and trustrl read "
+            "its weight and would miss what an adapter adds: leave the output layer out of `target_modules`, "
+            "`modules_to_save` and quantisation."
+        )

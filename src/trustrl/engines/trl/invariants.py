@@ -1,0 +1,83 @@
+"""What must hold before the first step, checked where it is cheap to check and expensive to get wrong."""
+
+from typing import Any
+
+import torch
+from transformers.trainer_callback import TrainerCallback
+
+from trustrl.config.statistics import Anchor
+from trustrl.engines.trl.settings import Behavior
+from trustrl.errors import EngineError
+from trustrl.records import PolicyTokens, RolloutTokens
+
+LARGEST_GAP = {"trainer": 0.02, "sampler": 0.15}
+"""Mean |log π − log b| in nats that the same weights may differ by: one network run twice in bf16, or two
+implementations of it (.04 is usual for a bf16 sampler)."""
+
+
+def ratio_is_one(policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, behavior: Behavior) -> None:
+    """Refuses an anchor that is not the policy's own distribution while the weights are still the rollout's.
+
+    Raises:
+        EngineError: they differ; names the usual causes.
+    """
+    logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
+    if logp is None or rollout.version is None:
+        return
+    same = rollout.in_loss & (rollout.version == policy.version) & logp.isfinite() & policy.logp.detach().isfinite()
+    if not same.any():
+        return
+    gap = (policy.logp.detach() - logp)[same].abs()
+    recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
+    if not gap.mean() <= LARGEST_GAP[recorded_by]:
+        raise EngineError(
+            "The ratio π/b must be 1 before the first step, got a mean |log π − log b| of "
+            f"{gap.mean().item():.3g} nats (largest {gap.max().item():.3g}) against the {recorded_by}'s log-probs at "
+            "the same weights. Usual causes: weights that did not reach the sampler, a tied output layer that stayed "
+            "behind, raw instead of processed log-probs, another temperature, dropout. startup_checks=False trains all "
+            "the same."
+        )
+
+
+class FollowsTheTrainer(TrainerCallback):
+    """Before the first step: a changed weight must change the sampler's log-probs as it changes the trainer's.
+
+    The output layer is scaled, synced, compared and put back. It is the weight that stays behind where it is tied to
+    the embedding. Costs three weight syncs and four small forward passes, once.
+    """
+
+    SCALE = 1.5
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Runs the check.
+
+        Raises:
+            EngineError: the sampler did not follow.
+        """
+        from trustrl.engines.vllm.sync import probe_gap
+
+        generation = self._trainer.vllm_generation
+        if generation.enable_sleep_mode or getattr(self._trainer.accelerator.state, "fsdp_plugin", None) is not None:
+            return  # a sleeping sampler cannot be asked; a sharded weight cannot be scaled from here
+        weight = self._trainer.model.get_output_embeddings().weight
+        before = weight.detach().clone()
+        generation.sync_weights()
+        usual = probe_gap(generation).mean().item()
+        try:
+            with torch.no_grad():
+                weight.mul_(self.SCALE)
+            generation.sync_weights()
+            changed = probe_gap(generation).mean().item()
+        finally:
+            with torch.no_grad():
+                weight.copy_(before)
+            generation.sync_weights()
+        if not changed <= 3 * usual + 1e-3:
+            raise EngineError(
+                f"The sampler must follow the trainer's weights: with its output layer scaled by {self.SCALE:g} the "
+                f"mean |Δ log p| must stay near {usual:.3g}, got {changed:.3g} nats. The weight did not reach it: "
+                "check the weight sync, above all for tied embeddings. startup_checks=False trains all the same."
+            )

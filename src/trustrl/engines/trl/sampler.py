@@ -1,0 +1,97 @@
+"""vLLM under TRL: its options, its weight sync, and re-scoring of finished sequences."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trustrl.engines.trl.recording import SampledTopK, ScoreWithSampler
+from trustrl.engines.trl.settings import refuse
+from trustrl.errors import EngineError
+
+VLLM_DEFAULT_MAX_LOGPROBS = 20
+
+
+@contextmanager
+def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None) -> Iterator[None]:
+    """While active, a colocated vLLM is built with what the region and this machine need beside TRL's settings."""
+    if settings is None or not settings.use_vllm or settings.vllm_mode != "colocate":
+        if given:
+            refuse("vllm_options", "None without a colocated vLLM", given, "A server has its own command line.")
+        yield
+        return
+    from trustrl.engines.vllm.options import cpu_options, extra_llm_options, missing_cpu_environment
+
+    missing = missing_cpu_environment()
+    if missing:
+        prefix = " ".join(f"{name}={value}" for name, value in missing.items())
+        raise EngineError(
+            f"vLLM on a CPU must find {', '.join(missing)} in the environment before it is imported. "
+            f"Start with `{prefix} python ...`."
+        )
+    options = {**cpu_options(), **(given or {})}
+    if top_k > VLLM_DEFAULT_MAX_LOGPROBS:
+        options.setdefault("max_logprobs", top_k)
+    if not options:
+        yield
+        return
+    with extra_llm_options(**options):
+        yield
+
+
+def prepare(trainer: Any, *, rescoring: bool) -> ScoreWithSampler | None:
+    """Makes the trainer's vLLM follow its weights, and gives what re-scores with it (None where nobody asks).
+
+    Raises:
+        ConfigError: the sampler cannot be asked.
+    """
+    if not trainer.use_vllm:
+        return None
+    from trustrl.engines.vllm.rollout import score_rollout
+    from trustrl.engines.vllm.scoring import tempered
+    from trustrl.engines.vllm.sync import install_sync
+
+    generation, temperature = trainer.vllm_generation, trainer.temperature
+    if generation.mode == "colocate":
+        install_sync(generation)
+    elif trainer.accelerator.is_main_process and temperature != 1.0:
+        mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            refuse(
+                "The vLLM server's logprobs_mode", "'processed_logprobs'", mode,
+                f"At temperature {temperature:g} raw log-probs are not what was sampled from: restart it with "
+                "`--logprobs-mode processed_logprobs`.",
+            )  # fmt: skip
+    if not rescoring:
+        return None
+    if generation.enable_sleep_mode:
+        refuse(
+            "vllm_enable_sleep_mode", "False", True,
+            f"{trainer.region.kind} asks the sampler about finished sequences, when it sleeps; or anchor='proximal'.",
+        )  # fmt: skip
+
+    def score(rollout: dict[str, Any], k: int) -> SampledTopK:
+        prompts = _unpadded(rollout["prompt_ids"], rollout["prompt_mask"])
+        completions = _unpadded(rollout["completion_ids"], rollout["completion_mask"])
+        # A row may be empty (truncated completions can be masked out); every rank must ask all the same.
+        asked = [i for i, completion in enumerate(completions) if completion]
+        scores = score_rollout(
+            generation, [prompts[i] + completions[i] for i in asked], [len(prompts[i]) for i in asked], k
+        )
+        length = scores.logp.shape[1]
+        if temperature != 1.0:
+            recorded = rollout["sampling_per_token_logps"][asked, :length].to(scores.logp.device)
+            scores = tempered(scores, recorded, temperature)
+        like = rollout["completion_ids"]
+        ids = torch.full((*like.shape, k), -1, dtype=torch.int64, device=like.device)
+        logp = torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=like.device)
+        ids[asked, :length] = scores.top_ids.to(like.device)
+        logp[asked, :length] = scores.top_logp.to(like.device, torch.float32)
+        return SampledTopK(ids, logp)
+
+    return score
+
+
+def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    return [row[on].tolist() for row, on in zip(ids.cpu(), mask.bool().cpu(), strict=True)]

@@ -1,0 +1,103 @@
+"""Who a trainer talks to while it sends weights: an `LLM` object, or a vLLM server.
+
+vLLM's protocol has four phases and leaves the prefix cache to the caller; these have five methods. Any object with
+the five, such as one that calls Ray actors, does as well.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+from trustrl.engines.vllm.reload import forget_prefixes, must_have_reset
+from trustrl.errors import EngineError
+
+
+@runtime_checkable
+class SamplerClient(Protocol):
+    """vLLM's four phases, and the reset that must follow them."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Opens the connection."""
+        ...
+
+    def start_weight_update(self) -> None:
+        """Prepares the layers."""
+        ...
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receives and loads; returns when the last tensor has arrived."""
+        ...
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Packs the layers."""
+        ...
+
+    def reset_prefix_cache(self) -> None:
+        """Raises unless the cache is empty afterwards."""
+        ...
+
+
+class LocalClient:
+    """An `LLM` object of this process; its engine may live in this process or in another."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Opens the connection."""
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Prepares the layers."""
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receives and loads."""
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Packs the layers."""
+        self._llm.finish_weight_update(weight_version)
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the cache."""
+        forget_prefixes(self._llm)
+
+
+class ServerClient:
+    """A vLLM server; it opens these routes only with VLLM_SERVER_DEV_MODE=1 in its environment."""
+
+    def __init__(self, base_url: str, timeout_seconds: float = 300.0) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._timeout = timeout_seconds
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Opens the connection."""
+        self._post("init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """Prepares the layers."""
+        self._post("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receives and loads."""
+        self._post("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Packs the layers."""
+        self._post("finish_weight_update", None if weight_version is None else {"weight_version": weight_version})
+
+    def reset_prefix_cache(self) -> None:
+        """Empties the cache."""
+        must_have_reset(self._post("reset_prefix_cache")["success"])
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        import requests  # a dependency of vllm, not of trustrl
+
+        response = requests.post(f"{self._base_url}/{path}", json=body, timeout=self._timeout)
+        if response.status_code == 404:
+            raise EngineError(
+                f"The server at {self._base_url} must have the route /{path}, and it does not. "
+                "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
+            )
+        if not response.ok:
+            raise EngineError(f"/{path} must succeed, got {response.status_code} from the server: {response.text}")
+        return response.json()

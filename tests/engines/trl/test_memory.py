@@ -1,0 +1,96 @@
+"""A training step with a region on the vocabulary never holds a number per token and word."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+import trl_memory_worker as work
+import world
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import trustrl
+
+LOGITS = work.ROWS * work.COMPLETION * work.V * 4
+"""Bytes of the completions' logits in float32: 622 MB."""
+
+
+def peak_beside_gradients(name):
+    """Bytes a step needs beyond weights and gradients; the gradients are 315 MB, nearly all embedding and head."""
+    done = subprocess.run([sys.executable, work.__file__, name], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["peak"] - found["gradients"]
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("name", ["dppo-topk-tv", "troll"])
+def test_a_step_at_a_real_vocabulary_needs_a_sixth_of_the_logits_memory(name):
+    """One copy of the logits is 622 MB, and plain code holds several. TRL's own head, in larger tiles, takes 1,100."""
+    used = peak_beside_gradients(name)
+    assert used < LOGITS / 6, f"{used / 1e6:.0f} MB"
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_measurement_sees_logits_where_there_are_some():
+    used = peak_beside_gradients("all logits")
+    assert used > LOGITS, f"{used / 1e6:.0f} MB"
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor an operation returned; the insides of an operator of our own stay hidden."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and not func.is_view:
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+def largest(call):
+    """(most elements returned by any operation, most elements kept for the backward pass)."""
+    kept = [0]
+
+    def pack(x):
+        kept[0] = max(kept[0], x.numel())
+        return x
+
+    mode = LargestTensor()
+    with mode, saved_tensors_hooks(pack, lambda x: x):
+        call()
+    return mode.elements, kept[0]
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["dppo-topk-tv", "dppo-full-kl", "troll"])
+def test_no_tensor_of_tokens_times_vocabulary_reaches_autograd(name):
+    words, width = 40_000, 16  # several of the tiles the kernels work in
+    trainer = world.ours(trustrl.preset(name), world.tiny_model(vocab_size=words, hidden_size=width))
+    trainer.model.train()
+    inputs = world.sequences()
+    tokens = inputs["completion_ids"].numel()
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+
+    def step():
+        if trainer._needs.full:
+            trainer._vocabulary.remember_head(trainer.model)
+        recorded = trainer._recorder.record(
+            trainer.model, inputs, version=0, rows=6, autocast=trainer.accelerator.autocast
+        )
+        trainer._compute_loss(trainer.model, inputs | recorded).backward()
+
+    returned, kept = largest(step)
+    assert words * width <= returned < tokens * words / 2, "the head's own gradient, and nothing near the logits"
+    assert words * width <= kept < tokens * words / 2
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    assert min(largest(lambda: trainer.model(input_ids=ids).logits.log_softmax(-1).sum().backward())) >= tokens * words

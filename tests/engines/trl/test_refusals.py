@@ -1,0 +1,483 @@
+"""What the TRL engine refuses: before the model is loaded where it can, and always with the setting and what to do."""
+
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+import world
+from peft import LoraConfig, get_peft_model
+from trl import GRPOTrainer
+
+import trustrl
+from trustrl import DPPO, PPO, TROLL, ConfigError, EngineError, FullTV, MissingDataError
+from trustrl.engines import seam
+from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, invariants, sampler, trainer as engine
+from trustrl.engines.trl.forward import VocabularyForward, Wanted, refuse_adapted_head
+from trustrl.engines.trl.watching import WatchedModel
+
+VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
+SAMPLER = {"behavior": "sampler"}
+
+# name: (region, our arguments, TRL's settings, what the message must say)
+SETTINGS = {
+    "a word that is no source": (PPO(), {"behavior": "oracle"}, {}, ["behavior", "'sampler', 'trainer'", "oracle"]),
+    "cispo as an average": (PPO(), {}, {"loss_type": "cispo"}, ["loss_type='dapo'", "trustrl.preset('cispo')"]),
+    "sapo as an average": (PPO(), {}, {"loss_type": "sapo"}, ["loss_type='grpo'", "trustrl.preset('sapo')"]),
+    "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "no such region"]),
+    "an average nobody knows": (PPO(), {}, {"loss_type": "mine"}, ["loss_type", "grpo, bnpo, dr_grpo, dapo, luspo"]),
+    "gspo averaged over tokens": (trustrl.preset("gspo"), {}, {"loss_type": "dapo"}, ["loss_type must be 'grpo'"]),
+    "ratios of sequences": (
+        PPO(), {}, {"importance_sampling_level": "sequence"}, ["importance_sampling_level", "trustrl.preset('gspo')"]
+    ),
+    "a bound of TRL's": (PPO(), {}, {"epsilon": 0.3}, ["epsilon must be left at 0.2", "trustrl.PPO("]),
+    "an upper bound of TRL's": (PPO(), {}, {"epsilon_high": 0.28}, ["epsilon_high must be left at None", "trustrl.PPO("]),
+    "a dual clip of TRL's": (PPO(), {}, {"delta": 2.0}, ["delta must be left at None", "trustrl.PPO("]),
+    "part of the tokens": (PPO(), {}, {"top_entropy_quantile": 0.2}, ["top_entropy_quantile must be 1.0"]),
+    "a second region": (
+        PPO(), {}, {"off_policy_mask_threshold": 0.5}, ["off_policy_mask_threshold must be None", "trustrl.preset('trm')"]
+    ),
+    "a replaced forward pass": (PPO(), {}, {"use_liger_kernel": True}, ["use_liger_kernel must be False", "Liger"]),
+    "a replaced loss": (PPO(), {}, {"use_liger_loss": True}, ["use_liger_loss must be False", "Liger"]),
+    "vllm's tokens with the trainer's log-probs": (
+        PPO(), {"behavior": "trainer"}, VLLM, ["behavior must be 'sampler'", "anchor='proximal'"]
+    ),
+    "a mismatch counted twice": (
+        PPO(), SAMPLER, {"use_vllm": True},
+        ["vllm_importance_sampling_correction must be False", "anchor='proximal'"],
+    ),
+    "a sampler without log-probs": (
+        DPPO(), SAMPLER, {}, ["behavior must be 'trainer'", "behavior='trainer'", "use_vllm=True", "dppo"]
+    ),
+    "a sampler without log-probs, by default": (
+        DPPO(), {"behavior": None}, {}, ["behavior must be 'trainer'", "use_vllm=True"]
+    ),
+    "a correction without the sampler's log-probs": (
+        trustrl.preset("tis"), SAMPLER, {}, ["behavior must be 'trainer'", "use_vllm=True"]
+    ),
+    "a projection of the vocabulary": (TROLL(support="full"), {}, {}, ["region must be on a top-K support", "support='topk'"]),
+    "the sampler's whole distribution": (
+        DPPO(FullTV()), SAMPLER, VLLM, ["region must be a Top-K or Binary one", "anchor='proximal'"]
+    ),
+    "top-p": (PPO(), {}, {"top_p": 0.9}, ["top_p must be 1.0", "whole vocabulary"]),
+    "top-k": (PPO(), {}, {"top_k": 50}, ["top_k must be 0", "whole vocabulary"]),
+    "min-p": (PPO(), {}, {"min_p": 0.1}, ["min_p must be None", "whole vocabulary"]),
+    "a repetition penalty": (PPO(), {}, {"repetition_penalty": 1.1}, ["repetition_penalty must be 1.0", "π"]),
+    "a grammar": (
+        PPO(), {}, {"vllm_structured_outputs_regex": "[0-9]+"},
+        ["vllm_structured_outputs_regex must be None", "whole vocabulary"],
+    ),
+    "another temperature": (
+        PPO(), {}, {"generation_kwargs": {"temperature": 0.5}},
+        ["generation_kwargs['temperature'] must be left out", "temperature has a setting of its own"],
+    ),
+    "banned words": (
+        PPO(), {}, {"generation_kwargs": {"seed": 3, "suppress_tokens": [5]}},
+        ["generation_kwargs['suppress_tokens'] must be left out"],
+    ),
+    "options for a vllm that is not there": (
+        PPO(), {"vllm_options": {"dtype": "float32"}}, {}, ["vllm_options must be None", "command line"]
+    ),
+    "a region by name": ("ppo", {}, {}, ["region must be a trustrl region, got 'ppo'", "trustrl.preset("]),
+    "no region": (None, {}, {}, ["region must be a trustrl region, got None", "trustrl.preset("]),
+}  # fmt: skip
+
+
+def settings(**more: Any) -> Any:
+    """TRL's settings; a name this TRL does not have is set all the same."""
+    known = {name: value for name, value in more.items() if name in world.GRPOConfig.__dataclass_fields__}
+    args = world.settings(**known)
+    for name in more.keys() - known.keys():
+        setattr(args, name, more[name])
+    return args
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_setting_is_refused_before_the_model_is_loaded(name, monkeypatch):
+    region, given, trl_settings, says = SETTINGS[name]
+    monkeypatch.setattr(GRPOTrainer, "__init__", lambda *_, **__: pytest.fail("TRL began to build the trainer"))
+    given = {k: v for k, v in ({"behavior": "trainer"} | given).items() if v is not None}
+    with pytest.raises(ConfigError) as error:
+        TrustRegionGRPOTrainer("no/such-model", [], settings(**trl_settings), region=region, **given)
+    for part in says:
+        assert part in str(error.value)
+
+
+ALLOWED = {
+    "a harmless keyword": (PPO(), {"behavior": "trainer"}, {"generation_kwargs": {"max_new_tokens": 4}}),
+    "the trainer's own anchor": (PPO(anchor="proximal"), SAMPLER, {}),
+    "gspo averaged over sequences": (trustrl.preset("gspo"), {"behavior": "trainer"}, {"loss_type": "grpo"}),
+    "an exact divergence from the trainer": (DPPO(FullTV(), anchor="proximal"), SAMPLER, {}),
+    "another temperature where both know it": (PPO(), {"behavior": "trainer"}, {"temperature": 0.7}),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_goes_with_a_region_is_not_refused(name):
+    region, given, trl_settings = ALLOWED[name]
+    assert world.ours(region, given=given, **trl_settings).region is region
+
+
+def test_trls_correction_may_stay_beside_a_proximal_anchor():
+    region = PPO(anchor="proximal")
+    engine.check_settings(settings(use_vllm=True), region, region.needs(), "sampler")
+    with pytest.raises(ConfigError, match="vllm_importance_sampling_correction"):
+        engine.check_settings(settings(use_vllm=True), DPPO(), DPPO().needs(), "sampler")
+
+
+# ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ADAPTERS = {
+    "an adapter on it": LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"]),
+    "a trained copy of it": LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_an_output_layer_whose_weight_is_not_all_of_it_is_refused(adapter):
+    model = get_peft_model(world.tiny_model(), ADAPTERS[adapter])
+    with pytest.raises(ConfigError, match=r"output layer must be a plain linear layer.*leave the output layer out of"):
+        refuse_adapted_head(engine._base_model(model))
+    # TRL has come to refuse the adapter itself, in words of its own.
+    for region in (PPO(), trustrl.preset("dppo-topk-tv")):
+        with pytest.raises(ValueError, match=r"`target_modules`"):
+            world.ours(region, given={"peft_config": ADAPTERS[adapter]})
+
+
+def test_a_quantised_output_layer_is_refused():
+    layer = torch.nn.Linear(4, 8)
+    layer.weight = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"must be a plain linear layer.*quantisation"):
+        refuse_adapted_head(SimpleNamespace(get_output_embeddings=lambda: layer))
+    refuse_adapted_head(SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(4, 8)))
+
+
+def test_images_are_refused():
+    with pytest.raises(ConfigError, match="model must be a text model"):
+        engine._check_model(SimpleNamespace(_is_vlm=True), world.tiny_model(), needs_vocabulary=False)
+    trainer = world.ours(PPO())
+    inputs = world.batch(trainer.model) | {"pixel_values": torch.zeros(1)}
+    with pytest.raises(ConfigError, match="Rollouts must be text, got images"):
+        trainer._compute_loss(trainer.model, inputs)
+
+
+def moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    return world.tiny_model(Qwen3MoeConfig, Qwen3MoeForCausalLM, output_router_logits=True, **experts)
+
+
+def test_router_losses_are_refused_where_our_own_output_layer_runs():
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef must be 0.*got 0.001.*dppo does not compute"):
+        world.ours(trustrl.preset("dppo-topk-tv"), moe())
+    assert world.ours(PPO(), moe()).aux_loss_enabled
+
+
+def test_weights_that_zero_3_takes_apart_are_refused_where_our_own_output_layer_runs(monkeypatch):
+    trainer = world.ours(trustrl.preset("dppo-topk-tv"))
+    monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+    engine._check_model(trainer, trainer.model, needs_vocabulary=False)
+    with pytest.raises(ConfigError, match=r"ZeRO stage must be below 3.*use FSDP2"):
+        engine._check_model(trainer, trainer.model, needs_vocabulary=True)
+
+
+def test_exact_divergences_need_the_rollout_weights_head():
+    model = world.tiny_model()
+    forward = VocabularyForward(model, temperature=1.0, float32_head=False)
+    inputs = world.sequences()
+    wanted = Wanted(world.COMPLETION, anchor_hidden=torch.zeros(6, world.COMPLETION, 64))
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": wanted}
+    with pytest.raises(EngineError, match="head must be remembered"):
+        model(**call)
+    forward.remember_head(model)
+    assert model(**call).tv.shape == (6, world.COMPLETION)
+
+
+# ── TRL itself: what the adapter relies on ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_trl_without_the_fused_output_layer_is_refused(monkeypatch):
+    monkeypatch.setattr(seam.metadata, "version", lambda _: "1.14.2")
+    with pytest.raises(EngineError, match=r'trl must be at least 1.15, got 1.14.2.*pip install "trl>=1.15"'):
+        world.ours(PPO())
+
+
+def test_a_package_that_is_not_there_is_refused():
+    with pytest.raises(EngineError, match=r"trustrl-nothing must be installed.*pip install trustrl-nothing"):
+        seam.version_of("trustrl-nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("1.16.0", (1, 16, 0)), ("1.15.0.dev0", (1, 15, 0)), ("1.9rc12", (1, 9)), ("2.0.post1+cpu", (2, 0))],
+)
+def test_versions_are_read_by_their_leading_numbers(text, numbers, monkeypatch):
+    monkeypatch.setattr(seam.metadata, "version", lambda _: text)
+    assert seam.version_of("trl") == numbers
+
+
+def changed_method(*_: Any) -> None:
+    pytest.fail("it was called")
+
+
+@pytest.mark.parametrize("method", ["_compute_loss", "_generate_and_score_completions"])
+def test_a_method_with_other_parameters_is_refused(method, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, method, changed_method)
+    with pytest.raises(EngineError, match=rf"GRPOTrainer.{method} must take .*'inputs'.*trustrl.policy_loss"):
+        world.ours(PPO())
+
+
+@pytest.mark.parametrize("method", ["_compute_loss", "_generate_and_score_completions"])
+def test_a_method_that_is_gone_is_refused(method, monkeypatch):
+    monkeypatch.delattr(GRPOTrainer, method)
+    with pytest.raises(EngineError, match=rf"GRPOTrainer.{method} must exist"):
+        world.ours(PPO())
+
+
+def test_the_mixin_alone_is_refused():
+    class Mine(TrustRegionMixin):
+        pass
+
+    with pytest.raises(
+        ConfigError, match=r"before a GRPOTrainer, got Mine.*class Mine\(TrustRegionMixin, MyGRPOTrainer\)"
+    ):
+        Mine(region=PPO())
+
+
+class Negated(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return -super()._compute_loss(model, inputs)
+
+
+class Infinite(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs) * math.inf
+
+
+class Deaf(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs | {"advantages": torch.ones(6)})
+
+
+class Twice(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs) + super()._compute_loss(model, inputs)
+
+
+class Unmasked(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs) - inputs["advantages"].sum()
+
+
+class Unfused(GRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return model(input_ids=inputs["completion_ids"]).logits.sum()
+
+
+LOSSES = {
+    Negated: ["multiply tokens in the loss with numbers ≥ 0"],
+    Infinite: ["multiply tokens in the loss with numbers ≥ 0"],
+    Unmasked: ["the others with 0"],
+    Deaf: ["must depend on `advantages`"],
+    Twice: ["must call the model exactly once, got 2 calls"],
+    Unfused: ["must call the model with `labels` and `fused_lm_head=True`", "input_ids"],
+}
+
+
+@pytest.mark.parametrize("base", LOSSES, ids=lambda base: base.__name__)
+def test_a_loss_that_is_not_what_the_adapter_was_written_for_is_refused(base):
+    cls = type("Mine", (TrustRegionMixin, base), {})
+    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(), region=PPO(), behavior="trainer")
+    with pytest.raises(EngineError) as error:
+        trainer._compute_loss(trainer.model, world.batch(trainer.model))
+    for part in [*LOSSES[base], "Install a TRL version listed in trustrl's documentation"]:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", engine.NEEDED_INPUTS)
+def test_a_rollout_without_what_the_loss_needs_is_refused(name, monkeypatch):
+    trainer = world.ours(PPO())
+    inputs = world.batch(trainer.model)
+    inputs[name] = None
+    with pytest.raises(EngineError, match=f"TRL's rollout must carry {name}, got .*Install a TRL version"):
+        trainer._compute_loss(trainer.model, inputs)
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda *_: inputs)
+    with pytest.raises(EngineError, match=f"TRL's rollout must carry {name}"):
+        trainer._generate_and_score_completions([])
+
+
+def test_a_model_that_was_not_called_has_no_output():
+    with pytest.raises(EngineError, match="exactly once, got 0 calls"):
+        WatchedModel(world.tiny_model(), None).output()
+
+
+def test_a_subclass_of_ones_own_keeps_its_own_term():
+    """Its loss, and its gradient beside the region's."""
+
+    class Regularised(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) + 0.1 * model.lm_head.weight.square().sum()
+
+    class Mine(TrustRegionMixin, Regularised):
+        pass
+
+    args = [world.tiny_model(), world.settings()]
+    mine = world.trainer_of(Mine, *args, region=PPO(), behavior="trainer", startup_checks=False)
+    inputs = world.batch(mine.model)
+    found, alone = world.result(mine, inputs), world.result(world.ours(PPO()), inputs)
+    wanted = alone.gradient | {"lm_head.weight": alone.gradient["lm_head.weight"] + 0.2 * mine.model.lm_head.weight}
+    assert 0.05 < found.metrics["trustrl/masked_share"] < 0.6
+    assert world.error(found.gradient, wanted) <= 1e-6
+    assert world.error(found.gradient, alone.gradient) > 0.1
+
+
+# ── before the first step ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fresh(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The batch as recorded at the weights the trainer has now."""
+    return inputs | {"trustrl_version": torch.zeros(6, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("anchor", ["behavior", "proximal"])
+def test_an_anchor_that_is_not_the_policy_at_its_own_weights_is_refused(anchor):
+    trainer = world.ours(PPO(anchor=anchor), given={"startup_checks": True})
+    with pytest.raises(EngineError) as error:
+        trainer._compute_loss(trainer.model, fresh(world.batch(trainer.model)))
+    for part in ("ratio π/b must be 1", "trainer's log-probs", "another temperature", "startup_checks=False"):
+        assert part in str(error.value)
+
+
+def test_the_right_anchor_passes_once_and_is_not_looked_at_again():
+    trainer = world.ours(PPO(), given={"startup_checks": True})
+    right = fresh(world.batch(trainer.model, noise=0.0))
+    assert trainer._compute_loss(trainer.model, right).isfinite()
+    assert trainer._compute_loss(trainer.model, fresh(world.batch(trainer.model))).isfinite()
+
+
+@pytest.mark.parametrize("why", ["switched off", "older weights"])
+def test_an_anchor_is_not_compared_where_it_need_not_agree(why):
+    trainer = world.ours(PPO(), given={"startup_checks": why != "switched off"})
+    inputs = world.batch(trainer.model)
+    inputs = fresh(inputs) if why == "switched off" else inputs
+    assert trainer._compute_loss(trainer.model, inputs).isfinite()
+
+
+@pytest.mark.parametrize(
+    ("gap", "behavior", "anchor", "refused"),
+    [
+        pytest.param(0.01, "trainer", "behavior", False, id="one network run twice"),
+        pytest.param(0.1, "trainer", "behavior", True, id="too far for one network"),
+        pytest.param(0.1, "sampler", "behavior", False, id="two implementations"),
+        pytest.param(0.1, "sampler", "proximal", True, id="the trainer's own, beside a sampler"),
+        pytest.param(0.2, "sampler", "behavior", True, id="too far for two implementations"),
+    ],
+)
+def test_how_far_the_same_weights_may_differ(gap, behavior, anchor, refused):
+    logp = -torch.ones(2, 3)
+    recorded = {"behavior_logp": logp - gap, "proximal_logp": logp - gap}
+    other = "proximal_logp" if anchor == "behavior" else "behavior_logp"
+    recorded[other] = logp - 9  # must not be looked at
+    rollout = trustrl.RolloutTokens(
+        advantage=torch.ones(2),
+        in_loss=torch.ones(2, 3).bool(),
+        version=torch.zeros(2, 3, dtype=torch.long),
+        **recorded,
+    )
+    policy = trustrl.PolicyTokens(logp=logp, version=0)
+    if refused:
+        with pytest.raises(EngineError, match="got a mean .* of " + re.escape(f"{gap:.3g}")):
+            invariants.ratio_is_one(policy, rollout, anchor, behavior)
+    else:
+        invariants.ratio_is_one(policy, rollout, anchor, behavior)
+
+
+class Sampling:
+    """A vLLM that follows the trainer's weights, or not."""
+
+    def __init__(self, weight: torch.Tensor, *, follows: bool, asleep: bool = False) -> None:
+        self.enable_sleep_mode = asleep
+        self.mode, self.syncs, self.own, self.weight, self.follows = "colocate", 0, weight.clone(), weight, follows
+
+    def sync_weights(self) -> None:
+        self.syncs += 1
+        if self.follows:
+            self.own = self.weight.detach().clone()
+
+    def gap(self) -> torch.Tensor:
+        return 0.01 + (self.own - self.weight.detach()).abs()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_sampler_that_does_not_follow_the_weights_is_refused(follows, monkeypatch):
+    monkeypatch.setattr("trustrl.engines.vllm.sync.probe_gap", lambda generation: generation.gap())
+    model = world.tiny_model()
+    before = model.lm_head.weight.detach().clone()
+    generation = Sampling(model.lm_head.weight, follows=follows)
+    trainer = SimpleNamespace(model=model, vllm_generation=generation, accelerator=SimpleNamespace(state=None))
+    check = invariants.FollowsTheTrainer(trainer)
+    if follows:
+        check.on_train_begin(None, None, None)
+    else:
+        with pytest.raises(EngineError) as error:
+            check.on_train_begin(None, None, None)
+        for part in ("sampler must follow the trainer's weights", "tied embeddings", "startup_checks=False"):
+            assert part in str(error.value)
+    assert torch.equal(model.lm_head.weight, before)
+    assert torch.equal(generation.own, before)
+    assert generation.syncs == 3
+
+
+def test_a_sleeping_sampler_is_not_asked_whether_it_follows():
+    model = world.tiny_model()
+    generation = Sampling(model.lm_head.weight, follows=False, asleep=True)
+    trainer = SimpleNamespace(model=model, vllm_generation=generation, accelerator=SimpleNamespace(state=None))
+    invariants.FollowsTheTrainer(trainer).on_train_begin(None, None, None)
+    assert generation.syncs == 0
+
+
+# ── the sampler ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_server(**more: Any) -> SimpleNamespace:
+    client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "raw_logprobs"}})
+    generation = SimpleNamespace(mode="server", enable_sleep_mode=False, vllm_client=client)
+    usual = {
+        "use_vllm": True, "vllm_generation": generation, "temperature": 1.0, "region": DPPO(),
+        "accelerator": SimpleNamespace(is_main_process=True),
+    }  # fmt: skip
+    return SimpleNamespace(**usual | more)
+
+
+def test_a_server_with_raw_log_probs_is_refused_at_another_temperature():
+    assert sampler.prepare(with_server(), rescoring=False) is None
+    with pytest.raises(ConfigError, match=r"logprobs_mode must be 'processed_logprobs'.*--logprobs-mode"):
+        sampler.prepare(with_server(temperature=0.7), rescoring=False)
+
+
+def test_a_sampler_that_sleeps_is_refused_where_it_must_score_again():
+    trainer = with_server()
+    assert callable(sampler.prepare(trainer, rescoring=True))
+    trainer.vllm_generation.enable_sleep_mode = True
+    with pytest.raises(ConfigError, match=r"vllm_enable_sleep_mode must be False.*anchor='proximal'"):
+        sampler.prepare(trainer, rescoring=True)
+
+
+def test_log_probs_the_sampler_did_not_record_are_never_replaced():
+    trainer = world.ours(PPO(), given={"behavior": "trainer"})
+    trainer._recorder.behavior = "sampler"
+    inputs = world.batch(trainer.model)
+    del inputs["sampling_per_token_logps"]
+    with pytest.raises(MissingDataError, match=r"sampler must record .*anchor='proximal'"):
+        trainer._recorder.record(trainer.model, inputs, version=0, rows=6, autocast=trainer.accelerator.autocast)

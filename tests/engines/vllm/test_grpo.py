@@ -1,0 +1,38 @@
+"""TRL's own GRPOTrainer, unchanged, with real vLLM sampling and a weight sync at every step."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from trustrl.engines.vllm.options import CPU_ENVIRONMENT
+
+
+def test_two_steps_of_trl_stay_on_policy(tmp_path):
+    """In a process of its own: TRL sets the process group up, and `set_cpu_environment` must come before vllm."""
+    environment = {name: value for name, value in os.environ.items() if name not in CPU_ENVIRONMENT}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = Path(__file__).with_name("grpo_run.py")
+    run = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [line.partition("REPORT ")[2] for line in run.stdout.splitlines() if "REPORT " in line]
+    reports = [json.loads(line) for line in lines]
+    for report in reports:
+        print(report)
+    assert len(reports) == 2
+    assert reports[0]["head"] != reports[1]["head"]  # the trainer has moved, so the second sync had work to do
+    for report in reports:
+        assert report["num_tokens"] > 50
+        assert report["same_tokens"]
+        assert report["gap"] < 1e-4
+        assert report["top_gap"] < 1e-4
+        assert report["untempered_gap"] > 0.1
+        assert report["sync_gap"] < 1e-4
+        assert report["sync_seconds"] < 10
