@@ -88,7 +88,8 @@ def trl(session: nox.Session) -> None:
     """TRL's own trainer with every region; beside it the seam on the oldest TRL we support."""
     install_engine(session, "trl")
     session.env["TRUSTRL_TRL_1_8"] = other_trl(session, "1.8.0")  # the last with a DPPO of its own: an oracle
-    session.run("pytest", "-n", "2", "tests/engines/trl", "tests/tasks", "tests/models", "tests/docs", *session.posargs)
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/trl.md]"
+    session.run("pytest", "-n", "2", "tests/engines/trl", "tests/tasks", "tests/models", guide, *session.posargs)
     oldest = other_trl(session, "1.15.0")
     session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": oldest})
 
@@ -98,7 +99,7 @@ def trl_vllm(session: nox.Session) -> None:
     """The same with a real vLLM as the sampler, on the CPU."""
     install_engine(session, "trl-vllm")
     session.env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    session.run("pytest", "tests/engines/vllm", "tests/engines/trl_vllm", *session.posargs)
+    session.run("pytest", "-n", "2", "tests/engines/vllm", "tests/engines/trl_vllm", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -132,7 +132,7 @@ def draw() -> None:
         "ppo": ("#555555", ":"), "dppo-binary-tv": ("#0072b2", "-"), "dppo-topk-tv": ("#009e73", "--"),
         "troll": ("#d55e00", "-."),
     }  # fmt: skip
-    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True)
+    figure, axes = plt.subplots(2, 2, figsize=(10, 6), sharex=True, sharey="row")
     for column, setting in enumerate(SETTINGS):
         for region in REGIONS:
             runs = [r for r in done if (r["region"], r["setting"]) == (region, setting)]

@@ -33,8 +33,8 @@ SIZES = {
     "small: V 512, D 128, 4 layers, 32 × (32 + 64) tokens": {
         "vocab": 512, "hidden": 128, "layers": 4, "rows": 32, "prompt": 32, "completion": 64,
     },
-    "wide: V 151,936, D 256, 4 layers, 8 × (64 + 64) tokens": {
-        "vocab": 151_936, "hidden": 256, "layers": 4, "rows": 8, "prompt": 64, "completion": 64,
+    "wide: V 151,936, D 256, 4 layers, 4 × (64 + 64) tokens": {
+        "vocab": 151_936, "hidden": 256, "layers": 4, "rows": 4, "prompt": 64, "completion": 64,
     },
 }  # fmt: skip
 REGIONS = ["ppo", "dppo-binary-tv", "dppo-topk-tv", "troll"]

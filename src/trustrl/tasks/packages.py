@@ -3,11 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from trustrl.errors import TrustRLError
-
-
-class MissingPackageError(TrustRLError, ImportError):
-    """A package that an optional part of trustrl needs is not installed; the message names the extra."""
+from trustrl.errors import MissingPackageError
 
 
 def need(module: str, *, extra: str) -> Any:

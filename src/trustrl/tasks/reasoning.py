@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from fractions import Fraction
 from typing import Any, ClassVar
 
 from trustrl.errors import ConfigError, UnknownNameError
@@ -18,7 +19,8 @@ class ReasoningGym(Task):
     """One of reasoning-gym's datasets, scored by its own verifier.
 
     A completion's answer is what stands between the last `<answer>` and `</answer>`, or all of it without these tags;
-    chat prompts begin with reasoning-gym's own instruction to use them. Some verifiers give part of the reward.
+    chat prompts begin with reasoning-gym's own instruction to use them. Some verifiers give part of the reward, and
+    a few datasets (codeio, list_functions) do not repeat themselves for the same seed.
 
     Args:
         name: Which dataset, such as "chain_sum".
@@ -90,7 +92,7 @@ class ReasoningGym(Task):
 
 
 def encoded(value: Any) -> str:
-    """JSON that gives back tuples and keys that are not strings, which some verifiers compare by type.
+    """JSON that gives back tuples, fractions and keys that are not strings: verifiers tell them from lists and text.
 
     Example:
         >>> decoded(encoded({"board": ((1, 2), (3, 4)), "size": {2: "two"}}))
@@ -113,6 +115,8 @@ def _plain(value: Any) -> Any:
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, dict):
         return {"__pairs__": [[_plain(key), _plain(v)] for key, v in value.items()]}
+    if isinstance(value, Fraction):
+        return {"__fraction__": str(value)}
     return value
 
 
@@ -121,4 +125,6 @@ def _exact(found: dict[str, Any]) -> Any:
         return tuple(found["__tuple__"])
     if found.keys() == {"__pairs__"}:
         return dict(found["__pairs__"])
+    if found.keys() == {"__fraction__"}:
+        return Fraction(found["__fraction__"])
     return found

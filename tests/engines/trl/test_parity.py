@@ -136,6 +136,7 @@ def test_every_average_is_trls(loss_type, mode, accumulated, per_generation):
     assert found.loss == pytest.approx(wanted.loss, rel=LARGEST_ERROR, abs=1e-7)
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
     same(found.metrics, wanted.metrics, "policy_loss", "entropy", "clip_ratio/")
+    assert found.metrics["trustrl/entropy"] == pytest.approx(wanted.metrics["entropy"], rel=2e-6)
 
 
 def test_evaluation_without_gradients_gives_trls_loss():
@@ -443,7 +444,7 @@ def test_our_output_layer_gives_adapters_trls_gradient(entropy):
 @pytest.mark.parametrize("float32_head", [False, True])
 @pytest.mark.parametrize("weights", ["autocast", "bfloat16"])
 def test_our_output_layer_is_as_close_to_the_truth_as_trls_in_bfloat16(float32_head, weights):
-    """And the same as TRL's where `cast_lm_head_to_fp32` asks for products in float32."""
+    """And TRL's own where `cast_lm_head_to_fp32` asks for products in float32."""
 
     def model():
         made = world.tiny_model()
@@ -457,7 +458,7 @@ def test_our_output_layer_is_as_close_to_the_truth_as_trls_in_bfloat16(float32_h
     theirs = world.error(wanted.gradient, truth.gradient)
     assert theirs > 1e-3  # bfloat16 was at work
     assert world.error(found.gradient, truth.gradient) <= 1.2 * theirs
-    assert not float32_head or world.error(found.gradient, wanted.gradient) <= 1e-5
+    assert not float32_head or world.error(found.gradient, wanted.gradient) <= 1e-3
 
 
 def plain(region: trustrl.Region, model: Any, before: Any, inputs: dict[str, Any]) -> world.Result:

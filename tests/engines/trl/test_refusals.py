@@ -262,7 +262,7 @@ class Negated(GRPOTrainer):
 
 class Infinite(GRPOTrainer):
     def _compute_loss(self, model, inputs):
-        return super()._compute_loss(model, inputs) * math.inf
+        return super()._compute_loss(model, inputs) - inputs["advantages"][0, 0] * math.inf
 
 
 class Deaf(GRPOTrainer):

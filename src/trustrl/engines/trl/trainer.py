@@ -124,7 +124,7 @@ class TrustRegionMixin(_Trainer):
             in_loss = in_loss & inputs["tool_mask"].bool()
         watched = WatchedModel(model, self._wanted(inputs))
         others, weights = self._their_loss(watched, inputs, in_loss)
-        policy = self._policy_tokens(watched.output(), in_loss.shape[1], inputs)
+        policy = self._policy_tokens(watched.output(), in_loss.shape[1])
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
             _check_weights(weights, in_loss)
@@ -163,7 +163,7 @@ class TrustRegionMixin(_Trainer):
             ratio = torch.exp(torch.where(logp.isfinite(), logp, 0.0) - before)  # what TRL saw
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
             weights = torch.where(in_loss, weights / ((ratio + clipped) / 2), 0.0)
-        return others if torch.is_grad_enabled() else others.detach(), weights
+        return others, weights
 
     def _wanted(self, inputs: dict[str, Any]) -> Wanted | None:
         if self._vocabulary is None:
@@ -177,7 +177,7 @@ class TrustRegionMixin(_Trainer):
             anchor_logsumexp=inputs.get("trustrl_logsumexp"),
         )
 
-    def _policy_tokens(self, out: Any, length: int, inputs: dict[str, Any]) -> PolicyTokens:
+    def _policy_tokens(self, out: Any, length: int) -> PolicyTokens:
         more: dict[str, Any] = {}
         if self._vocabulary is not None:
             if self._needs.topk:

@@ -1,0 +1,47 @@
+"""Models by name. Runs without any framework."""
+
+from pathlib import Path
+
+import pytest
+
+import trustrl
+from trustrl import models
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct", "./not/there", "/nor/there"]
+)
+def test_hub_ids_and_paths_pass_through_untouched(name):
+    assert models.path(name) == name
+
+
+def test_a_folder_that_exists_passes_through(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("checkpoint").mkdir()
+    assert models.path("checkpoint") == "checkpoint"
+    assert models.path(tmp_path / "checkpoint") == str(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        pytest.param("tinny", "Did you mean 'tiny'?", id="a typing mistake"),
+        pytest.param("smollm2", "Did you mean 'smollm2-135m'?", id="a size left out"),
+        pytest.param("gpt2", "Known: smollm2-135m, tiny, tiny-tied; or a folder that exists, or a hub id", id="others"),
+    ],
+)
+def test_other_names_are_refused_with_the_nearest(name, says):
+    with pytest.raises(trustrl.UnknownNameError, match="Unknown model") as caught:
+        models.path(name)
+    assert says in str(caught.value)
+
+
+def test_a_known_name_means_the_same_in_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("known").mkdir()
+    models.MODELS.register("known")(lambda: Path("/somewhere/else"))
+    try:
+        assert models.path("known") == "/somewhere/else"
+        assert models.path("./known") == "./known"
+    finally:
+        models.MODELS._entries.pop("known")
