@@ -33,8 +33,8 @@ SIZES = {
     "small: V 512, D 128, 4 layers, 32 × (32 + 64) tokens": {
         "vocab": 512, "hidden": 128, "layers": 4, "rows": 32, "prompt": 32, "completion": 64,
     },
-    "wide: V 151,936, D 256, 4 layers, 4 × (64 + 64) tokens": {
-        "vocab": 151_936, "hidden": 256, "layers": 4, "rows": 4, "prompt": 64, "completion": 64,
+    "wide: V 151,936, D 256, 4 layers, 2 × (32 + 64) tokens": {
+        "vocab": 151_936, "hidden": 256, "layers": 4, "rows": 2, "prompt": 32, "completion": 64,
     },
 }  # fmt: skip
 REGIONS = ["ppo", "dppo-binary-tv", "dppo-topk-tv", "troll"]
@@ -62,7 +62,7 @@ def model(size: dict) -> Qwen3ForCausalLM:
 
 def trainer(name: str | None, size: dict, folder: str):
     settings = GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, num_generations=4,
+        output_dir=folder, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, num_generations=2,
         per_device_train_batch_size=size["rows"], max_completion_length=size["completion"], num_iterations=2,
     )  # fmt: skip
     data = Dataset.from_dict({"prompt": ["a"] * 8})

@@ -1,6 +1,7 @@
 """Our trainer against TRL's own loss: the same model, the same settings, the same batch, the same parameter gradients."""
 
 import math
+import warnings
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -287,6 +288,24 @@ def test_micro_batches_add_up_to_the_whole(loss_type):
     assert stops_and_keeps(found)
     assert world.error(world.gradients(split), wanted.gradient) <= LARGEST_ERROR
     same(found, wanted.metrics, "clip_ratio/", "trustrl/")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo"])
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_a_first_step_that_is_no_average_is_said_aloud(loss_type, factor):
+    """As if TRL divided by accumulated micro-batches that are not there. A truncated row is not what it warns of."""
+    inputs = world.batch(world.tiny_model(), truncated_row=True)
+    inputs["trustrl_version"] = inputs["trustrl_version"] - 1  # the policy has moved since: no ratio of 1 to expect
+    trainer = world.ours(CLIP, loss_type=loss_type, given={"startup_checks": True})
+    trainer.current_gradient_accumulation_steps = factor
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        world.result(trainer, inputs)
+        world.result(trainer, inputs)
+    said = [str(w.message) for w in caught if w.category is trustrl.TrustRLWarning]
+    assert len(said) == (factor > 1)  # once, not at every step
+    if factor > 1:
+        assert f"{1 / factor:g} times what was set" in said[0]
 
 
 def test_a_truncated_completion_is_not_the_least_stopped_one():

@@ -1,5 +1,6 @@
 """What must hold before the first step, checked where it is cheap to check and expensive to get wrong."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from trustrl.config.statistics import Anchor
 from trustrl.engines.trl.settings import Behavior
-from trustrl.errors import EngineError
+from trustrl.errors import EngineError, TrustRLWarning
 from trustrl.records import PolicyTokens, RolloutTokens
 
 LARGEST_GAP = {"trainer": 0.02, "sampler": 0.15}
@@ -36,6 +37,25 @@ def ratio_is_one(policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, b
             "the same weights. Usual causes: weights that did not reach the sampler, a tied output layer that stayed "
             "behind, raw instead of processed log-probs, another temperature, dropout. startup_checks=False trains all "
             "the same."
+        )
+
+
+def micro_batches_add_up(loss_type: str, weight: float, filled: float) -> None:
+    """Says so when the first step's micro-batches, over all ranks, do not add up to one average.
+
+    A gradient is linear in the coefficients of its tokens. Over one step they add up to 1 where the loss is an average
+    over tokens, and to the share of sequences with tokens where it is one over sequences. TRL's `dapo` divides by the
+    mean token count of several steps and `bnpo` by each micro-batch's own, so that a step may be off by its length or
+    by an empty micro-batch; a factor of 2 is another matter.
+    """
+    expected, slack = {"dapo": (1.0, 1.9), "bnpo": (1.0, 1.9), "grpo": (filled, 1.01)}.get(loss_type, (None, 1.0))
+    if expected is not None and not expected / slack < weight < expected * slack:
+        warnings.warn(
+            f"The first step's tokens should be multiplied with {expected:.3g} in all (loss_type={loss_type!r} is an "
+            f"average), got {weight:.3g}: the learning rate is in effect {weight / max(expected, 1e-9):.3g} times what "
+            "was set. Check gradient_accumulation_steps, steps_per_generation and the number of processes.",
+            TrustRLWarning,
+            stacklevel=2,
         )
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trustrl.config.statistics import Anchor
 from trustrl.diagnostics import Sums, rates
+from trustrl.engines.trl import invariants
 from trustrl.objective import LossOutput
 from trustrl.records import PolicyTokens, RolloutTokens
 
@@ -22,8 +23,9 @@ class StepMetrics:
     all-reduces of about 2,500 numbers in all, and one wait for the device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, startup_checks: bool) -> None:
         self._sums: dict[str, Sums] = {}
+        self._first_step = startup_checks
 
     def add(self, trainer: Any, out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, weights: Tensor) -> None:
         """Takes in one micro-batch; at the end of a step, writes."""
@@ -33,7 +35,9 @@ class StepMetrics:
                 values.pop()  # made by TRL from the watched advantages
         ranks, anchor = trainer.accelerator.num_processes, trainer._needs.anchor
         added = _for_one_rank(out.sums, ranks) + _extremes(out, policy, rollout, anchor)
-        added.added["loss_weight"] = weights.sum(dtype=torch.float64) / trainer.accelerator.num_processes
+        added.added["loss_weight"] = weights.sum(dtype=torch.float64) / ranks
+        added.added["rows_with_tokens"] = rollout.in_loss.any(-1).double().mean() / ranks
+        added.added["micro_batches"] = weights.new_ones(()).double() / ranks
         before = self._sums.get(mode)
         self._sums[mode] = added if before is None else before + added
         if "policy_loss" in trainer._metrics[mode]:
@@ -42,7 +46,13 @@ class StepMetrics:
             own = out.terms["policy"].float() * (1 if trainer.loss_type == "dapo" else accumulated)
             trainer._metrics[mode]["policy_loss"][-1] += trainer.accelerator.gather(own).nanmean().item()
         if trainer.accelerator.sync_gradients:
-            total = _over_ranks(self._sums.pop(mode), trainer.accelerator.num_processes)
+            total = _over_ranks(self._sums.pop(mode), ranks)
+            if self._first_step and mode == "train" and total.added["tokens"] > 0:
+                filled = total.added["rows_with_tokens"] / total.added["micro_batches"]
+                invariants.micro_batches_add_up(
+                    trainer.args.loss_type, total.added["loss_weight"].item(), filled.item()
+                )
+                self._first_step = False
             for name, value in {**rates(total), **_under_their_names(total)}.items():
                 trainer._metrics[mode][name].append(value)
 

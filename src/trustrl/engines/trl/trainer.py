@@ -95,7 +95,7 @@ class TrustRegionMixin(_Trainer):
         score = sampler.prepare(self, rescoring=rescoring)
         self._recorder = Recorder(self._needs, behavior, mismatch=measure_mismatch, score=score)
         self._sampling = Sampling(logprobs="processed", temperature=self.temperature, engine="TRL")
-        self._region_metrics = metrics.StepMetrics()
+        self._region_metrics = metrics.StepMetrics(startup_checks=startup_checks)
         self._first_loss = startup_checks
         self.add_callback(RegionState(region))
         if startup_checks and self.use_vllm:
