@@ -6,7 +6,8 @@ from pathlib import Path
 
 from trustrl.engines.vllm import set_cpu_environment
 
-set_cpu_environment()  # before trl imports vllm
+if __name__ == "__main__":  # importing this file must change nothing
+    set_cpu_environment()  # before trl imports vllm
 
 import torch
 from datasets import Dataset

@@ -13,7 +13,8 @@ from trustrl.engines.vllm import (
     tempered,
 )
 
-set_cpu_environment()  # before trl imports vllm
+if __name__ == "__main__":  # importing this file must change nothing
+    set_cpu_environment()  # before trl imports vllm
 
 import torch
 from datasets import Dataset

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 from trustrl.engines.vllm import cpu_options, extra_llm_options, install_sync, score_rollout, set_cpu_environment
 
-set_cpu_environment()  # before trl imports vllm
+if __name__ == "__main__":  # importing this file must change nothing
+    set_cpu_environment()  # before trl imports vllm
 
 import torch
 from accelerate import Accelerator
