@@ -1,7 +1,7 @@
 """What is added to a rollout: the anchor's log-probs, and more of its distribution where the region asks for it.
 
-Names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 8 for one
-log-prob and the version, 8 K + 4 more for a top-K, 2 D + 4 (bf16) for an exact divergence.
+Names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 4 for each
+anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence; 8 per sequence for its version.
 """
 
 from collections.abc import Callable
