@@ -73,7 +73,7 @@ def install_engine(session: nox.Session, environment: str) -> None:
     session.install("--no-deps", "-r", f"environments/{environment}.txt")
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "engine_test"))
     session.install("--no-deps", "-e", ".")
-    session.env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 
 
 def other_trl(session: nox.Session, version: str) -> str:
@@ -98,7 +98,7 @@ def trl(session: nox.Session) -> None:
 def trl_vllm(session: nox.Session) -> None:
     """The same with a real vLLM as the sampler, on the CPU."""
     install_engine(session, "trl-vllm")
-    session.env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
+    session.env.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"})
     session.run("pytest", "-n", "2", "tests/engines/vllm", "tests/engines/trl_vllm", *session.posargs)
 
 
