@@ -8,7 +8,7 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm"]
+nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl"]
 
 TORCH = "torch==2.13.0"
 
@@ -76,10 +76,10 @@ def install_engine(session: nox.Session, environment: str) -> None:
     session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 
 
-def other_trl(session: nox.Session, version: str) -> str:
-    """Another release of TRL, unpacked beside the environment; put it first on PYTHONPATH to use it."""
-    folder = f"{session.virtualenv.location}/trl-{version}"
-    session.run("pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder, f"trl=={version}")
+def other_release(session: nox.Session, package: str, version: str) -> str:
+    """Another release of an engine, unpacked beside the environment; put it first on PYTHONPATH to use it."""
+    folder = f"{session.virtualenv.location}/{package}-{version}"
+    session.run("pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder, f"{package}=={version}")
     return folder
 
 
@@ -87,10 +87,11 @@ def other_trl(session: nox.Session, version: str) -> str:
 def trl(session: nox.Session) -> None:
     """TRL's own trainer with every region; beside it the seam on the oldest TRL we support."""
     install_engine(session, "trl")
-    session.env["TRUSTRL_TRL_1_8"] = other_trl(session, "1.8.0")  # the last with a DPPO of its own: an oracle
+    # The last TRL with a DPPO of its own: an oracle.
+    session.env["TRUSTRL_TRL_1_8"] = other_release(session, "trl", "1.8.0")
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/trl.md]"
     session.run("pytest", "-n", "2", "tests/engines/trl", "tests/tasks", "tests/models", guide, *session.posargs)
-    oldest = other_trl(session, "1.15.0")
+    oldest = other_release(session, "trl", "1.15.0")
     session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": oldest})
 
 
@@ -100,6 +101,16 @@ def trl_vllm(session: nox.Session) -> None:
     install_engine(session, "trl-vllm")
     session.env.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"})
     session.run("pytest", "-n", "2", "tests/engines/vllm", "tests/engines/trl_vllm", *session.posargs)
+
+
+@nox.session(python="3.11")
+def verl(session: nox.Session) -> None:
+    """Regions as verl's policy losses, at the newest and the oldest verl we support."""
+    install_engine(session, "verl")
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
+    session.run("pytest", "-n", "2", "tests/engines/verl", guide, *session.posargs)
+    oldest = other_release(session, "verl", "0.9.0")
+    session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
 
 
 @nox.session(python="3.11")

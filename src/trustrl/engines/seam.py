@@ -42,12 +42,12 @@ def require_version(package: str, oldest: tuple[int, ...], reason: str) -> None:
 
 
 def require_parameters(owner: Any, name: str, expected: tuple[str, ...]) -> None:
-    """Refuses a method whose parameters are not those our override of it was written for.
+    """Refuses a function, of a class or a module, whose parameters are not those our code was written for.
 
     Raises:
         EngineError: it is missing, or it takes something else.
     """
-    package = owner.__module__.split(".")[0]
+    package = getattr(owner, "__module__", owner.__name__).split(".")[0]
     where = f"{owner.__name__}.{name}"
     method = getattr(owner, name, None)
     advice = (

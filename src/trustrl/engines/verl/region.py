@@ -1,0 +1,121 @@
+"""Which region a policy loss runs with: the preset in its name, and what verl's own configuration says beside it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.workers.config import PolicyLossConfig
+
+from trustrl.config.axes import Region
+from trustrl.config.loading import config_from_dict, config_to_dict
+from trustrl.config.presets import preset, presets
+from trustrl.errors import ConfigError
+from trustrl.registry import nearest
+
+PREFIX = "trustrl"
+"""`trustrl-<preset>` is that preset; `trustrl` alone is the region that `policy_loss.region` describes in full."""
+
+
+@dataclass
+class RegionLossConfig(PolicyLossConfig):
+    """verl's `policy_loss` with room for a region's settings.
+
+    verl's configuration is typed, so new keys need a new type::
+
+        actor_rollout_ref.actor.policy_loss._target_=trustrl.engines.verl.RegionLossConfig
+        +actor_rollout_ref.actor.policy_loss.region.divergence.max_increase=0.2
+    """
+
+    region: dict[str, Any] | None = None
+    """Settings as `trustrl.config_from_dict` reads them. Beside a preset's name: only what differs from the preset."""
+
+    on_nonfinite: str = "drop"
+    """See `trustrl.policy_loss`."""
+
+
+def names() -> list[str]:
+    """Every `loss_mode` of ours: `trustrl`, and one for each preset that is decided by the sampled token."""
+    needs = {name: preset(name).needs() for name in presets()}
+    return [
+        PREFIX,
+        *(f"{PREFIX}-{name}" for name, its in needs.items() if not (its.topk or its.full or len(its.anchors) > 1)),
+    ]
+
+
+def region_of(loss_mode: str, policy_loss: Any) -> Region:
+    """The region that verl's `policy_loss` asks for.
+
+    Args:
+        loss_mode: `trustrl-<preset>`, or `trustrl` for a region described in full.
+        policy_loss: A `PolicyLossConfig`, or the mapping it is made from.
+
+    Raises:
+        ConfigError: it is none of ours, its settings do not fit the preset, or the region needs more than verl hands to
+            a policy loss.
+        UnknownNameError: a `kind` nobody registered.
+    """
+    name = loss_mode.removeprefix(f"{PREFIX}-")
+    whole = loss_mode == PREFIX
+    if not whole and (name == loss_mode or name not in presets()):
+        known = names()
+        hint = f" Did you mean '{PREFIX}-{name}'?" if f"{PREFIX}-{name}" in known else nearest(loss_mode, known)
+        raise ConfigError(
+            f"policy_loss.loss_mode must be a region's name, got {loss_mode!r}.{hint} Known: {', '.join(known)}."
+        )
+    given = policy_loss.get("region", None)
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"policy_loss.region must be a dictionary of settings, got {given!r}.")
+    if whole:
+        if not given:
+            raise ConfigError(
+                f"policy_loss.region must describe the region with loss_mode={PREFIX!r}, got {given!r}. "
+                f"Set policy_loss._target_ to {__package__}.{RegionLossConfig.__name__} and add region.kind=..., "
+                f"or name a preset: loss_mode={PREFIX}-dppo-binary-tv."
+            )
+        region = config_from_dict(given)
+    else:
+        region = preset(name)
+        if given:
+            region = config_from_dict(_laid_over(config_to_dict(region), given, "policy_loss.region", loss_mode))
+    if not isinstance(region, Region):
+        raise ConfigError(f"policy_loss.region must describe a region, got {region!r}.")
+    _refuse_more_than_sampled_tokens(region)
+    return region
+
+
+def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any], where: str, loss_mode: str) -> dict[str, Any]:
+    """A preset's settings with some replaced; what they are of may not change, or the name would lie."""
+    merged = dict(base)
+    for key, value in given.items():
+        before = base.get(key)
+        if key == "kind" and value != before:
+            raise ConfigError(
+                f"{where}.kind must be {before!r} with loss_mode={loss_mode!r}, got {value!r}. "
+                f"Use loss_mode={PREFIX!r}, which takes the whole region from policy_loss.region."
+            )
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = _laid_over(before, value, f"{where}.{key}", loss_mode)
+        merged[key] = value
+    return merged
+
+
+def _refuse_more_than_sampled_tokens(region: Region) -> None:
+    """Refuses what verl's registry cannot feed: it hands a loss two log-probs of the sampled token and nothing else."""
+    needs = region.needs()
+    if needs.topk or needs.full:
+        what = f"the {needs.topk} most probable words" if needs.topk else "the whole vocabulary"
+        instead = (
+            "A projection has no form without them."
+            if needs.projects
+            else "Use a statistic of the sampled token: binary-tv, binary-kl, ratio, sampled-k2."
+        )
+        raise ConfigError(
+            f"region must be decided by the sampled token with verl's policy losses, got {region.kind}, which needs "
+            f"{what} at each position. {instead}"
+        )
+    if len(needs.anchors) > 1:
+        raise ConfigError(
+            f"region must need one anchor with verl's policy losses, got {region.kind} with "
+            f"{' and '.join(sorted(needs.anchors))}: verl hands a loss `old_log_prob` alone. For a correction of the "
+            "mismatch use a region with anchor='proximal' and verl's own algorithm.rollout_correction.rollout_is."
+        )
