@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import trustrl
+from largest_tensor import LargestTensor
 from trustrl.kernels import chunked, tiles
 from trustrl.kernels.in_forward import loss_in_forward
 from trustrl.kernels.reference import token_logprobs_reference
@@ -352,19 +352,6 @@ def test_rows_without_a_coefficient_have_no_gradient():
     (weight * (out.logp + out.entropy + out.tail_logp)).sum().backward()
     assert (hidden.grad[weight == 0] == 0).all()
     assert (hidden.grad[weight != 0] != 0).any(-1).all()
-
-
-class LargestTensor(TorchDispatchMode):
-    """The most elements of any tensor an operation returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor) and not func.is_view:
-                self.elements = max(self.elements, x.numel())
-        return out
 
 
 def test_no_tensor_of_tokens_times_vocabulary_ever_exists(watched):

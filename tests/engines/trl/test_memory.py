@@ -12,9 +12,9 @@ import torch
 import trl_memory_worker as work
 import world
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import trustrl
+from largest_tensor import LargestTensor
 
 LOGITS = work.ROWS * work.COMPLETION * work.V * 4
 """Bytes of the completions' logits in float32: 622 MB."""
@@ -42,19 +42,6 @@ def test_a_step_at_a_real_vocabulary_needs_a_sixth_of_the_logits_memory(name):
 def test_the_measurement_sees_logits_where_there_are_some():
     used = peak_beside_gradients("all logits")
     assert used > LOGITS, f"{used / 1e6:.0f} MB"
-
-
-class LargestTensor(TorchDispatchMode):
-    """The most elements of any tensor an operation returned; the insides of an operator of our own stay hidden."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor) and not func.is_view:
-                self.elements = max(self.elements, x.numel())
-        return out
 
 
 def largest(call):

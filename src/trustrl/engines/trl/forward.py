@@ -180,7 +180,7 @@ def refuse_adapted_head(model: Any) -> None:
         ConfigError: an adapter or a quantised layer sits there.
     """
     layer = model.get_output_embeddings()
-    plain = type(layer) is nn.Linear or (isinstance(layer, nn.Linear) and not hasattr(layer, "base_layer"))
+    plain = isinstance(layer, nn.Linear) and not hasattr(layer, "base_layer")
     if not plain or not layer.weight.is_floating_point():
         raise ConfigError(
             f"The model's output layer must be a plain linear layer, got {type(layer).__name__}. TRL and trustrl read "

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from trustrl.engines.settings import refuse
 from trustrl.engines.trl.recording import SampledTopK, ScoreWithSampler
-from trustrl.engines.trl.settings import refuse
 from trustrl.errors import EngineError
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from trustrl.config.axes import Needs, Region
 from trustrl.config.checks import one_of
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
-from trustrl.errors import ConfigError
+from trustrl.engines.settings import PENALISED, TRUNCATED, refuse
 
 Behavior = Literal["sampler", "trainer"]
 """Who says what μ was: the inference engine that drew the tokens, or (transformers generation) the trainer itself."""
@@ -26,11 +26,6 @@ _HARMLESS_GENERATION_KEYS = {
     "stop_strings", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "detokenize", "use_cache", "cache_implementation", "pad_token_id", "bos_token_id", "eos_token_id",
 }  # fmt: skip
-
-
-def refuse(setting: str, rule: str, got: Any, advice: str) -> None:
-    """Raises the one form of error this file has."""
-    raise ConfigError(f"{setting} must be {rule} with a region, got {got!r}. {advice}")
 
 
 def check_settings(args: Any, region: Region, needs: Needs, behavior: Behavior) -> None:
@@ -120,19 +115,16 @@ def _check_anchors(args: Any, region: Region, needs: Needs, behavior: Behavior) 
 
 
 def _check_sampling(args: Any) -> None:
-    advice = "μ would be renormalised over the kept words and π not: sample from the whole vocabulary."
     if args.top_p is not None and args.top_p < 1.0:
-        refuse("top_p", "1.0", args.top_p, advice)
+        refuse("top_p", "1.0", args.top_p, TRUNCATED)
     if args.top_k:
-        refuse("top_k", "0", args.top_k, advice)
+        refuse("top_k", "0", args.top_k, TRUNCATED)
     if args.min_p:
-        refuse("min_p", "None", args.min_p, advice)
+        refuse("min_p", "None", args.min_p, TRUNCATED)
     if args.repetition_penalty != 1.0:
-        refuse(
-            "repetition_penalty", "1.0", args.repetition_penalty, "π knows nothing of the penalty that μ sampled with."
-        )
+        refuse("repetition_penalty", "1.0", args.repetition_penalty, PENALISED)
     if getattr(args, "vllm_structured_outputs_regex", None) is not None:
-        refuse("vllm_structured_outputs_regex", "None", args.vllm_structured_outputs_regex, advice)
+        refuse("vllm_structured_outputs_regex", "None", args.vllm_structured_outputs_regex, TRUNCATED)
     given = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     for key in given:
         if key not in _HARMLESS_GENERATION_KEYS:

@@ -4,18 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from trustrl.config.axes import Needs, Region
+from trustrl.engines.settings import PENALISED, TRUNCATED, refuse
 from trustrl.engines.verl.losses import REDUCTIONS
 from trustrl.engines.verl.region import region_of
-from trustrl.errors import ConfigError
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _BOUNDS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 _TEMPERATURES = {"tau_pos": 1.0, "tau_neg": 1.05}
-
-
-def refuse(setting: str, rule: str, got: Any, advice: str) -> None:
-    """Raises the one form of error this file has."""
-    raise ConfigError(f"{setting} must be {rule} with a region, got {got!r}. {advice}")
 
 
 def check_settings(config: Mapping[str, Any]) -> Region:
@@ -114,12 +109,11 @@ def _check_proximal(config: Any, region: Region) -> None:
 
 
 def _check_sampling(config: Any) -> None:
-    advice = "μ would be renormalised over the kept words and π not: sample from the whole vocabulary."
     top_p, top_k = _at(config, f"{ROLLOUT}.top_p", 1.0), _at(config, f"{ROLLOUT}.top_k", -1)
     if top_p < 1.0:
-        refuse(f"{ROLLOUT}.top_p", "1.0", top_p, advice)
+        refuse(f"{ROLLOUT}.top_p", "1.0", top_p, TRUNCATED)
     if top_k > 0:
-        refuse(f"{ROLLOUT}.top_k", "-1", top_k, advice)
+        refuse(f"{ROLLOUT}.top_k", "-1", top_k, TRUNCATED)
     penalty = _at(config, f"{ROLLOUT}.repetition_penalty", 1.0)
     if penalty != 1.0:
-        refuse(f"{ROLLOUT}.repetition_penalty", "1.0", penalty, "π knows nothing of the penalty that μ sampled with.")
+        refuse(f"{ROLLOUT}.repetition_penalty", "1.0", penalty, PENALISED)
