@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 import trustrl
+from engines.rendezvous import own_environment
 
 HERE = Path(__file__).parent
 
@@ -20,14 +21,11 @@ HERE = Path(__file__).parent
 def train(folder, region, **options):
     """(rollouts, steps, stderr) of one run in a process of its own."""
     options = {"tied": True, "dtype": "float32", **options, "region": trustrl.config_to_dict(region)}
-    # An engine in this process has left its rendezvous here; the run makes its own.
-    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    inherited = {name: value for name, value in os.environ.items() if name not in own}
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(HERE / "region_run.py"), str(folder), json.dumps(options)],
         capture_output=True, text=True, timeout=300,
-        env={**inherited, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        env=own_environment(PYTHONPATH=paths, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"),
     )  # fmt: skip
 
     def found(word):

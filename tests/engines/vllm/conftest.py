@@ -25,9 +25,11 @@ def samplers(tmp_path_factory):
     from transformers import AutoModelForCausalLM
     from trl.generation.vllm_generation import VLLMGeneration
 
+    from engines.rendezvous import free_port
     from engines.vllm.tiny import LONGEST, save_model
     from trustrl.engines.vllm import cpu_options, extra_llm_options
 
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     accelerator = Accelerator(cpu=True)
     built = {}
 

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from engines.rendezvous import own_environment
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT
 
 
 def test_two_steps_of_trl_stay_on_policy(tmp_path):
     """In a process of its own: TRL sets the process group up, and `set_cpu_environment` must come before vllm."""
-    environment = {name: value for name, value in os.environ.items() if name not in CPU_ENVIRONMENT}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    environment = own_environment(without=CPU_ENVIRONMENT, PYTHONPATH=os.pathsep.join(sys.path))
     script = Path(__file__).with_name("grpo_run.py")
     run = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=180

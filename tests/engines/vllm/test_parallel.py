@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from engines.rendezvous import own_environment
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT
 
 
 def test_every_rank_gets_the_scores_of_its_own_sequences(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name not in CPU_ENVIRONMENT}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "true"}
+    paths = os.pathsep.join(sys.path)
+    environment = own_environment(without=CPU_ENVIRONMENT, PYTHONPATH=paths, ACCELERATE_USE_CPU="true")
     script = Path(__file__).with_name("parallel_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, tmp_path]
     run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=180)
