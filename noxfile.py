@@ -3,6 +3,8 @@
 torch is installed alone and first: a plain `torch` would pull gigabytes of CUDA packages on a machine without a GPU.
 """
 
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2026.1"
@@ -105,8 +107,11 @@ def trl_vllm(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def verl(session: nox.Session) -> None:
-    """Regions as verl's policy losses, at the newest and the oldest verl we support."""
+    """Regions in verl: its workers, `main_ppo` on Ray; the losses also at the oldest verl we support."""
     install_engine(session, "verl")
+    vllm = Path(session.virtualenv.location).parent / "trl_vllm" / "bin" / "python"
+    if vllm.exists():  # vLLM needs another transformers than verl: its server runs in the environment made before
+        session.env["TRUSTRL_VLLM_PYTHON"] = str(vllm)
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
     session.run("pytest", "-n", "2", "tests/engines/verl", guide, *session.posargs)
     oldest = other_release(session, "verl", "0.9.0")

@@ -17,8 +17,8 @@ from trl import GRPOTrainer
 import trustrl
 from trustrl import DPPO, PPO, TROLL, ConfigError, EngineError, FullTV, MissingDataError
 from trustrl.engines import seam
+from trustrl.engines.forward import VocabularyForward, at_completions, refuse_adapted_head
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, invariants, sampler, trainer as engine
-from trustrl.engines.trl.forward import VocabularyForward, Wanted, refuse_adapted_head
 from trustrl.engines.trl.watching import WatchedModel
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
@@ -193,10 +193,10 @@ def test_weights_that_zero_3_takes_apart_are_refused_where_our_own_output_layer_
 
 def test_exact_divergences_need_the_rollout_weights_head():
     model = world.tiny_model()
-    forward = VocabularyForward(model, temperature=1.0, float32_head=False)
+    forward = VocabularyForward(model, float32_head=False)
     inputs = world.sequences()
-    wanted = Wanted(world.COMPLETION, anchor_hidden=torch.zeros(6, world.COMPLETION, 64))
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    wanted = at_completions(ids, world.COMPLETION, anchor_hidden=torch.zeros(6, world.COMPLETION, 64))
     call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": wanted}
     with pytest.raises(EngineError, match="head must be remembered"):
         model(**call)

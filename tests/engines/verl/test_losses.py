@@ -22,16 +22,14 @@ from trustrl import ConfigError, DuplicateNameError, EngineError, UnknownNameErr
 from trustrl.engines import verl as engine
 from trustrl.engines.verl import losses
 
-PRESETS = {
-    "cispo", "dppo-binary-kl", "dppo-binary-tv", "drpo", "gspo", "ipo", "kpop", "pg-is", "ppo", "sapo", "spo",
-    "trm-sampled",
-}  # fmt: skip
+NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
+SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full or len(its.anchors) > 1)]
 
 # ── registration ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_region_on_sampled_tokens_is_registered_and_no_other():
-    assert set(engine.registered()) == {"trustrl", *(f"trustrl-{name}" for name in PRESETS)}
+def test_every_preset_is_registered():
+    assert set(engine.registered()) == {"trustrl", *(f"trustrl-{name}" for name in trustrl.presets())}
     assert {name for name in core_algos.POLICY_LOSS_REGISTRY if name.startswith("trustrl")} == set(engine.registered())
 
 
@@ -141,19 +139,31 @@ def test_a_region_can_be_described_in_full():
         pytest.param("trustrl-dpo-binary-tv", None, ConfigError, "Did you mean 'trustrl-dppo-binary-tv'", id="misspelt preset"),
         pytest.param("vanilla", None, ConfigError, "must be a region's name", id="verl's own"),
         pytest.param("ppo", None, ConfigError, "Did you mean 'trustrl-ppo'", id="without our prefix"),
-        pytest.param("trustrl-dppo-topk-tv", None, ConfigError, "20 most probable words", id="top-k"),
-        pytest.param("trustrl-troll", None, ConfigError, "projection", id="projection"),
-        pytest.param("trustrl-dppo-full-kl", None, ConfigError, "whole vocabulary", id="exact"),
-        pytest.param("trustrl-minirl", None, ConfigError, "behavior and proximal", id="two anchors"),
-        pytest.param(
-            "trustrl-ppo", {"anchor": "proximal", "correction": {"kind": "tis"}}, ConfigError, "rollout_is", id="a correction"
-        ),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused_in_a_sentence(loss_mode, given, error, says):
     with pytest.raises(error) as raised:
         region(loss_mode, given)
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("loss_mode", "given", "says"),
+    [
+        ("trustrl-dppo-topk-tv", None, "the 20 most probable ids"),
+        ("trustrl-troll", None, "the 64 most probable ids"),
+        ("trustrl-dppo-full-kl", None, "the whole vocabulary"),
+        ("trustrl-minirl", None, "the log-probs of sampler and trainer"),
+        ("trustrl-ppo", {"anchor": "proximal", "correction": {"kind": "tis"}}, "the log-probs of sampler and trainer"),
+    ],
+)
+def test_what_the_registry_alone_cannot_feed_is_refused_in_a_sentence(loss_mode, given, says):
+    """verl hands a policy loss one anchor at the sampled token; trustrl's worker knows the rest."""
+    config = world.actor(loss_mode, policy_loss={"region": given} if given else {})
+    with pytest.raises(ConfigError) as raised:
+        world.result(config, world.batch())
+    assert says in str(raised.value)
+    assert "VERL_USE_EXTERNAL_MODULES=trustrl.engines.verl" in str(raised.value)
 
 
 def test_settings_arrive_from_verls_command_line():
@@ -216,7 +226,7 @@ def test_a_micro_batch_without_tokens_has_no_gradient_and_the_same_metrics(mode,
     assert all(value == 0 for value in empty.metrics.values())
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", SAMPLED)
 def test_every_preset_runs_and_reports_what_may_be_averaged(name):
     mode = "seq-mean-token-mean" if name == "gspo" else "token-mean"
     found = world.result(world.actor(f"trustrl-{name}"), world.batch(noise=0.3), mode=mode)

@@ -17,10 +17,12 @@ from omegaconf import OmegaConf
 import trustrl
 from trustrl import ConfigError
 from trustrl.engines.verl import check_settings
+from trustrl.engines.verl.settings import fill_in
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 OURS = f"{POLICY_LOSS}._target_=trustrl.engines.verl.RegionLossConfig"
-RIGHT = [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-binary-tv", "algorithm.rollout_correction.bypass_mode=True"]
+RIGHT = [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-binary-tv"]
+BYPASS = "algorithm.rollout_correction.bypass_mode=True"
 PROXIMAL = [OURS, f"{POLICY_LOSS}.loss_mode=trustrl-ppo", f"+{POLICY_LOSS}.region.anchor=proximal"]
 
 
@@ -39,9 +41,11 @@ def configuration(*overrides):
     return config
 
 
+@pytest.mark.parametrize("more", [[], [BYPASS]], ids=["recomputed", "bypassed"])
 @pytest.mark.parametrize("plain", [False, True], ids=["OmegaConf", "a dictionary"])
-def test_two_settings_are_all_that_a_region_needs(plain):
-    config = configuration(*RIGHT)
+def test_one_setting_is_all_that_a_region_needs(plain, more):
+    """The worker takes μ from the sampler's own record, whichever policy verl calls old."""
+    config = configuration(*RIGHT, *more)
     assert check_settings(OmegaConf.to_container(config) if plain else config) == trustrl.preset("dppo-binary-tv")
 
 
@@ -57,14 +61,13 @@ def test_gspo_takes_its_own_average():
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 
+TOPK = [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv"]
+RECORDED = [*TOPK, f"{ROLLOUT}.agent.default_agent_loop=trustrl_single_turn_agent"]
+
 # name: (overrides, what the message must say)
 REFUSED = {
     "verl's own loss": ([f"{POLICY_LOSS}.loss_mode=vanilla"], ["loss_mode must be a region's name", "'vanilla'"]),
     "the old trainer": ([*RIGHT, "trainer.use_v1=False"], ["trainer.use_v1 must be True", "replaces loss_mode"]),
-    "the recomputed policy as the sampler": (RIGHT[:1], [f"{CORRECTION}.bypass_mode must be True", "anchor=proximal"]),
-    "the sampler as the recomputed policy": (
-        [*PROXIMAL, *RIGHT[1:]], [f"{CORRECTION}.bypass_mode must be False", "anchor=behavior"]
-    ),
     "no recorded log-probs": (
         [*RIGHT, f"{ROLLOUT}.calculate_log_probs=False"], [f"{ROLLOUT}.calculate_log_probs must be True"]
     ),
@@ -72,7 +75,7 @@ REFUSED = {
         [*RIGHT, f"{CORRECTION}.rollout_is=token"], [f"{CORRECTION}.rollout_is must be null", "'token'", "π'/μ"]
     ),
     "rejection that nobody applies": (
-        [*RIGHT, f"{CORRECTION}.rollout_rs=token_k1"], [f"{CORRECTION}.rollout_rs must be null", "nothing would be rejected"]
+        [*RIGHT, BYPASS, f"{CORRECTION}.rollout_rs=token_k1"], [f"{CORRECTION}.rollout_rs must be null", "nothing would be rejected"]
     ),
     "raw log-probs": (
         [*RIGHT, f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
@@ -89,9 +92,31 @@ REFUSED = {
     "gspo averaged over tokens": (
         [*RIGHT, f"{POLICY_LOSS}.loss_mode=trustrl-gspo"], [f"{ACTOR}.loss_agg_mode must be seq-mean-token-mean", "token-mean"]
     ),
-    "top-k divergences": ([*RIGHT, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv"], ["20 most probable words"]),
-    "a projection": ([*RIGHT, f"{POLICY_LOSS}.loss_mode=trustrl-troll"], ["64 most probable words", "projection"]),
-    "two anchors": ([*RIGHT, f"{POLICY_LOSS}.loss_mode=trustrl-minirl"], ["one anchor", "behavior and proximal"]),
+    "a loop that does not record": (
+        TOPK, [f"{ROLLOUT}.agent.default_agent_loop must be trustrl_single_turn_agent", "20 most probable ids", "proximal"]
+    ),
+    "a tool loop that does not record": (
+        [*TOPK, f"{ROLLOUT}.agent.default_agent_loop=tool_agent"], ["must be trustrl_tool_agent"]
+    ),
+    "no room to score": ([*RECORDED, f"{ROLLOUT}.max_model_len=1024"], [f"{ROLLOUT}.max_model_len must be at least 1025"]),
+    "fewer ids than the region needs": (
+        [*RECORDED, f"{ROLLOUT}.name=vllm", f"{POLICY_LOSS}.loss_mode=trustrl-troll", OURS, f"+{POLICY_LOSS}.region.anchor=behavior"],
+        [f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs must be at least 64", "got 20"],
+    ),
+    "megatron": ([*RECORDED, f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy must be fsdp2 or fsdp", "not built"]),
+    "sequence parallelism": (
+        [*RECORDED, f"{ACTOR}.ulysses_sequence_parallel_size=2"], ["ulysses_sequence_parallel_size must be 1", "got 2"]
+    ),
+    "another fused pass": (
+        [*RECORDED, "actor_rollout_ref.model.use_fused_kernels=True"], ["use_fused_kernels must be False"]
+    ),
+    "distillation": ([*RECORDED, "distillation.enabled=True"], ["distillation.enabled must be False"]),
+    "the sampler's whole vocabulary": (
+        [*RIGHT, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-full-tv"], ["region.anchor must be proximal", "whole distribution"]
+    ),
+    "an exact divergence under FSDP1": (
+        [*PROXIMAL, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-full-tv"], [f"{ACTOR}.strategy must be fsdp2", "'fsdp'"]
+    ),
 }  # fmt: skip
 
 
@@ -105,16 +130,31 @@ def test_what_does_not_go_with_a_region_is_refused_in_a_sentence(name):
     assert str(refused.value).endswith(".")
 
 
+def test_what_a_top_k_needs_is_filled_in_where_nobody_chose():
+    config = configuration(*TOPK, f"{ROLLOUT}.name=vllm")
+    assert fill_in(config) == {f"{ROLLOUT}.agent.default_agent_loop": "trustrl_single_turn_agent"}
+    assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "trustrl_single_turn_agent"
+    assert check_settings(config) == trustrl.preset("dppo-topk-tv")
+    assert fill_in(config) == {}
+    wide = configuration(*TOPK, OURS, f"+{POLICY_LOSS}.region.divergence.k=32", f"{ROLLOUT}.name=vllm")
+    assert fill_in(wide)[f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"] == 32
+    assert check_settings(wide).divergence.k == 32
+    assert fill_in(configuration(*RIGHT)) == {}
+    mine = configuration(*TOPK, f"{ROLLOUT}.agent.default_agent_loop=mine")
+    assert fill_in(mine) == {}
+    assert fill_in(configuration(*PROXIMAL, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv")) == {}
+
+
 # ── the launcher: verl's main_ppo, after these checks ───────────────────────────────────────────────────────────────
 
 
 def test_the_launcher_refuses_before_anything_starts(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "trustrl.engines.verl", f"hydra.run.dir={tmp_path}", RIGHT[0]],
+        [sys.executable, "-m", "trustrl.engines.verl", f"hydra.run.dir={tmp_path}", *RIGHT, f"{ROLLOUT}.top_p=0.9"],
         env=dict(os.environ), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 1
-    assert f"{CORRECTION}.bypass_mode must be True" in run.stderr
+    assert f"{ROLLOUT}.top_p must be 1.0" in run.stderr
     assert "ray init" not in run.stdout
 
 

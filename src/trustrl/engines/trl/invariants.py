@@ -7,13 +7,10 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from trustrl.config.statistics import Anchor
+from trustrl.engines import invariants
 from trustrl.engines.trl.settings import Behavior
 from trustrl.errors import EngineError, TrustRLWarning
 from trustrl.records import PolicyTokens, RolloutTokens
-
-LARGEST_GAP = {"trainer": 0.02, "sampler": 0.15}
-"""Mean |log π − log b| in nats that the same weights may differ by: one network run twice in bf16, or two
-implementations of it (.04 is usual for a bf16 sampler)."""
 
 
 def ratio_is_one(policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, behavior: Behavior) -> None:
@@ -25,19 +22,9 @@ def ratio_is_one(policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, b
     logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
     if logp is None or rollout.version is None:
         return
-    same = rollout.in_loss & (rollout.version == policy.version) & logp.isfinite() & policy.logp.detach().isfinite()
-    if not same.any():
-        return
-    gap = (policy.logp.detach() - logp)[same].abs()
     recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
-    if not gap.mean() <= LARGEST_GAP[recorded_by]:
-        raise EngineError(
-            "The ratio π/b must be 1 before the first step, got a mean |log π − log b| of "
-            f"{gap.mean().item():.3g} nats (largest {gap.max().item():.3g}) against the {recorded_by}'s log-probs at "
-            "the same weights. Usual causes: weights that did not reach the sampler, a tied output layer that stayed "
-            "behind, raw instead of processed log-probs, another temperature, dropout. startup_checks=False trains all "
-            "the same."
-        )
+    at = rollout.in_loss & (rollout.version == policy.version)
+    invariants.ratio_is_one(policy.logp, logp, at, recorded_by, "startup_checks=False")
 
 
 def micro_batches_add_up(loss_type: str, weight: float, filled: float) -> None:

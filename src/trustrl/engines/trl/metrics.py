@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trustrl.config.statistics import Anchor
 from trustrl.diagnostics import Sums, rates
+from trustrl.engines.ranks import over_ranks, share_of_one_rank
 from trustrl.engines.trl import invariants
 from trustrl.objective import LossOutput
 from trustrl.records import PolicyTokens, RolloutTokens
@@ -34,8 +35,7 @@ class StepMetrics:
             if name.startswith(CLIP) and values:
                 values.pop()  # made by TRL from the watched advantages
         ranks, anchor = trainer.accelerator.num_processes, trainer._needs.anchor
-        added = _for_one_rank(out.sums, ranks) + _extremes(out, policy, rollout, anchor)
-        added.added["loss_weight"] = weights.sum(dtype=torch.float64) / ranks
+        added = share_of_one_rank(out.sums, weights, ranks) + _extremes(out, policy, rollout, anchor)
         added.added["rows_with_tokens"] = rollout.in_loss.any(-1).double().mean() / ranks
         added.added["micro_batches"] = weights.new_ones(()).double() / ranks
         before = self._sums.get(mode)
@@ -46,7 +46,7 @@ class StepMetrics:
             own = out.terms["policy"].float() * (1 if trainer.loss_type == "dapo" else accumulated)
             trainer._metrics[mode]["policy_loss"][-1] += trainer.accelerator.gather(own).nanmean().item()
         if trainer.accelerator.sync_gradients:
-            total = _over_ranks(self._sums.pop(mode), ranks)
+            total = over_ranks(self._sums.pop(mode))
             if self._first_step and mode == "train" and total.added["tokens"] > 0:
                 filled = total.added["rows_with_tokens"] / total.added["micro_batches"]
                 invariants.micro_batches_add_up(
@@ -55,12 +55,6 @@ class StepMetrics:
                 self._first_step = False
             for name, value in {**rates(total), **_under_their_names(total)}.items():
                 trainer._metrics[mode][name].append(value)
-
-
-def _for_one_rank(sums: Sums, ranks: int) -> Sums:
-    """Loss terms as this rank's share: ranks' losses average, counts add."""
-    added = {name: x / ranks if name.startswith("loss/") else x for name, x in sums.added.items()}
-    return Sums(added, dict(sums.highest))
 
 
 def _extremes(out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor) -> Sums:
@@ -80,15 +74,6 @@ def _extremes(out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, anc
 
 def _highest(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), -torch.inf, x).amax()
-
-
-def _over_ranks(sums: Sums, ranks: int) -> Sums:
-    if ranks == 1:
-        return sums
-    added, highest = sums.flat()
-    torch.distributed.all_reduce(added)
-    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX)
-    return sums.unflat(added, highest)
 
 
 def _under_their_names(sums: Sums) -> dict[str, float]:

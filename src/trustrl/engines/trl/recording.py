@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trustrl.config.axes import Needs
 from trustrl.config.statistics import Anchor
-from trustrl.engines.trl.forward import KEYWORD, Wanted
+from trustrl.engines.forward import KEYWORD, at_completions
 from trustrl.engines.trl.settings import Behavior
 from trustrl.errors import MissingDataError
 from trustrl.records import RolloutTokens, TopK
@@ -45,8 +45,17 @@ def sources(needs: Needs, behavior: Behavior, *, mismatch: bool) -> tuple[frozen
 class Recorder:
     """Adds to each rollout what one region needs and TRL does not record."""
 
-    def __init__(self, needs: Needs, behavior: Behavior, *, mismatch: bool, score: ScoreWithSampler | None) -> None:
+    def __init__(
+        self,
+        needs: Needs,
+        behavior: Behavior,
+        *,
+        mismatch: bool,
+        temperature: float,
+        score: ScoreWithSampler | None,
+    ) -> None:
         self.needs = needs
+        self._temperature = temperature
         self.behavior: Behavior = behavior
         self.anchors, self.distribution_from = sources(needs, behavior, mismatch=mismatch)
         self._score = score
@@ -93,14 +102,16 @@ class Recorder:
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
-        more = {}
-        if self.distribution_from == "trainer":
-            more[KEYWORD] = Wanted(length, top_k=self.needs.topk, hidden=self.needs.full)
         parts: list[dict[str, Tensor]] = []
         for start in range(0, len(input_ids), rows):
             ids, mask = input_ids[start : start + rows], attention_mask[start : start + rows]
             labels = ids.masked_fill(mask == 0, IGNORED)
             labels[:, :-length] = IGNORED
+            more = {}
+            if self.distribution_from == "trainer":
+                more[KEYWORD] = at_completions(
+                    labels, length, temperature=self._temperature, top_k=self.needs.topk, hidden=self.needs.full
+                )
             with autocast():
                 out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **more)
             part = {"logp": out.log_probs[:, -length:]}

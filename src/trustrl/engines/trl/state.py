@@ -1,14 +1,12 @@
 """The region in TRL's checkpoints: what a run was trained with is known when it is resumed."""
 
-import json
-import warnings
 from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_to_dict
-from trustrl.errors import TrustRLWarning
+from trustrl.engines.checkpoints import say_if_changed
 
 KEY = "trustrl_region"
 """Where `trainer_state.json` holds the region, under `stateful_callbacks`."""
@@ -17,8 +15,7 @@ KEY = "trustrl_region"
 class RegionState(TrainerCallback):
     """Writes the region into `trainer_state.json` and compares it on resume.
 
-    Regions hold nothing else between steps, and the versions of rollouts are TRL's own step numbers, so a resumed run
-    goes on as it would have. A region that changed in between is legal and said aloud.
+    The versions of rollouts are TRL's own step numbers, so nothing else is kept.
 
     Not one of transformers' exportable states: those it restores from a checkpoint if asked to, so that the
     checkpoint's region would be compared with itself, and it cannot save one that the checkpoint did not have.
@@ -31,10 +28,4 @@ class RegionState(TrainerCallback):
         """Compares with the checkpoint's, if there is one."""
         before = state.stateful_callbacks.get(KEY)
         state.stateful_callbacks[KEY] = self.settings
-        if before is not None and before != self.settings:
-            warnings.warn(
-                f"The checkpoint at step {state.global_step} was trained with the region {json.dumps(before)}; it "
-                f"goes on with {json.dumps(self.settings)}.",
-                TrustRLWarning,
-                stacklevel=2,
-            )
+        say_if_changed(before, self.settings, state.global_step)

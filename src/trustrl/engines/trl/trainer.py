@@ -8,6 +8,8 @@ Borrowed: everything else. TRL runs its own loss, with the advantages set to 0 a
           scaling for accumulation and ranks, and its other terms stay TRL's, in every release
 """
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +19,9 @@ from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.engines import seam
+from trustrl.engines.forward import VocabularyForward, Wanted, at_completions, refuse_adapted_head
 from trustrl.engines.settings import refuse
 from trustrl.engines.trl import invariants, metrics, sampler
-from trustrl.engines.trl.forward import VocabularyForward, Wanted, refuse_adapted_head
 from trustrl.engines.trl.recording import Recorder, rollout_tokens, sources
 from trustrl.engines.trl.settings import REDUCTIONS, Behavior, check_settings
 from trustrl.engines.trl.state import RegionState
@@ -90,11 +92,11 @@ class TrustRegionMixin(_Trainer):
         _check_model(self, base, needs_vocabulary=bool(self._needs.topk or self._needs.full))
         self._vocabulary = None
         if self._needs.topk or self._needs.full:
-            self._vocabulary = VocabularyForward(
-                base, temperature=self.temperature, float32_head=self.args.cast_lm_head_to_fp32
-            )
+            self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         score = sampler.prepare(self, rescoring=rescoring)
-        self._recorder = Recorder(self._needs, behavior, mismatch=measure_mismatch, score=score)
+        self._recorder = Recorder(
+            self._needs, behavior, mismatch=measure_mismatch, temperature=self.temperature, score=score
+        )
         self._sampling = Sampling(logprobs="processed", temperature=self.temperature, engine="TRL")
         self._region_metrics = metrics.StepMetrics(startup_checks=startup_checks)
         self._first_loss = startup_checks
@@ -166,11 +168,13 @@ class TrustRegionMixin(_Trainer):
             weights = torch.where(in_loss, weights / ((ratio + clipped) / 2), 0.0)
         return others, weights
 
-    def _wanted(self, inputs: dict[str, Any]) -> Wanted | None:
+    def _wanted(self, inputs: dict[str, Any]) -> Callable[[Tensor], Wanted] | None:
         if self._vocabulary is None:
             return None
-        return Wanted(
-            inputs["completion_ids"].shape[1],
+        return functools.partial(
+            at_completions,
+            length=inputs["completion_ids"].shape[1],
+            temperature=self.temperature,
             gather_ids=inputs["trustrl_topk_ids"] if self._needs.topk else None,
             top_k=self._needs.topk if self._needs.own_topk == "fill" else 0,
             entropy_gradient=bool(getattr(self, "_entropy_bonus_enabled", False)),

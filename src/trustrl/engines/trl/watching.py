@@ -1,19 +1,20 @@
 """A stand-in for the model that TRL's loss calls, so that its one forward pass serves the region as well."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
-from trustrl.engines.trl.forward import KEYWORD, Wanted
+from trustrl.engines.forward import KEYWORD, Wanted, gather_head
 from trustrl.errors import EngineError
 
 
 class WatchedModel:
-    """Calls the model as TRL asks, adds the region's wishes, and keeps what came out."""
+    """Calls the model as TRL asks, adds the region's wishes (made from TRL's labels), and keeps what came out."""
 
-    def __init__(self, model: Any, wanted: Wanted | None) -> None:
+    def __init__(self, model: Any, wanted: Callable[[Tensor], Wanted] | None) -> None:
         self._model = model
         self._wanted = wanted
         self._grad = torch.is_grad_enabled()
@@ -34,8 +35,8 @@ class WatchedModel:
                 f"{sorted(kwargs)}. Install a TRL version listed in trustrl's documentation."
             )
         if self._wanted is not None:
-            kwargs[KEYWORD] = self._wanted
-        _gather_head(self._model)
+            kwargs[KEYWORD] = self._wanted(kwargs["labels"])
+        gather_head(self._model)
         # The caller turns gradients on to read TRL's reduction, also in evaluation; the model must not notice.
         with torch.set_grad_enabled(self._grad):
             out = self._model(*args, **kwargs)
@@ -57,16 +58,3 @@ class WatchedModel:
                 "Install a TRL version listed in trustrl's documentation."
             )
         return self.outputs[0]
-
-
-def _gather_head(model: Any) -> None:
-    """Gathers an output layer that FSDP2 holds apart from the rest of the model.
-
-    FSDP2 would do so when the layer is called, and nobody calls it: TRL and trustrl read its weight. Gathered any other
-    way, its gradient would be each rank's own instead of the mean over ranks. A group that is gathered anyway does not
-    notice.
-    """
-    wrapped: Any = model if isinstance(model, FSDPModule) else None
-    head = None if wrapped is None else wrapped.get_output_embeddings()
-    if isinstance(head, FSDPModule):
-        head.unshard()

@@ -8,7 +8,9 @@ lets their errors through. (Its entry points do not: a plugin that fails there i
 from trustrl.engines.verl.losses import register as register, registered as registered
 from trustrl.engines.verl.region import RegionLossConfig as RegionLossConfig, region_of as region_of
 from trustrl.engines.verl.settings import check_settings as check_settings
+from trustrl.engines.verl.worker import RegionWorker as RegionWorker, install as install
 
 __all__ = ["RegionLossConfig", "check_settings", "region_of", "register", "registered"]
 
 register()
+install()

@@ -1,12 +1,13 @@
 """`python -m trustrl.engines.verl ...`: verl's `main_ppo`, its own arguments, after a look at its settings."""
 
 import os
+import sys
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
 
-from trustrl.engines.verl.settings import check_settings
+from trustrl.engines.verl.settings import check_settings, fill_in
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
 MODULE = "trustrl.engines.verl"
@@ -19,6 +20,8 @@ def main(config: DictConfig) -> None:
     Raises:
         ConfigError: before Ray is started; see `check_settings`.
     """
+    for path, value in fill_in(config).items():
+        print(f"trustrl: {path}={value}, which the region needs", file=sys.stderr)
     check_settings(config)
     modules = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
     if MODULE not in modules:

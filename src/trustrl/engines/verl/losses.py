@@ -21,8 +21,9 @@ from trustrl.config.terms import (
     TokenWeights,
 )
 from trustrl.engines import seam
-from trustrl.engines.verl.metrics import reported
-from trustrl.engines.verl.region import names, region_of
+from trustrl.engines.verl import feed
+from trustrl.engines.verl.metrics import averages, under_their_names
+from trustrl.engines.verl.region import names, refuse_more_than_sampled_tokens, region_of
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 from trustrl.objective import policy_loss
 from trustrl.records import PolicyTokens, RolloutTokens
@@ -65,7 +66,8 @@ class RegionLoss:
         """The loss of one micro-batch.
 
         Args:
-            old_log_prob: The anchor's log-probs: μ's in bypass mode, π' otherwise.
+            old_log_prob: The anchor's log-probs: μ's in bypass mode, π' otherwise. Not read where a worker of ours
+                knows both.
             log_prob: The policy's, with gradient.
             advantages: One for each token.
             response_mask: Tokens in the loss.
@@ -78,30 +80,36 @@ class RegionLoss:
         """
         if config is None:
             raise ConfigError(f"config must be verl's ActorConfig with {self.loss_mode}, got None.")
-        region = region_of(self.loss_mode, config.policy_loss)
-        anchor = region.needs().anchor
+        fed = feed.current()
+        region = region_of(self.loss_mode, config.policy_loss) if fed is None else fed.region
+        needs = region.needs()
         weights = token_weights(response_mask, loss_agg_mode, config.global_batch_info)
         if rollout_is_weights is not None:
-            if anchor == "behavior":
+            if "behavior" in needs.anchors:
                 raise ConfigError(
                     f"rollout_is_weights must be None with {region.kind} anchored on the sampler, got a tensor: its "
                     "ratio already contains π'/μ and verl would multiply with it once more. Set "
-                    "algorithm.rollout_correction.rollout_is=null and bypass_mode=True, or region.anchor=proximal."
+                    "algorithm.rollout_correction.rollout_is=null, or region.anchor=proximal."
                 )
             weights = weights * rollout_is_weights
+        if fed is None:
+            refuse_more_than_sampled_tokens(region)
+        anchors = {f"{needs.anchor}_logp": old_log_prob} if fed is None else fed.anchors
+        policy = PolicyTokens(logp=log_prob, **fed.policy if fed else {})
+        rollout = RolloutTokens(
+            advantage=advantages, in_loss=response_mask.bool(), **anchors, **fed.rollout if fed else {}
+        )
         out = policy_loss(
-            PolicyTokens(logp=log_prob),
-            RolloutTokens(
-                advantage=advantages,
-                in_loss=response_mask.bool(),
-                behavior_logp=old_log_prob if anchor == "behavior" else None,
-                proximal_logp=old_log_prob if anchor == "proximal" else None,
-            ),
+            policy,
+            rollout,
             region,
             reduction=TokenWeights(weights, like=REDUCTIONS.get(loss_agg_mode)),
             on_nonfinite=config.policy_loss.get("on_nonfinite", "drop"),
         )
-        return out.loss, reported(out.sums)
+        if fed is None:
+            return out.loss, averages(out.sums) | under_their_names(out.sums)
+        fed.take(out, policy, rollout, weights)
+        return out.loss, under_their_names(out.sums)
 
 
 def token_weights(response_mask: Tensor, loss_agg_mode: str, global_batch_info: dict[str, Any]) -> Tensor:
@@ -116,7 +124,7 @@ def token_weights(response_mask: Tensor, loss_agg_mode: str, global_batch_info: 
 
 
 def register() -> None:
-    """Registers every preset that is decided by the sampled token, and `trustrl` for one described in full.
+    """Registers every preset, and `trustrl` for a region described in full.
 
     Raises:
         EngineError: verl is too old, or calls or averages its losses in a way this adapter was not written for.

@@ -1,12 +1,17 @@
-"""The region's metrics as verl's policy losses report theirs: one float a name and micro-batch.
+"""The region's metrics in verl's log.
 
-verl averages them over micro-batches and ranks, whatever they are, and stops with an error at a name that only some
-micro-batches have. So only numbers that may be averaged are here, always all of them.
+A worker of ours adds up sums over a training step's micro-batches, updates and ranks, and reports their rates. Where
+verl calls the loss without one, it averages one float a name over micro-batches and ranks, whatever it is, and stops
+with an error at a name that only some micro-batches have: then only numbers that may be averaged are reported, always
+all of them.
 """
+
+from typing import Any
 
 import torch
 
 from trustrl.diagnostics import Sums, rates
+from trustrl.engines.ranks import over_ranks
 from trustrl.metrics import METRICS
 
 AVERAGES = {
@@ -18,21 +23,47 @@ AVERAGES = {
 """No maxima, minima and quantiles: verl's average of them over micro-batches would be none of a step's."""
 
 
-def reported(sums: Sums) -> dict[str, float]:
-    """Our averages under our names, and what the region did under verl's. Where there was no token, 0 as in verl."""
+def averages(sums: Sums) -> dict[str, float]:
+    """Of one micro-batch; where there was no token, 0 as in verl."""
     found = rates(sums)
     names = [
         f"trustrl/{metric.name}"
         for metric in METRICS
         if metric.name in AVERAGES and all(part in sums.added for part in metric.reads)
     ]
-    ours = {name: found.get(name, 0.0) for name in names}
+    return {name: found.get(name, 0.0) for name in names}
+
+
+def under_their_names(sums: Sums) -> dict[str, float]:
+    """What the region did, under the names of verl's own losses; where there was no token, 0 as in verl."""
     nothing = torch.zeros_like(sums.added["tokens"])
     stopped, capped = sums.added["stopped"], sums.added.get("extra/capped", nothing)
     shares = torch.stack([stopped, capped]) / sums.added["tokens"].clamp(min=1)
     clipped, capped_share = shares.tolist()
-    return ours | {
+    return {
         "actor/pg_clipfrac": clipped,
-        "actor/ppo_kl": found.get("trustrl/kl_k1", 0.0),
+        "actor/ppo_kl": rates(sums).get("trustrl/kl_k1", 0.0),
         "actor/pg_clipfrac_lower": capped_share,
     }
+
+
+class StepSums:
+    """One training step's sums on this rank."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self._sums: Sums | None = None
+
+    def add(self, sums: Sums) -> None:
+        """Takes in one micro-batch."""
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def report(self, group: Any) -> dict[str, float]:
+        """The rates over the step's tokens on all ranks; losses as the mean of the step's updates."""
+        if self._sums is None:  # a pipeline's stage without a loss; so are the other ranks of its group
+            return {}
+        total = over_ranks(self._sums, group)
+        for name in total.added:
+            if name.startswith("loss/") or name == "loss_weight":
+                total.added[name] /= max(self.updates, 1)
+        return rates(total) | under_their_names(total)

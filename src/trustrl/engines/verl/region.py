@@ -32,14 +32,13 @@ class RegionLossConfig(PolicyLossConfig):
     on_nonfinite: str = "drop"
     """See `trustrl.policy_loss`."""
 
+    startup_checks: bool = True
+    """Whether the ratio must be 1 before the first step."""
+
 
 def names() -> list[str]:
-    """Every `loss_mode` of ours: `trustrl`, and one for each preset that is decided by the sampled token."""
-    needs = {name: preset(name).needs() for name in presets()}
-    return [
-        PREFIX,
-        *(f"{PREFIX}-{name}" for name, its in needs.items() if not (its.topk or its.full or len(its.anchors) > 1)),
-    ]
+    """Every `loss_mode` of ours: `trustrl`, and one for each preset."""
+    return [PREFIX, *(f"{PREFIX}-{name}" for name in presets())]
 
 
 def region_of(loss_mode: str, policy_loss: Any) -> Region:
@@ -50,8 +49,7 @@ def region_of(loss_mode: str, policy_loss: Any) -> Region:
         policy_loss: A `PolicyLossConfig`, or the mapping it is made from.
 
     Raises:
-        ConfigError: it is none of ours, its settings do not fit the preset, or the region needs more than verl hands to
-            a policy loss.
+        ConfigError: it is none of ours, or its settings do not fit the preset.
         UnknownNameError: a `kind` nobody registered.
     """
     name = loss_mode.removeprefix(f"{PREFIX}-")
@@ -79,7 +77,6 @@ def region_of(loss_mode: str, policy_loss: Any) -> Region:
             region = config_from_dict(_laid_over(config_to_dict(region), given, "policy_loss.region", loss_mode))
     if not isinstance(region, Region):
         raise ConfigError(f"policy_loss.region must describe a region, got {region!r}.")
-    _refuse_more_than_sampled_tokens(region)
     return region
 
 
@@ -99,23 +96,27 @@ def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any], where: str, lo
     return merged
 
 
-def _refuse_more_than_sampled_tokens(region: Region) -> None:
-    """Refuses what verl's registry cannot feed: it hands a loss two log-probs of the sampled token and nothing else."""
+def is_ours(loss_mode: str) -> bool:
+    """Whether verl's `loss_mode` names a region."""
+    return loss_mode == PREFIX or loss_mode.startswith(f"{PREFIX}-")
+
+
+def refuse_more_than_sampled_tokens(region: Region) -> None:
+    """Refuses what verl's registry alone cannot feed: it hands a loss two log-probs of the sampled token.
+
+    Raises:
+        ConfigError: with what the region needs.
+    """
     needs = region.needs()
-    if needs.topk or needs.full:
-        what = f"the {needs.topk} most probable words" if needs.topk else "the whole vocabulary"
-        instead = (
-            "A projection has no form without them."
-            if needs.projects
-            else "Use a statistic of the sampled token: binary-tv, binary-kl, ratio, sampled-k2."
-        )
+    more = {
+        f"the {needs.topk} most probable ids": needs.topk,
+        "the whole vocabulary": needs.full,
+        "the log-probs of sampler and trainer": len(needs.anchors) > 1,
+    }
+    wanted = [what for what, needed in more.items() if needed]
+    if wanted:
         raise ConfigError(
-            f"region must be decided by the sampled token with verl's policy losses, got {region.kind}, which needs "
-            f"{what} at each position. {instead}"
-        )
-    if len(needs.anchors) > 1:
-        raise ConfigError(
-            f"region must need one anchor with verl's policy losses, got {region.kind} with "
-            f"{' and '.join(sorted(needs.anchors))}: verl hands a loss `old_log_prob` alone. For a correction of the "
-            "mismatch use a region with anchor='proximal' and verl's own algorithm.rollout_correction.rollout_is."
+            f"region must be decided by the sampled token and one anchor outside trustrl's workers, got {region.kind}, "
+            f"which needs {' and '.join(wanted)} at each position. Let verl's workers load {__package__} "
+            f"(VERL_USE_EXTERNAL_MODULES={__package__}), which makes {__package__}.worker.RegionWorker their actor."
         )

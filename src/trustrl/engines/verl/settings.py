@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from trustrl.config.axes import Needs, Region
 from trustrl.engines.settings import PENALISED, TRUNCATED, refuse
+from trustrl.engines.verl.agent_loop import RECORDING, sampled_topk
 from trustrl.engines.verl.losses import REDUCTIONS
 from trustrl.engines.verl.region import region_of
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _BOUNDS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 _TEMPERATURES = {"tau_pos": 1.0, "tau_neg": 1.05}
+VLLM_MAX_LOGPROBS = 20
+"""How many ids vLLM returns unless it is told otherwise."""
 
 
 def check_settings(config: Mapping[str, Any]) -> Region:
@@ -29,12 +34,33 @@ def check_settings(config: Mapping[str, Any]) -> Region:
     needs = region.needs()
     _check_trainer(config)
     _check_loss(config, region, needs)
-    if needs.anchor == "behavior":
+    if "behavior" in needs.anchors:
         _check_behavior(config, region)
-    else:
-        _check_proximal(config, region)
+    if needs.topk or needs.full:
+        _check_vocabulary(config, region, needs)
     _check_sampling(config)
     return region
+
+
+def fill_in(config: Any) -> dict[str, Any]:
+    """Settings that the region needs and the user left at verl's defaults: set, and returned for the record.
+
+    Args:
+        config: verl's whole configuration; changed in place.
+    """
+    k = sampled_topk(config)
+    if not k:
+        return {}
+    wanted: dict[str, Any] = {}
+    loop = _at(config, f"{ROLLOUT}.agent.default_agent_loop")
+    if loop in RECORDING:
+        wanted[f"{ROLLOUT}.agent.default_agent_loop"] = RECORDING[loop]
+    most = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
+    if _at(config, f"{ROLLOUT}.name") == "vllm" and _at(config, most) is None and k > VLLM_MAX_LOGPROBS:
+        wanted[most] = k
+    for path, value in wanted.items():
+        OmegaConf.update(config, path, value, force_add=True)
+    return wanted
 
 
 def _at(config: Any, path: str, default: Any = None) -> Any:
@@ -77,16 +103,10 @@ def _check_behavior(config: Any, region: Region) -> None:
             f"{region.kind} is anchored on the sampler: its ratio already contains π'/μ. "
             "A region with anchor=proximal may keep verl's correction.",
         )  # fmt: skip
-    if not _at(config, f"{CORRECTION}.bypass_mode", False):
-        refuse(
-            f"{CORRECTION}.bypass_mode", "True", False,
-            f"{region.kind} is anchored on what the sampler recorded, and only in bypass mode verl hands that to its "
-            "losses; otherwise it is the trainer's recomputed policy, which is region.anchor=proximal.",
-        )  # fmt: skip
     if not _at(config, f"{ROLLOUT}.calculate_log_probs", False):
         refuse(f"{ROLLOUT}.calculate_log_probs", "True", False, "Without it the sampler records no log-probs.")
     rejection = _at(config, f"{CORRECTION}.rollout_rs")
-    if rejection is not None:
+    if rejection is not None and _at(config, f"{CORRECTION}.bypass_mode", False):
         refuse(
             f"{CORRECTION}.rollout_rs", "null", rejection,
             "In bypass mode verl applies it in its own loss alone, so nothing would be rejected.",
@@ -99,13 +119,63 @@ def _check_behavior(config: Any, region: Region) -> None:
         )  # fmt: skip
 
 
-def _check_proximal(config: Any, region: Region) -> None:
-    if _at(config, f"{CORRECTION}.bypass_mode", False):
+def _check_vocabulary(config: Any, region: Region, needs: Needs) -> None:
+    """What reading more of the vocabulary than the sampled token asks of verl."""
+    strategy = _at(config, f"{ACTOR}.strategy", "fsdp")
+    if strategy not in ("fsdp2", "fsdp"):
         refuse(
-            f"{CORRECTION}.bypass_mode", "False", True,
-            f"{region.kind} is anchored on the trainer's own policy, and in bypass mode verl hands the sampler's "
-            "log-probs to its losses: that is region.anchor=behavior.",
+            f"{ACTOR}.strategy", "fsdp2 or fsdp", strategy,
+            f"{region.kind} reads the model's last states and its whole output layer; for Megatron's split vocabulary "
+            "and pipelines this is not built.",
         )  # fmt: skip
+    if needs.full:
+        if needs.anchor == "behavior":
+            refuse(
+                "region.anchor", "proximal", "behavior",
+                f"{region.kind} needs the anchor's whole distribution, and a sampler records some ids of it at most.",
+            )  # fmt: skip
+        if strategy == "fsdp":
+            refuse(f"{ACTOR}.strategy", "fsdp2", strategy, f"{region.kind} keeps a copy of the whole output layer.")
+    if _at(config, f"{ACTOR}.ulysses_sequence_parallel_size", 1) > 1:
+        refuse(
+            f"{ACTOR}.ulysses_sequence_parallel_size", "1", _at(config, f"{ACTOR}.ulysses_sequence_parallel_size"),
+            f"{region.kind} would see a part of the tokens on each rank.",
+        )  # fmt: skip
+    if _at(config, "actor_rollout_ref.model.use_fused_kernels", False):
+        refuse(
+            "actor_rollout_ref.model.use_fused_kernels", "False", True,
+            f"{region.kind} brings a fused pass of its own, and verl's would take its place.",
+        )  # fmt: skip
+    if _at(config, "distillation.enabled", False):
+        refuse("distillation.enabled", "False", True, "It uses the fields that carry the sampler's distribution.")
+    if needs.topk and needs.anchor == "behavior":
+        _check_recording(config, needs.topk)
+
+
+def _check_recording(config: Any, k: int) -> None:
+    """Whether the sampler will be asked for its top-K, and can answer."""
+    loop = _at(config, f"{ROLLOUT}.agent.default_agent_loop", "single_turn_agent")
+    if loop in RECORDING:
+        refuse(
+            f"{ROLLOUT}.agent.default_agent_loop", RECORDING[loop], loop,
+            f"verl's own loop does not record the sampler's {k} most probable ids; region.anchor=proximal takes the "
+            "trainer's own instead.",
+        )  # fmt: skip
+    longest = _at(config, f"{ROLLOUT}.prompt_length", 0) + _at(config, f"{ROLLOUT}.response_length", 0)
+    room = _at(config, f"{ROLLOUT}.max_model_len")
+    if room is not None and room <= longest:
+        refuse(
+            f"{ROLLOUT}.max_model_len", f"at least {longest + 1}", room,
+            "The longest sequence is scored by the sampler once more, which takes room for one token.",
+        )  # fmt: skip
+    if _at(config, f"{ROLLOUT}.name") == "vllm":
+        most = _at(config, f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs", VLLM_MAX_LOGPROBS)
+        if 0 <= most < k:
+            refuse(
+                f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs", f"at least {k}", most,
+                "vLLM returns no more ids than it was started for: add "
+                f"+{ROLLOUT}.engine_kwargs.vllm.max_logprobs={k}.",
+            )  # fmt: skip
 
 
 def _check_sampling(config: Any) -> None:

@@ -1,17 +1,19 @@
 """From the model's own forward pass to what a region needs of the vocabulary.
 
-Regions on sampled tokens use TRL's fused head. Top-K, projected and exact regions need more of the vocabulary than it
-gives: for them the model's forward learns one more keyword, as TRL's own fused head does. Called that way the wrapped
-model runs as always (DDP, FSDP and PEFT hooks included) and ends in `token_logprobs` instead of logits.
+Regions on sampled tokens use the trainer's own log-probs. Top-K, projected and exact regions need more of the
+vocabulary: for them the model's forward learns one more keyword. Called that way the wrapped model runs as always (DDP,
+FSDP and PEFT hooks included) and ends in `token_logprobs` instead of logits.
 """
 
 import functools
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
@@ -23,11 +25,17 @@ KEYWORD = "trustrl_vocabulary"
 
 
 class Wanted(NamedTuple):
-    """What a region needs of the vocabulary at the last `length` tokens of each sequence."""
+    """What a region needs of the vocabulary, and at which tokens. Per-token tensors come back in the shape of `ids`."""
 
-    length: int
+    ids: Tensor
+    """(*batch): the tokens to score; below 0 for rows that cost nothing."""
+
+    states: Callable[[Tensor], Tensor]
+    """From the last hidden states, (B, L, D), to those that predict `ids`, (*batch, D)."""
+
+    temperature: float = 1.0
     gather_ids: Tensor | None = None
-    """(B, T, K): where to read the policy's log-probs."""
+    """(*batch, K): where to read the policy's log-probs."""
 
     top_k: int = 0
     entropy_gradient: bool = False
@@ -35,14 +43,19 @@ class Wanted(NamedTuple):
     """Whether to return the hidden states: what exact divergences are later measured from."""
 
     anchor_hidden: Tensor | None = None
-    """(B, T, D): hidden states that were returned at the rollout weights."""
+    """(*batch, D): hidden states that were returned at the rollout weights."""
 
     anchor_logsumexp: Tensor | None = None
 
 
+def at_completions(labels: Tensor, length: int, **more: Any) -> Wanted:
+    """The last `length` tokens of each of B sequences; the state before a token predicts it."""
+    return Wanted(labels[:, -length:], lambda states: states[:, -length - 1 : -1], **more)
+
+
 @dataclass
 class VocabularyOutput(ModelOutput):
-    """Per-token tensors of shape (B, T); the first two under the names TRL reads."""
+    """Per-token tensors; the first two under the names that trainers' own fused heads use."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -69,8 +82,7 @@ class Head(NamedTuple):
 class VocabularyForward:
     """Teaches one model's forward the keyword, and keeps the head of the rollout weights where one is needed."""
 
-    def __init__(self, model: nn.Module, *, temperature: float, float32_head: bool) -> None:
-        self.temperature = temperature
+    def __init__(self, model: nn.Module, *, float32_head: bool) -> None:
         self.float32_head = float32_head
         self.rollout_head: Head | None = None
         original = model.forward
@@ -91,18 +103,19 @@ class VocabularyForward:
             bias=None if head.bias is None else head.bias.detach().clone(),
         )
 
-    def _run(self, model: Any, wanted: Wanted, *args: Any, labels: Tensor, **kwargs: Any) -> VocabularyOutput:
-        kwargs.pop("fused_lm_head", None)
+    def _run(self, model: Any, wanted: Wanted, *args: Any, **kwargs: Any) -> VocabularyOutput:
+        for name in ("labels", "fused_lm_head"):
+            kwargs.pop(name, None)
         kwargs["use_cache"] = False
-        states = model.base_model(*args, **kwargs).last_hidden_state
+        states = wanted.states(model.base_model(*args, **kwargs).last_hidden_state)
+        gather_head(model)
         head = read_head(model)
-        rows, length = len(labels), wanted.length
-        # The state before a token predicts it. Labels below 0 (padding) become rows that cost nothing.
-        states = states[:, -length - 1 : -1].to(head.weight.device).reshape(rows * length, -1)
-        token_ids = labels[:, -length:].reshape(-1).to(states.device)
+        batch = wanted.ids.shape
+        states = states.to(head.weight.device).reshape(-1, states.shape[-1])
+        token_ids = wanted.ids.reshape(-1).to(states.device)
         out = self._pass(states, head, token_ids, wanted)
         shaped = {
-            name: None if x is None else x.reshape(rows, length, *x.shape[1:])
+            name: None if x is None else x.reshape(*batch, *x.shape[1:])
             for name, x in {
                 "log_probs": out.logp,
                 "entropy": out.entropy,
@@ -117,6 +130,9 @@ class VocabularyForward:
                 "logsumexp": out.logsumexp.detach() if wanted.hidden else None,
             }.items()
         }
+        layer = model.get_output_embeddings()
+        if isinstance(layer, FSDPModule) and not torch.is_grad_enabled():
+            layer.reshard()  # where gradients flow, the backward pass does
         return VocabularyOutput(**shaped)
 
     def _pass(self, states: Tensor, head: Head, token_ids: Tensor, wanted: Wanted) -> Any:
@@ -136,11 +152,11 @@ class VocabularyForward:
             scaled(states, head.scale),
             head.weight,
             torch.where(token_ids < 0, -1, token_ids),
-            gather_ids=None if gather is None else gather.reshape(len(token_ids), -1).long(),
+            gather_ids=None if gather is None else gather.reshape(len(token_ids), gather.shape[-1]).long(),
             top_k=wanted.top_k,
             entropy=True if wanted.entropy_gradient else "detached",
             against=against,
-            temperature=self.temperature,
+            temperature=wanted.temperature,
             bias=_scaled_bias(head),
             softcap=head.softcap,
             product_dtype=torch.float32 if self.float32_head else None,
@@ -160,6 +176,18 @@ def read_head(model: Any) -> Head:
         bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
     config = model.config.get_text_config()
     return Head(weight, bias, logit_scale(config), getattr(config, "final_logit_softcapping", None))
+
+
+def gather_head(model: Any) -> None:
+    """Gathers an output layer that FSDP2 holds apart from the rest of the model.
+
+    FSDP2 would do so when the layer is called, and nobody calls it: its weight is read. Gathered any other way, its
+    gradient would be each rank's own instead of the mean over ranks. A group that is gathered anyway does not notice.
+    """
+    find = getattr(model, "get_output_embeddings", None)  # a wrapper such as DDP has none, and keeps weights whole
+    head = None if find is None else find()
+    if isinstance(head, FSDPModule):
+        head.unshard()
 
 
 def logit_scale(config: Any) -> float:
@@ -183,7 +211,7 @@ def refuse_adapted_head(model: Any) -> None:
     plain = isinstance(layer, nn.Linear) and not hasattr(layer, "base_layer")
     if not plain or not layer.weight.is_floating_point():
         raise ConfigError(
-            f"The model's output layer must be a plain linear layer, got {type(layer).__name__}. TRL and trustrl read "
-            "its weight and would miss what an adapter adds: leave the output layer out of `target_modules`, "
+            f"The model's output layer must be a plain linear layer, got {type(layer).__name__}. trustrl reads its "
+            "weight and would miss what an adapter adds: leave the output layer out of `target_modules`, "
             "`modules_to_save` and quantisation."
         )

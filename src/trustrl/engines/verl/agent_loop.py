@@ -1,0 +1,103 @@
+"""Agent loops that record the sampler's most probable ids: μ's top-K.
+
+verl's servers return the log-prob of the sampled token alone. They do score finished sequences for distillation: one
+prefill with `prompt_logprobs`, in the same words for vLLM and SGLang. These loops run verl's own, then ask the server
+that sampled for its top-K at every response token, and hand it over in the fields verl carries to its workers.
+
+Cost: one prefill of each sequence beside its generation (the prefix cache is not read), and 8 K bytes per response
+token through verl's queue. At another temperature than 1 two prefills: servers score before temperature, and the
+sampled token's own score is what relates the two.
+"""
+
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from verl.experimental.agent_loop.agent_loop import register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+
+from trustrl.engines.verl.recording import SAMPLED_IDS, SAMPLED_LOGP
+from trustrl.engines.verl.region import is_ours, region_of
+from trustrl.errors import EngineError, MissingDataError
+
+
+class RecordsTopK:
+    """Before a loop of verl's: `class Mine(RecordsTopK, MyAgentLoop)`."""
+
+    config: Any
+    server_manager: Any
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """verl's own loop, then the top-K that the region needs of the sampler."""
+        output = await super().run(sampling_params, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        k = sampled_topk(self.config)
+        if k:
+            temperature = float(sampling_params.get("temperature", 1.0))
+            for one in output if isinstance(output, list) else [output]:
+                ids, logp = await self._score(one, k, temperature)
+                one.extra_fields |= {SAMPLED_IDS: ids, SAMPLED_LOGP: logp}
+        return output
+
+    async def _score(self, output: Any, k: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """((R, K) ids, (R, K) log-probs) at the response's tokens."""
+        ids, logp = await self._prompt_logprobs(output, k)
+        if temperature != 1.0 and temperature > 0:  # a greedy validation has no distribution to temper
+            if output.response_logprobs is None:
+                raise MissingDataError(
+                    "The sampler must record the log-probs of the tokens it draws at a temperature other than 1, got "
+                    "none. Set actor_rollout_ref.rollout.calculate_log_probs=True."
+                )
+            _, raw = await self._prompt_logprobs(output, 0)
+            drawn = torch.tensor(output.response_logprobs).unsqueeze(1)
+            logp = ((logp - raw) / temperature + drawn).clamp(max=0.0)
+        return ids, logp
+
+    async def _prompt_logprobs(self, output: Any, k: int) -> tuple[Tensor, Tensor]:
+        sequence = [*output.prompt_ids, *output.response_ids]
+        scored = await self.server_manager.generate(
+            request_id=uuid4().hex,
+            prompt_ids=sequence,
+            # One token must be generated. Greedily: a drawn one would move the stream that rollouts are drawn from.
+            sampling_params={"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k, "detokenize": False},
+        )
+        _check_version(output.extra_fields, scored.extra_fields.get("global_steps"))
+        # Row t − 1 is the distribution that token t was drawn from.
+        first, last = len(output.prompt_ids) - 1, len(sequence) - 1
+        ids = torch.tensor(scored.extra_fields["prompt_ids"][first:last], dtype=torch.int32)
+        return ids, torch.tensor(scored.extra_fields["prompt_logprobs"][first:last])
+
+
+def _check_version(sampled: dict[str, Any], scored_at: int | None) -> None:
+    """Refuses scores of other weights than those that sampled, where the servers say which they had."""
+    known = {sampled[name] for name in ("min_global_steps", "max_global_steps") if sampled.get(name) is not None}
+    if scored_at is not None and known - {scored_at}:
+        raise EngineError(
+            f"A sequence must be scored with the weights that sampled it, got weights of step {scored_at} for one of "
+            f"step {' and '.join(map(str, sorted(known)))}. Use verl's synchronous trainer, or anchor the region on "
+            "the trainer's own policy: region.anchor=proximal."
+        )
+
+
+def sampled_topk(config: Any) -> int:
+    """How many of the sampler's most probable ids the run's region needs; 0 for none."""
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    if not is_ours(policy_loss.get("loss_mode", "")):
+        return 0
+    needs = region_of(policy_loss.loss_mode, policy_loss).needs()
+    return needs.topk if needs.anchor == "behavior" else 0
+
+
+@register("trustrl_single_turn_agent")
+class SingleTurnTopK(RecordsTopK, SingleTurnAgentLoop):
+    """verl's `single_turn_agent`, recording."""
+
+
+@register("trustrl_tool_agent")
+class ToolTopK(RecordsTopK, ToolAgentLoop):
+    """verl's `tool_agent`, recording."""
+
+
+RECORDING = {"single_turn_agent": "trustrl_single_turn_agent", "tool_agent": "trustrl_tool_agent"}
+"""verl's loops by the ones that record."""

@@ -1,0 +1,73 @@
+"""Where a micro-batch's response tokens are: packed or padded for the model, (B, R) for the loss.
+
+verl keeps responses as nested tensors, one row a sequence; tests and older callers pad them on the right.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from verl.workers.utils.padding import no_padding_2_padding
+
+
+class Places(NamedTuple):
+    """The tokens in the loss of one micro-batch, N of them, and where the states are that predict them."""
+
+    in_loss: Tensor
+    """(B, R): True on the N tokens."""
+
+    packed: Tensor
+    """(N,): their states' places among all tokens of the micro-batch, prompts included, one sequence after another."""
+
+    offsets: Tensor
+    """(B + 1,): where each sequence begins there."""
+
+    def states(self, last_hidden: Tensor) -> Tensor:
+        """(B, L, D) or packed (1, L, D) → (N, D)."""
+        if len(last_hidden) == 1:
+            return last_hidden[0, self.packed]
+        rows = self.in_loss.nonzero()[:, 0]
+        return last_hidden[rows, self.packed - self.offsets[rows]]
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(B, R, ...) → (N, ...)."""
+        return x[self.in_loss]
+
+    def padded(self, x: Tensor, fill: float = 0) -> Tensor:
+        """(N, ...) → (B, R, ...), with gradient."""
+        out = x.new_full((*self.in_loss.shape, *x.shape[1:]), fill)
+        return out.index_put((self.in_loss,), x)
+
+    def as_model_output(self, x: Tensor) -> Tensor:
+        """(N,) → nested, one value for each token, as verl's models return log-probs; 0 outside the loss."""
+        out = x.new_zeros(int(self.offsets[-1])).index_put((self.packed,), x)
+        return torch.nested.nested_tensor_from_jagged(out, self.offsets)
+
+
+def places(data: Any) -> Places:
+    """The tokens in the loss of one micro-batch."""
+    in_loss = padded(data["response_mask"]).bool()
+    offsets = data["input_ids"].offsets()
+    every = torch.arange(len(data["input_ids"].values()), device=in_loss.device)
+    return Places(in_loss, no_padding_2_padding(every, data)[in_loss], offsets)
+
+
+def padded(x: Any, fill: float = 0) -> Tensor:
+    """(B, R, ...) from a tensor over responses, nested or padded already."""
+    if not x.is_nested:
+        return x
+    values, lengths = x.values(), x.offsets().diff()
+    there = torch.arange(int(lengths.max()), device=values.device) < lengths.unsqueeze(1)
+    out = values.new_full((*there.shape, *values.shape[1:]), fill)
+    out[there] = values
+    return out
+
+
+def like_responses(x: Tensor, data: Any) -> Tensor:
+    """(B, R, ...) → nested if the micro-batch's responses are: what travels with verl's own fields."""
+    mask = data["response_mask"]
+    if not mask.is_nested:
+        return x
+    lengths = mask.offsets().diff()
+    there = torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    return torch.nested.nested_tensor_from_jagged(x[there], mask.offsets())

@@ -1,0 +1,100 @@
+"""The anchors of an update: μ as the sampler recorded it, π' as the policy stands before the first step.
+
+Fields that are added to verl's batch start with `trustrl_`; they stay on the rank that made them. Bytes per token
+there: 4 for a log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for exact divergences. μ's top-K comes with the rollout:
+8 K bytes per response token through verl's queue.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import no_padding_2_padding
+
+from trustrl.config.axes import Needs
+from trustrl.engines.verl.layout import like_responses, padded
+from trustrl.errors import MissingDataError
+from trustrl.records import TopK
+
+PASS = "trustrl_pass"
+"""Set to `record` or `train` on batches whose forward pass must end in more than log-probs."""
+
+SAMPLED_IDS, SAMPLED_LOGP = "teacher_ids", "teacher_logprobs"
+"""μ's top-K, (B, R, K): the fields that verl carries from agent loops to workers. Its distillation uses them too."""
+
+
+def own_forward(needs: Needs, *, bypass: bool) -> bool:
+    """Whether π' must be recorded here: its distribution always, its log-probs where verl did not compute them."""
+    if needs.anchor == "proximal" and (needs.topk or needs.full):
+        return True
+    return bypass and "proximal" in needs.anchors
+
+
+def bypassed(data: Any) -> bool:
+    """Whether verl put the sampler's log-probs in the place of the trainer's (`bypass_mode`)."""
+    old, sampled = data["old_log_probs"], data.get("rollout_log_probs", None)
+    if sampled is None:
+        return False
+    old, sampled = (x.values() if x.is_nested else x for x in (old, sampled))
+    return old.shape == sampled.shape and torch.equal(old, sampled)
+
+
+def check(needs: Needs, data: Any) -> None:
+    """Refuses a batch without what the sampler must have recorded.
+
+    Raises:
+        MissingDataError: with what to set.
+    """
+    if "behavior" in needs.anchors and data.get("rollout_log_probs", None) is None:
+        raise MissingDataError(
+            "The sampler must record the log-probs of the tokens it draws, got none. Set "
+            "actor_rollout_ref.rollout.calculate_log_probs=True; trustrl never replaces them by recomputed ones "
+            "(region.anchor=proximal, chosen by name, is anchored on those)."
+        )
+    if needs.topk and needs.anchor == "behavior":
+        ids = data.get(SAMPLED_IDS, None)
+        if ids is None:
+            raise MissingDataError(
+                f"The sampler must record its {needs.topk} most probable ids at each token, got none. Set "
+                "actor_rollout_ref.rollout.agent.default_agent_loop=trustrl_single_turn_agent (or trustrl_tool_agent), "
+                "or anchor the region on the trainer's own policy: region.anchor=proximal."
+            )
+        if ids.shape[-1] < needs.topk:
+            raise MissingDataError(
+                f"The sampler must record {needs.topk} ids at each token, got {ids.shape[-1]}. Record them with one of "
+                "trustrl's agent loops, which ask for as many as the region needs."
+            )
+
+
+def anchors(data: Any, *, bypass: bool) -> dict[str, Tensor]:
+    """Both anchors' log-probs of one micro-batch, (B, R), as far as they are known."""
+    found = {"behavior_logp": data.get("rollout_log_probs", None), "proximal_logp": data.get("trustrl_logp", None)}
+    if found["proximal_logp"] is None and not bypass:
+        found["proximal_logp"] = data["old_log_probs"]
+    return {name: padded(x) for name, x in found.items() if x is not None}
+
+
+def topk(needs: Needs, data: Any) -> TopK:
+    """The anchor's most probable ids of one micro-batch, (B, R, K)."""
+    if needs.anchor == "behavior":
+        ids, logp, tail = data[SAMPLED_IDS], data[SAMPLED_LOGP], None
+    else:
+        ids, logp, tail = data["trustrl_topk_ids"], data["trustrl_topk_logp"], padded(data["trustrl_topk_tail_logp"])
+    return TopK(padded(ids, -1).long(), padded(logp), of=needs.anchor, tail_logp=tail)
+
+
+def record(worker: Any, data: Any, *, distribution: bool) -> dict[str, Tensor]:
+    """One pass at the weights as they are now: π'.
+
+    Args:
+        worker: verl's `TrainingWorker`.
+        data: this rank's part of the batch.
+        distribution: whether more than log-probs is needed.
+    """
+    copy = data.clone(recurse=False)
+    tu.assign_non_tensor(copy, compute_loss=False, calculate_entropy=False, **{PASS: "record"} if distribution else {})
+    out = worker.infer_batch(copy)
+    if not distribution:
+        return {"trustrl_logp": like_responses(no_padding_2_padding(out["log_probs"], data), data)}
+    return {name: out[name] for name in out.keys() if name.startswith("trustrl_")}  # noqa: SIM118 - a TensorDict

@@ -1,0 +1,136 @@
+"""The sampler's top-K on its way from a server to verl's workers: whose rows, which temperature, which weights.
+
+The server is made by hand (a table of log-probs) and answers in verl's own contract; real servers are in test_cpu_* and
+in the end-to-end run.
+"""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from omegaconf import OmegaConf
+
+from trustrl import EngineError, MissingDataError
+from trustrl.engines.verl.agent_loop import RecordsTopK, sampled_topk
+
+VOCABULARY, K = 12, 4
+
+
+class TableServer:
+    """Scores any sequence with one distribution a position; remembers what it was asked."""
+
+    def __init__(self, global_steps=3):
+        make = torch.Generator().manual_seed(0)
+        self.logp = torch.randn(32, VOCABULARY, generator=make).log_softmax(-1)
+        self.global_steps, self.asked = global_steps, []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params):
+        self.asked.append(sampling_params)
+        k, length = sampling_params["prompt_logprobs"], len(prompt_ids)
+        assert sampling_params["max_tokens"] == 1
+        rows = self.logp[: length - 1]
+        if k:
+            top = rows.topk(k, -1)
+            ids, logp = top.indices.tolist(), top.values.tolist()
+        else:
+            ids = [[token] for token in prompt_ids[1:]]
+            logp = rows.gather(-1, torch.tensor(ids)).tolist()
+        extra = {"prompt_ids": [*ids, [0] * max(k, 1)], "prompt_logprobs": [*logp, [0.0] * max(k, 1)]}
+        return SimpleNamespace(extra_fields={**extra, "global_steps": self.global_steps})
+
+
+class TheirLoop:
+    def __init__(self, config, server, output):
+        self.config, self.server_manager, self.output = config, server, output
+
+    async def run(self, sampling_params, **kwargs):
+        return self.output
+
+
+class Loop(RecordsTopK, TheirLoop):
+    pass
+
+
+def config(loss_mode="trustrl-dppo-topk-tv", **region):
+    policy_loss = {"loss_mode": loss_mode, "region": region or {"divergence": {"k": K}}}
+    return OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": policy_loss}}})
+
+
+def output(server, temperature=1.0, **more):
+    prompt, response = [3, 1, 4, 1], [5, 9, 2]
+    drawn = (server.logp[3:6] / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+    steps = {"min_global_steps": 3, "max_global_steps": 3}
+    return SimpleNamespace(
+        prompt_ids=prompt, response_ids=response, response_logprobs=drawn.tolist(), extra_fields=steps | more
+    )
+
+
+def run(loop, temperature=1.0):
+    return asyncio.run(loop.run({"temperature": temperature}))
+
+
+def test_each_response_token_gets_the_distribution_it_was_drawn_from():
+    server = TableServer()
+    found = run(Loop(config(), server, output(server))).extra_fields
+    wanted = server.logp[3:6].topk(K, -1)
+    assert found["teacher_ids"].tolist() == wanted.indices.tolist()
+    torch.testing.assert_close(found["teacher_logprobs"], wanted.values)
+    assert [asked["prompt_logprobs"] for asked in server.asked] == [K]
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_scores_are_brought_to_the_temperature_of_the_draw(temperature):
+    server = TableServer()
+    found = run(Loop(config(), server, output(server, temperature)), temperature).extra_fields
+    wanted = (server.logp[3:6] / temperature).log_softmax(-1).topk(K, -1)
+    assert found["teacher_ids"].tolist() == wanted.indices.tolist()
+    torch.testing.assert_close(found["teacher_logprobs"], wanted.values)
+    assert [asked["prompt_logprobs"] for asked in server.asked] == [K, 0]
+
+
+def test_a_temperature_without_recorded_log_probs_is_refused():
+    server = TableServer()
+    without = output(server)
+    without.response_logprobs = None
+    with pytest.raises(MissingDataError, match="calculate_log_probs=True"):
+        run(Loop(config(), server, without), 0.6)
+
+
+@pytest.mark.parametrize("steps", [{"min_global_steps": 2}, {"min_global_steps": 2, "max_global_steps": 2}])
+def test_scores_of_other_weights_are_refused(steps):
+    server = TableServer()
+    with pytest.raises(EngineError, match=r"weights of step 3 for one of step 2.*anchor=proximal"):
+        run(Loop(config(), server, output(server, **steps)))
+
+
+def test_servers_that_do_not_say_which_weights_they_had_are_believed():
+    server = TableServer(global_steps=None)
+    assert "teacher_ids" in run(Loop(config(), server, output(server))).extra_fields
+
+
+@pytest.mark.parametrize(
+    ("of", "k"),
+    [
+        (config("vanilla"), 0),
+        (config("trustrl-dppo-binary-tv", max_ratio=5.0), 0),
+        (config("trustrl-dppo-topk-tv", anchor="proximal"), 0),
+        (config("trustrl-troll", anchor="behavior"), 64),
+        (config(), K),
+    ],
+)
+def test_only_regions_on_the_samplers_top_k_are_scored(of, k):
+    assert sampled_topk(of) == k
+    server = TableServer()
+    if k <= VOCABULARY:
+        run(Loop(of, server, output(server)))
+        assert bool(server.asked) == bool(k)
+
+
+def test_every_output_of_a_loop_is_scored():
+    server = TableServer()
+    several = run(Loop(config(), server, [output(server), output(server)]))
+    assert all("teacher_logprobs" in one.extra_fields for one in several)

@@ -1,0 +1,52 @@
+"""A training step of a verl worker with a region on the vocabulary never holds a number per token and word."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from engines.rendezvous import own_environment
+from trustrl.engines.seam import version_of
+
+HERE = Path(__file__).parent
+LOGITS = 8 * 128 * 151_936 * 4
+"""Bytes of the responses' logits in float32: 622 MB."""
+
+pytestmark = [
+    pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
+]
+
+
+def peak_beside_gradients(preset):
+    """Bytes a step needs beyond weights, optimiser and gradients."""
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(HERE / "verl_memory.py"), preset],
+        env=own_environment(
+            VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trustrl.engines.verl_cpu.plugin,trustrl.engines.verl",
+            OMP_NUM_THREADS="1", PYTHONPATH=paths,
+        ),
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found["peak"] - found["gradients"]
+
+
+@pytest.mark.parametrize("preset", ["dppo-topk-tv", "troll"])
+def test_a_step_at_a_real_vocabulary_needs_a_third_of_the_logits_memory(preset):
+    """One copy of the logits is 622 MB; a second copy of the gradients, which FSDP2 makes, is 78 of what is left."""
+    used = peak_beside_gradients(preset)
+    assert used < LOGITS / 3, f"{used / 1e6:.0f} MB"
+
+
+def test_verls_own_forward_pass_holds_several_copies_of_the_logits():
+    """Regions on sampled tokens use it; and the measurement sees logits where there are some."""
+    used = peak_beside_gradients("dppo-binary-tv")
+    assert used > 2 * LOGITS, f"{used / 1e6:.0f} MB"

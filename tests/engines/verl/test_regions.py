@@ -1,0 +1,95 @@
+"""Every kind of region in a real verl training worker: its gradient and its metrics against plain models."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+import subprocess
+
+import torch
+import verl_world as world
+
+from engines import regions_oracle as oracle
+from engines.rendezvous import own_environment
+from trustrl.engines.seam import version_of
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
+
+SETUPS = {
+    "one rank": (1, {}),
+    "two ranks": (2, {}),
+    "no padding, recomputed activations": (1, {"remove_padding": True, "checkpointing": True}),
+    "FSDP1": (2, {"strategy": "fsdp"}),
+    "LoRA": (2, {"lora_rank": 4, "checkpointing": True}),
+}
+
+BYTES = {
+    "binary on π', bypassed": 4,
+    "both anchors, bypassed": 4,
+    "top-K on π'": 8 * oracle.K + 8,
+    "TROLL on π'": 8 * oracle.K + 8,
+    "exact TV on π'": 4 * oracle.HIDDEN + 8,
+}
+"""What a rank keeps for each response token it has, on any number of ranks; nothing of it leaves the rank."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return oracle.tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run(model, folder, ranks, how):
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run(
+        [*launch, str(HERE / "verl_regions.py"), model, str(folder / "found"), json.dumps(how)],
+        env=own_environment(
+            VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trustrl.engines.verl_cpu.plugin,trustrl.engines.verl", OMP_NUM_THREADS="1",
+            PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="",
+        ),
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "found", weights_only=False)
+
+
+@pytest.mark.parametrize("setup", [name for name in SETUPS if name != "LoRA"])
+def test_a_worker_trains_with_every_kind_of_region(setup, model, tmp_path):
+    """Micro-batches, one of them without a token in the loss; ranks; both anchors; verl's KL and entropy terms."""
+    ranks, how = SETUPS[setup]
+    found = run(model, tmp_path, ranks, how)
+    assert len(found) >= len(oracle.CASES) - 1
+    for name, ours in found.items():
+        wanted = oracle.expected(model, ranks, oracle.CASES[name])
+        metrics = wanted.metrics
+        assert world.error(ours["gradient"], wanted.gradient) <= 1e-5, name
+        reported = {key: value for key, value in metrics.items() if key in ours["metrics"]}
+        assert {"trustrl/tokens", "trustrl/masked_share", "trustrl/gap_max", "trustrl/log_ratio_p99"} <= reported.keys()
+        for key, value in reported.items():
+            assert ours["metrics"][key] == [pytest.approx(value, rel=1e-4, abs=1e-5)], (name, key)
+        assert ours["metrics"]["actor/pg_clipfrac"] == [pytest.approx(_stopped(metrics), abs=1e-6)]
+        if oracle.CASES[name].settings.get("use_kl_loss"):
+            assert {"kl_loss", "kl_coef", "actor/entropy_loss"} <= ours["metrics"].keys()
+        assert ours["bytes_per_token"] == BYTES.get(name, 0), name
+        if ranks == 1 and name in oracle.AGREEING:
+            oracle.check_agreement(name, ours["keep"], ours["weight"])  # the same as in TRL
+
+
+def _stopped(metrics):
+    return metrics["trustrl/masked_share_increase"] + metrics["trustrl/masked_share_decrease"]
+
+
+def test_an_adapter_gets_the_same_gradient_from_verls_forward_pass_and_ours(model, tmp_path):
+    ranks, how = SETUPS["LoRA"]
+    found = run(model, tmp_path, ranks, how)
+    sampled, topk, proximal = (found[name]["gradient"] for name in ("sampled", "top-K", "top-K on π'"))
+    assert len(sampled) < 10_000  # the adapters alone are trained
+    assert sampled.norm() > 0
+    assert world.error(topk, sampled) <= 1e-5
+    assert world.error(proximal, sampled) > 1e-3  # another anchor has other ratios: the comparison can fail
