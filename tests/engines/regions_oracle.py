@@ -40,6 +40,8 @@ class Case:
     region: Any
     mode: str = "token-mean"
     settings: dict[str, Any] = field(default_factory=dict)
+    same_on_rank: int | None = None
+    """A rank whose sampler happens to have the trainer's very log-probs."""
 
 
 def _tight(divergence, anchor="behavior", **settings):
@@ -62,6 +64,7 @@ CASES = {
     "TROLL on μ": Case(trustrl.preset("troll", k=K, bound=0.01, anchor="behavior")),
     "exact TV on π'": Case(_tight(trustrl.FullTV, anchor="proximal")),
     "both anchors": Case(trustrl.preset("minirl")),
+    "both anchors, one rank's the same": Case(trustrl.preset("minirl"), same_on_rank=1),
     "both anchors, bypassed": Case(trustrl.preset("minirl"), settings={"bypass": True}),
 }
 LOOSE = {
@@ -110,7 +113,7 @@ def distribution(model: Any, prompts: Tensor, responses: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def batch(folder: str, rank: int) -> Batch:
+def batch(folder: str, rank: int, same: bool = False) -> Batch:
     """Each rank's own; the first micro-batch of rank 0 has no token in the loss, and one answer of a tool."""
     make = torch.Generator().manual_seed(10 + rank)
     prompts = torch.randint(3, VOCABULARY, (ROWS, PROMPT), generator=make)
@@ -130,7 +133,7 @@ def batch(folder: str, rank: int) -> Batch:
 
     return Batch(
         prompts, responses, in_sequence, in_loss, torch.randn(ROWS, 1, generator=make).expand(ROWS, RESPONSE),
-        at_token(sampler), at_token(policy), at_token(policy) + 0.2 * torch.randn(ROWS, RESPONSE, generator=make),
+        at_token(policy if same else sampler), at_token(policy), at_token(policy) + 0.2 * torch.randn(ROWS, RESPONSE, generator=make),
         top.indices, top.values,
     )  # fmt: skip
 
@@ -158,7 +161,7 @@ class Found(NamedTuple):
 
 def expected(folder: str, ranks: int, case: Case) -> Found:
     """One update's gradient and verdicts, with the policy moved."""
-    parts = [batch(folder, rank) for rank in range(ranks)]
+    parts = [batch(folder, rank, same=case.same_on_rank == rank) for rank in range(ranks)]
     all_ranks = Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
     model = model_of(folder, GROWTH)
     logp = distribution(model, all_ranks.prompts, all_ranks.responses)
@@ -208,7 +211,11 @@ def expected(folder: str, ranks: int, case: Case) -> Found:
 AGREED = Path(__file__).with_name("agreed_decisions.json")
 """Verdicts on one batch that every engine must reach, in whatever environment it lives."""
 
-AGREEING = [name for name, case in CASES.items() if not case.settings and case.mode == "token-mean"]
+AGREEING = [
+    name
+    for name, case in CASES.items()
+    if not case.settings and case.mode == "token-mean" and case.same_on_rank is None
+]
 
 
 def check_agreement(name: str, keep: list[bool], weight: list[float]) -> None:

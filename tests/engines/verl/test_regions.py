@@ -14,6 +14,7 @@ import subprocess
 import torch
 import verl_world as world
 
+import trustrl
 from engines import regions_oracle as oracle
 from engines.rendezvous import own_environment
 from trustrl.engines.seam import version_of
@@ -45,10 +46,15 @@ def model(tmp_path_factory):
 
 
 def run(model, folder, ranks, how):
+    launch("verl_regions.py", ranks, model, folder / "found", json.dumps(how))
+    return torch.load(folder / "found", weights_only=False)
+
+
+def launch(script, ranks, *arguments):
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks, HERE / script]
     done = subprocess.run(
-        [*launch, str(HERE / "verl_regions.py"), model, str(folder / "found"), json.dumps(how)],
+        [*map(str, [*command, *arguments])],
         env=own_environment(
             VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trustrl.engines.verl_cpu.plugin,trustrl.engines.verl", OMP_NUM_THREADS="1",
             PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="",
@@ -56,7 +62,6 @@ def run(model, folder, ranks, how):
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(folder / "found", weights_only=False)
 
 
 @pytest.mark.parametrize("setup", [name for name in SETUPS if name != "LoRA"])
@@ -93,3 +98,15 @@ def test_an_adapter_gets_the_same_gradient_from_verls_forward_pass_and_ours(mode
     assert sampled.norm() > 0
     assert world.error(topk, sampled) <= 1e-5
     assert world.error(proximal, sampled) > 1e-3  # another anchor has other ratios: the comparison can fail
+
+
+def test_a_checkpoint_knows_its_region(model, tmp_path):
+    launch("verl_checkpoint.py", 2, model, tmp_path)
+    assert json.loads((tmp_path / "trustrl_region.json").read_text()) == trustrl.config_to_dict(
+        trustrl.preset("dppo-binary-tv")
+    )
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["the same"] == said["none"] == []
+    (another,) = said["another"]
+    assert '"kind": "binary-tv"' in another
+    assert "goes on with" in another

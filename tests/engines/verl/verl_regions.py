@@ -42,7 +42,9 @@ class Moved(RegionWorker):
         return out
 
 
-def training_worker(folder, strategy="fsdp2", remove_padding=False, checkpointing=False, lora_rank=0, kind=Moved):
+def training_worker(
+    folder, strategy="fsdp2", remove_padding=False, checkpointing=False, lora_rank=0, kind=Moved, checkpoint=None
+):
     engine = FSDPEngineConfig(
         strategy=strategy, fsdp_size=dist.get_world_size(), use_orig_params=strategy == "fsdp", use_dynamic_bsz=False, micro_batch_size_per_gpu=2, use_torch_compile=False,
         infer_micro_batch_size_per_gpu=3, use_remove_padding=remove_padding, forward_only=False,
@@ -55,7 +57,7 @@ def training_worker(folder, strategy="fsdp2", remove_padding=False, checkpointin
     )  # fmt: skip
     made = kind(
         config=TrainingWorkerConfig(
-            model_type="language_model", model_config=model, engine_config=engine, checkpoint_config=None,
+            model_type="language_model", model_config=model, engine_config=engine, checkpoint_config=checkpoint,
             optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10),
         )
     )  # fmt: skip
@@ -151,11 +153,11 @@ def main(folder, out, how):
         fsdp1._check_module_states_for_sync_module_states = lambda *_: None
         EngineRegistry.register(model_type="language_model", backend=["fsdp"], device="cpu")(FSDPEngineWithLMHead)
     worker = training_worker(folder, **how)
-    batch = oracle.batch(folder, rank)
     found = {}
     for name, case in (oracle.LOOSE if "lora_rank" in how else oracle.CASES).items():
         if case.region.needs().full and how.get("strategy") == "fsdp":
             continue  # refused
+        batch = oracle.batch(folder, rank, same=case.same_on_rank == rank)
         found[name] = gradient_of(worker, case.region, batch, case.mode, **case.settings)
     if rank == 0:
         torch.save(found, out)

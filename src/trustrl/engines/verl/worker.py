@@ -13,8 +13,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
@@ -70,7 +72,7 @@ class RegionWorker(TrainingWorker):
         if self._region is None:
             return super().train_mini_batch(data)
         recording.check(self._needs, data)
-        self._bypass = recording.bypassed(data)
+        self._bypass = self._everywhere(recording.bypassed(data))
         if recording.own_forward(self._needs, bypass=self._bypass):
             if self._vocabulary is not None:
                 self._vocabulary.remember_head()
@@ -109,6 +111,13 @@ class RegionWorker(TrainingWorker):
         if self._region is not None:
             checkpoints.say_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
         return out
+
+    def _everywhere(self, fact: bool) -> bool:
+        """Whether it holds on every rank: a forward pass that only some of them take would wait for ever."""
+        group = self.engine.get_data_parallel_group()
+        known = torch.tensor(int(fact), device=get_device_id())
+        torch.distributed.all_reduce(known, op=torch.distributed.ReduceOp.MIN, group=group)
+        return bool(known.item())
 
     def _loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         """verl's loss of one micro-batch, with the region in it."""

@@ -1,0 +1,136 @@
+"""Three regions learn two-digit addition through verl's `main_ppo` on Ray, sampled by a real vLLM on the CPU.
+
+    TRUSTRL_VLLM_PYTHON=<vLLM's environment>/bin/python python benchmarks/verl_learning.py run
+    python benchmarks/verl_learning.py draw                 docs/figures/verl-learning.png
+
+One run is 30 training steps of 128 completions with 8 updates each (two epochs of four mini-batches), in bfloat16 on
+the sampler's side and float32 on the trainer's. One is on two FSDP2 ranks. Runs that are in
+docs/data/verl-learning.json already are not repeated.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+DATA = Path(__file__).parents[1] / "docs/data/verl-learning.json"
+FIGURE = Path(__file__).parents[1] / "docs/figures/verl-learning.png"
+STEPS, EPOCHS, MINI_BATCHES = 30, 2, 4
+REGIONS = ["dppo-binary-tv", "dppo-topk-tv", "troll"]
+RUNS = [*((region, 1, 1) for region in REGIONS), ("dppo-topk-tv", 2, 1), *((region, 1, 2) for region in REGIONS)]
+"""(region, FSDP2 ranks, seed)."""
+
+KEPT = {
+    "reward": "critic/score/mean",
+    "masked_share": "actor/trustrl/masked_share",
+    "projected_share": "actor/trustrl/projected_share",
+    "divergence_mean": "actor/trustrl/divergence_mean",
+    "gap_abs_mean": "actor/trustrl/gap_abs_mean",
+    "ratio_mean": "actor/trustrl/ratio_mean",
+    "mismatch_abs_mean": "actor/trustrl/mismatch_abs_mean",
+    "grad_norm": "actor/grad_norm",
+    "seconds": "timing_s/step",
+    "sync_seconds": "timing_s/update_weights",
+    "generation_seconds": "timing_s/gen",
+    "update_seconds": "timing_s/update_actor",
+}
+
+
+def train(region: str, ranks: int, seed: int) -> dict:
+    """One run of `main_ppo`; its metrics come from verl's own file logger."""
+    from trustrl import models
+    from trustrl.engines.verl_cpu.data import write_parquet
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        files = [
+            write_parquet(out / "train.parquet", "arithmetic", "train", count=2000, seed=seed),
+            write_parquet(out / "held_out.parquet", "arithmetic", "held_out", count=400, seed=seed),
+        ]
+        settings = [
+            f"data.train_files={files[0]}", f"data.val_files={files[1]}", "data.train_batch_size=16",
+            f"data.seed={seed}",
+            "data.max_prompt_length=16", "data.max_response_length=8", "--plain-prompts",
+            f"actor_rollout_ref.model.path={models.path('tiny')}", "actor_rollout_ref.rollout.name=vllm_cpu",
+            "actor_rollout_ref.rollout.dtype=bfloat16", "actor_rollout_ref.rollout.n=8",
+            f"actor_rollout_ref.rollout.seed={seed}", f"actor_rollout_ref.actor.ppo_epochs={EPOCHS}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={16 // MINI_BATCHES}",
+            "actor_rollout_ref.actor.optim.lr=3e-4", f"actor_rollout_ref.actor.data_loader_seed={seed}",
+            f"actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-{region}", f"trainer.n_gpus_per_node={ranks}",
+            f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=True", f"trainer.test_freq={STEPS}",
+            "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+            "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+            "trainer.logger=[file]", "trainer.save_freq=-1", f"hydra.run.dir={out / 'hydra'}",
+        ]  # fmt: skip
+        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(out / "steps.jsonl"), "HF_HUB_OFFLINE": "1"}
+        start = time.perf_counter()
+        command = [sys.executable, "-W", "ignore", "-m", "trustrl.engines.verl_cpu", *settings]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, cwd=out)
+        if done.returncode:
+            sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
+        logs = [json.loads(line)["data"] for line in (out / "steps.jsonl").read_text().splitlines()]
+    steps = [log for log in logs if "actor/grad_norm" in log]
+    held_out = [
+        value for log in logs for name, value in log.items() if name.startswith("val-core/") and "mean@1" in name
+    ]
+    return {
+        "region": region, "ranks": ranks, "seed": seed, "seconds": time.perf_counter() - start, "held_out": held_out,
+        "steps": {short: [step.get(name) for step in steps] for short, name in KEPT.items()},
+    }  # fmt: skip
+
+
+def run_all() -> None:
+    """One after the other; the file is written after every run."""
+    done = json.loads(DATA.read_text()) if DATA.exists() else []
+    for region, ranks, seed in RUNS:
+        if any((r["region"], r["ranks"], r["seed"]) == (region, ranks, seed) for r in done):
+            continue
+        found = train(region, ranks, seed)
+        done.append(found)
+        DATA.write_text(json.dumps(done, indent=1) + "\n")
+        reward = found["steps"]["reward"]
+        print(
+            f"{region} on {ranks} rank(s), seed {seed}: "
+            f"reward {sum(reward[:3]) / 3:.2f} -> {sum(reward[-3:]) / 3:.2f}, "
+            f"held out {found['held_out']}, {found['seconds']:.0f} s", file=sys.stderr,
+        )  # fmt: skip
+
+
+def draw() -> None:
+    """Reward and what the region did, by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = dict(zip(REGIONS, ("#0072b2", "#d55e00", "#009e73"), strict=True))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for run in json.loads(DATA.read_text()):
+        colour, steps = colours[run["region"]], range(1, STEPS + 1)
+        style = "--" if run["ranks"] == 2 else "-"
+        label = f"{run['region']}{', two ranks' if run['ranks'] == 2 else ''}" if run["seed"] == 1 else None
+        left.plot(steps, run["steps"]["reward"], style, color=colour, lw=1.2, label=label)
+        stopped = run["steps"]["projected_share" if run["region"] == "troll" else "masked_share"]
+        right.plot(steps, [100 * x for x in stopped], style, color=colour, lw=1.2)
+    left.set(xlabel="training step", ylabel="mean reward of 128 completions", ylim=(0, 1), title="Reward")
+    right.set(
+        xlabel="training step", ylabel="% of tokens", title="Tokens stopped (DPPO) or projected (TROLL)", ylim=(0, None)
+    )
+    left.legend(frameon=False, loc="lower right")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(FIGURE, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "draw"])
+    {"run": run_all, "draw": draw}[parser.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()
