@@ -23,7 +23,7 @@ def test_a_training_worker_gets_the_same_gradient_from_ours(ranks, tmp_path):
     """Three micro-batches a rank, one of them without a token in the loss: names and numbers must still add up."""
     environment = os.environ | {
         "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "trustrl.engines.verl_cpu.plugin,trustrl.engines.verl", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]), "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]), "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     run = subprocess.run(

@@ -1,62 +1,29 @@
-"""One rank of a real verl training worker (FSDP2, no Ray): the gradients of two losses on the same tokens, to a file."""
+"""One rank of verl's own training worker (FSDP2, no Ray), which knows nothing of us: two losses' gradients on the same tokens."""
 
 import os
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import verl_world as world
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+from verl_regions import training_worker
 
-VOCABULARY, PROMPT, RESPONSE, ROWS = 64, 4, 12, 6
+from engines import regions_oracle as oracle
 
-
-def tiny_model(folder: str) -> str:
-    """Random weights, wide enough for log-probs as different as a trained model's."""
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
-        "initializer_range": 0.2, "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
-    words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCABULARY)}, unk_token="w2"))
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
-    return folder
-
-
-def training_worker(folder: str) -> TrainingWorker:
-    engine = FSDPEngineConfig(
-        strategy="fsdp2", fsdp_size=-1, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, use_torch_compile=False,
-        infer_micro_batch_size_per_gpu=ROWS, use_remove_padding=False, forward_only=False,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-    )  # fmt: skip
-    model = HFModelConfig(
-        path=folder, use_remove_padding=False, enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "eager"},
-    )  # fmt: skip
-    made = TrainingWorker(
-        config=TrainingWorkerConfig(
-            model_type="language_model", model_config=model, engine_config=engine, checkpoint_config=None,
-            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10),
-        )
-    )  # fmt: skip
-    made.reset()
-    return made
+PROMPT, RESPONSE, ROWS = 4, 12, 6
 
 
 def tokens(rank: int) -> dict[str, torch.Tensor]:
     """Each rank's own; the last one has a micro-batch without a single token in the loss."""
     torch.manual_seed(10 + rank)
-    ids = torch.randint(3, VOCABULARY, (ROWS, PROMPT + RESPONSE))
+    ids = torch.randint(3, oracle.VOCABULARY, (ROWS, PROMPT + RESPONSE))
     lengths = torch.randint(3, RESPONSE + 1, (ROWS,))
     response = (torch.arange(RESPONSE) < lengths.unsqueeze(1)).long()
     attention = torch.cat([torch.ones(ROWS, PROMPT, dtype=torch.long), response], dim=1)
@@ -100,7 +67,7 @@ def main(out: str) -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")  # verl would ask for two backends, and both would be the CPU's
     folder = f"{out}-model-{rank}"
-    worker = training_worker(tiny_model(folder))
+    worker = training_worker(oracle.tiny_model(Path(folder)), kind=TrainingWorker)
     batch = tokens(rank)
     scored = as_verl_wants(batch, compute_loss=False)
     logp = no_padding_2_padding(worker.infer_batch(scored)["log_probs"], scored)
