@@ -5,6 +5,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -118,14 +119,16 @@ class Recorder:
         """Files what the last `add` sent to the host; by now it has arrived."""
         if self._transit is None:
             return
-        rows, self._transit = self._transit.rows(), None
+        copy, self._transit = self._transit, None
+        rows = copy.rows()
         self._num_tokens += len(rows)
         if not len(rows):
             return
         self.ring.add(rows)
-        chosen = is_sampled(rows.columns["sequence"], self.settings.sample).nonzero().squeeze(1)
-        if not len(chosen):
+        names = copy.sequences[is_sampled(copy.sequences, self.settings.sample)]
+        if not len(names):
             return
+        chosen = torch.isin(rows.columns["sequence"], names).nonzero().squeeze(1)
         sampled = rows.at(chosen).whole_sequences(self.settings.max_rows_per_step - self._num_sampled)
         self._num_sampled += len(sampled)
         if len(sampled):

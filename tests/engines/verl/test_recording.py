@@ -17,8 +17,9 @@ from engines import regions_oracle as oracle
 from engines.rendezvous import own_environment
 from trustrl.engines.seam import version_of
 from trustrl.engines.verl import check_settings
+from trustrl.engines.verl.region import recording_of
 from trustrl.errors import ConfigError
-from trustrl.recording import read
+from trustrl.recording import QuantileAbove, Recording, read
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -72,6 +73,17 @@ def test_settings_are_looked_at_before_the_start():
     rollout = {"calculate_log_probs": True}
     with pytest.raises(ConfigError, match=r"recording has no setting 'smaple'. Did you mean 'sample'"):
         check_settings({"actor_rollout_ref": {"actor": {"policy_loss": policy_loss}, "rollout": rollout}})
+
+
+def test_settings_come_from_verls_command_line():
+    from omegaconf import OmegaConf
+
+    given = OmegaConf.from_dotlist(
+        ["recording.folder=records", "recording.triggers=[{kind: quantile-above, of: divergence, level: 0.3}]"]
+    )
+    triggers = (QuantileAbove(of="divergence", level=0.3),)
+    assert recording_of(given) == Recording(folder="records", triggers=triggers)
+    assert recording_of(OmegaConf.create({})) is None
 
 
 def test_recording_outside_our_workers_is_refused():
