@@ -212,7 +212,7 @@ def test_files_of_two_regions_are_not_mixed(tmp_path):
 
 
 def test_nothing_sampled_is_no_file(tmp_path):
-    batches.give(recorder(tmp_path, sample=0), batches.batch())
+    batches.give(recorder(tmp_path, sample=0.0), batches.batch())
     assert not list(tmp_path.iterdir())
 
 

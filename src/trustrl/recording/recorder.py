@@ -85,7 +85,7 @@ class Recorder:
             out, policy, rollout, sequences, shared=(step, update, self._rank), topk=self.settings.topk
         )
         self._absorb()
-        self._transit = copy
+        self._transit = None if self._stopped else copy
 
     def end_step(self, step: int, sums: Sums) -> list[Path]:
         """Writes the step's part file and, if a trigger fires, the ring.

@@ -26,7 +26,7 @@ class Recording:
 
     kind: ClassVar[str] = "recording"
 
-    folder: str
+    folder: str | PathLike[str]
     """Where the files go; made if missing. On several machines: a file system that they share, or one on each."""
 
     sample: float = 0.01
