@@ -24,7 +24,7 @@ class DuplicateNameError(TrustRLError, ValueError):
 
 
 class RecordError(TrustRLError, ValueError):
-    """A tensor has the wrong shape, dtype or device."""
+    """A tensor has the wrong shape, dtype or device, or a file holds no records that can be read."""
 
 
 class MissingDataError(RecordError):

@@ -96,7 +96,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError("No module named 'reasoning_gym'", name="reasoning_gym")
 
-    monkeypatch.setattr("trustrl.tasks.packages.import_module", missing)
+    monkeypatch.setattr("trustrl.packages.import_module", missing)
     with pytest.raises(MissingPackageError, match=r'pip install "trustrl\[tasks\]"') as caught:
         tasks.load("reasoning-gym:chain_sum")
     assert isinstance(caught.value, ImportError)
@@ -107,7 +107,7 @@ def test_a_package_that_is_there_but_broken_keeps_its_own_error(monkeypatch):
     def broken(name):
         raise ModuleNotFoundError("No module named 'sympy'", name="sympy")
 
-    monkeypatch.setattr("trustrl.tasks.packages.import_module", broken)
+    monkeypatch.setattr("trustrl.packages.import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="sympy") as caught:
         tasks.load("reasoning-gym:chain_sum")
     assert not isinstance(caught.value, MissingPackageError)

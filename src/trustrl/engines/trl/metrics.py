@@ -11,6 +11,7 @@ from trustrl.diagnostics import Sums, rates
 from trustrl.engines.ranks import over_ranks, share_of_one_rank
 from trustrl.engines.trl import invariants
 from trustrl.objective import LossOutput
+from trustrl.recording import Recorder
 from trustrl.records import PolicyTokens, RolloutTokens
 
 CLIP = "clip_ratio/"
@@ -24,13 +25,35 @@ class StepMetrics:
     all-reduces of about 2,500 numbers in all, and one wait for the device.
     """
 
-    def __init__(self, *, startup_checks: bool) -> None:
+    def __init__(self, *, startup_checks: bool, recorder: Recorder | None = None) -> None:
         self._sums: dict[str, Sums] = {}
         self._first_step = startup_checks
+        self._recorder = recorder
 
-    def add(self, trainer: Any, out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, weights: Tensor) -> None:
-        """Takes in one micro-batch; at the end of a step, writes."""
+    def add(
+        self,
+        trainer: Any,
+        out: LossOutput,
+        policy: PolicyTokens,
+        rollout: RolloutTokens,
+        weights: Tensor,
+        sequences: Tensor | None = None,
+    ) -> None:
+        """Takes in one micro-batch; at the end of a step, writes.
+
+        Args:
+            trainer: whose metrics these are.
+            out: what the region decided.
+            policy: the policy's side.
+            rollout: the sampler's side.
+            weights: what TRL multiplies each token's loss with.
+            sequences: the name of each row's sequence, where tokens are recorded.
+        """
         mode = "train" if trainer.model.training else "eval"
+        recorder = self._recorder if mode == "train" else None
+        if recorder is not None:
+            assert sequences is not None  # added to every training rollout
+            recorder.add(out, policy, rollout, sequences=sequences, step=trainer.state.global_step)
         for name, values in trainer._metrics[mode].items():
             if name.startswith(CLIP) and values:
                 values.pop()  # made by TRL from the watched advantages
@@ -47,6 +70,8 @@ class StepMetrics:
             trainer._metrics[mode]["policy_loss"][-1] += trainer.accelerator.gather(own).nanmean().item()
         if trainer.accelerator.sync_gradients:
             total = over_ranks(self._sums.pop(mode))
+            if recorder is not None:
+                recorder.end_step(trainer.state.global_step, total)
             if self._first_step and mode == "train" and total.added["tokens"] > 0:
                 filled = total.added["rows_with_tokens"] / total.added["micro_batches"]
                 invariants.micro_batches_add_up(

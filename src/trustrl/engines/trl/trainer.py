@@ -28,6 +28,7 @@ from trustrl.engines.trl.state import RegionState
 from trustrl.engines.trl.watching import WatchedModel
 from trustrl.errors import ConfigError, EngineError
 from trustrl.objective import policy_loss
+from trustrl.recording import Recorder as TokenRecorder, Recording, sequence_ids
 from trustrl.records import FullDivergence, PolicyTokens, TopK
 from trustrl.sampling import Sampling
 from trustrl.tokens import OnNonFinite
@@ -52,6 +53,7 @@ class TrustRegionMixin(_Trainer):
         measure_mismatch: bool = False,
         startup_checks: bool = True,
         on_nonfinite: OnNonFinite = "drop",
+        recording: Recording | None = None,
         vllm_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -68,6 +70,7 @@ class TrustRegionMixin(_Trainer):
             startup_checks: Whether to refuse to train when the policy and its anchor disagree before the first step, or
                 vLLM does not follow the trainer's weights.
             on_nonfinite: See `trustrl.policy_loss`.
+            recording: Which tokens to write to disk, with both sides and the region's verdict; None writes nothing.
             vllm_options: More arguments for vLLM's `LLM` (colocate mode), which TRL has no settings for: `dtype`, ...
             **kwargs: for `GRPOTrainer`.
 
@@ -78,6 +81,8 @@ class TrustRegionMixin(_Trainer):
         _check_seams(type(self))
         if not isinstance(region, Region):
             raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+        if recording is not None and not isinstance(recording, Recording):
+            raise ConfigError(f"recording must be a trustrl.recording.Recording, got {recording!r}.")
         self.region = region
         self._needs = region.needs()
         self._on_nonfinite: OnNonFinite = on_nonfinite
@@ -98,7 +103,10 @@ class TrustRegionMixin(_Trainer):
             self._needs, behavior, mismatch=measure_mismatch, temperature=self.temperature, score=score
         )
         self._sampling = Sampling(logprobs="processed", temperature=self.temperature, engine="TRL")
-        self._region_metrics = metrics.StepMetrics(startup_checks=startup_checks)
+        rank = self.accelerator.process_index
+        tokens = None if recording is None else TokenRecorder(recording, region, rank=rank)
+        self._names = None if recording is None else _SequenceNames(rank)
+        self._region_metrics = metrics.StepMetrics(startup_checks=startup_checks, recorder=tokens)
         self._first_loss = startup_checks
         self.add_callback(RegionState(region))
         if startup_checks and self.use_vllm:
@@ -116,6 +124,9 @@ class TrustRegionMixin(_Trainer):
         added = self._recorder.record(
             self.model, rollout, version=self.state.global_step, rows=rows, autocast=self.accelerator.autocast
         )
+        if training and self._names is not None:
+            ids = rollout["completion_ids"]
+            added["trustrl_sequence"] = self._names.of(self.state.global_step, len(ids)).to(ids.device)
         return {**rollout, **added}
 
     # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +146,7 @@ class TrustRegionMixin(_Trainer):
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
-        self._region_metrics.add(self, out, policy, rollout, weights)
+        self._region_metrics.add(self, out, policy, rollout, weights, inputs.get("trustrl_sequence"))
         return others + out.loss
 
     def _their_loss(self, model: WatchedModel, inputs: dict[str, Any], in_loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,6 +222,19 @@ class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
             region=trustrl.preset("dppo-binary-tv"),
         )
     """
+
+
+class _SequenceNames:
+    """Numbers for the sequences of each rollout; a step may begin with several rollouts."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._last = (-1, 0)
+
+    def of(self, step: int, count: int) -> Tensor:
+        before, num_rollouts = self._last
+        self._last = (step, num_rollouts + 1 if step == before else 0)
+        return sequence_ids(step=step, rollout=self._last[1], rank=self._rank, count=count)
 
 
 def _base_model(model: Any) -> Any:

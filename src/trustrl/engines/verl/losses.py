@@ -94,6 +94,10 @@ class RegionLoss:
             weights = weights * rollout_is_weights
         if fed is None:
             refuse_more_than_sampled_tokens(region)
+            if config.policy_loss.get("recording", None) is not None:
+                raise ConfigError(
+                    "policy_loss.recording must be null outside trustrl's workers, got settings: nobody would write."
+                )
         anchors = {f"{needs.anchor}_logp": old_log_prob} if fed is None else fed.anchors
         policy = PolicyTokens(logp=log_prob, **fed.policy if fed else {})
         rollout = RolloutTokens(

@@ -58,12 +58,12 @@ class StepSums:
         """Takes in one micro-batch."""
         self._sums = sums if self._sums is None else self._sums + sums
 
-    def report(self, group: Any) -> dict[str, float]:
-        """The rates over the step's tokens on all ranks; losses as the mean of the step's updates."""
+    def total(self, group: Any) -> Sums | None:
+        """Over the step's tokens on all ranks; losses as the mean of the step's updates."""
         if self._sums is None:  # a pipeline's stage without a loss; so are the other ranks of its group
-            return {}
+            return None
         total = over_ranks(self._sums, group)
         for name in total.added:
             if name.startswith("loss/") or name == "loss_weight":
                 total.added[name] /= max(self.updates, 1)
-        return rates(total) | under_their_names(total)
+        return total

@@ -10,6 +10,7 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict, config_to_dict
 from trustrl.config.presets import preset, presets
 from trustrl.errors import ConfigError
+from trustrl.recording import Recording
 from trustrl.registry import nearest
 
 PREFIX = "trustrl"
@@ -34,6 +35,9 @@ class RegionLossConfig(PolicyLossConfig):
 
     startup_checks: bool = True
     """Whether the ratio must be 1 before the first step."""
+
+    recording: dict[str, Any] | None = None
+    """Which tokens to write to disk, as `trustrl.recording.Recording.of` reads it; None writes nothing."""
 
 
 def names() -> list[str]:
@@ -78,6 +82,17 @@ def region_of(loss_mode: str, policy_loss: Any) -> Region:
     if not isinstance(region, Region):
         raise ConfigError(f"policy_loss.region must describe a region, got {region!r}.")
     return region
+
+
+def recording_of(policy_loss: Any) -> Recording | None:
+    """What verl's `policy_loss` asks to record.
+
+    Raises:
+        ConfigError: its settings do not fit.
+        UnknownNameError: a trigger nobody registered.
+    """
+    given = policy_loss.get("recording", None)
+    return None if given is None else Recording.of(given)
 
 
 def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any], where: str, loss_mode: str) -> dict[str, Any]:

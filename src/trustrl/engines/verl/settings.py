@@ -9,7 +9,7 @@ from trustrl.config.axes import Needs, Region
 from trustrl.engines.settings import PENALISED, TRUNCATED, refuse
 from trustrl.engines.verl.agent_loop import RECORDING, sampled_topk
 from trustrl.engines.verl.losses import REDUCTIONS
-from trustrl.engines.verl.region import region_of
+from trustrl.engines.verl.region import recording_of, region_of
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 _BOUNDS = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
@@ -31,6 +31,7 @@ def check_settings(config: Mapping[str, Any]) -> Region:
         ConfigError: with the setting and what to do.
     """
     region = region_of(_at(config, f"{ACTOR}.policy_loss.loss_mode"), _at(config, f"{ACTOR}.policy_loss"))
+    recording_of(_at(config, f"{ACTOR}.policy_loss"))
     needs = region.needs()
     _check_trainer(config)
     _check_loss(config, region, needs)

@@ -10,6 +10,7 @@ Inert:    when `loss_mode` is none of ours
 """
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,18 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_to_dict
+from trustrl.diagnostics import rates
 from trustrl.engines import checkpoints, invariants, seam
 from trustrl.engines.ranks import share_of_one_rank
 from trustrl.engines.verl import recording
 from trustrl.engines.verl.feed import Feed, feeding
 from trustrl.engines.verl.layout import padded
-from trustrl.engines.verl.metrics import StepSums
-from trustrl.engines.verl.region import is_ours, region_of
+from trustrl.engines.verl.metrics import StepSums, under_their_names
+from trustrl.engines.verl.region import is_ours, recording_of, region_of
 from trustrl.engines.verl.vocabulary import VocabularyPass
 from trustrl.errors import ConfigError
 from trustrl.objective import LossOutput
+from trustrl.recording import Recorder, sequence_ids
 from trustrl.records import PolicyTokens, RolloutTokens
 
 
@@ -41,6 +44,9 @@ class RegionWorker(TrainingWorker):
 
     _region: Region | None = None
     _vocabulary: VocabularyPass | None = None
+    _recorder: Recorder | None = None
+    _num_steps = 0
+    """Training steps so far, a checkpoint's included: verl does not tell its workers."""
 
     @functools.wraps(TrainingWorker.set_loss_fn)  # with verl's mark of how to call it on a group of workers
     def set_loss_fn(self, loss_fn: Any) -> None:
@@ -64,6 +70,10 @@ class RegionWorker(TrainingWorker):
         if self._needs.topk or self._needs.full:
             _check_engine(self.engine, self.engine_config, self._region)
             self._vocabulary = VocabularyPass.of(self.engine, self._needs)
+        settings = recording_of(policy_loss)
+        self._recorder = None
+        if settings is not None and self.engine.is_mp_src_rank_with_outputs():  # the others hold the same tokens
+            self._recorder = Recorder(settings, self._region, rank=self.rank)
         super().set_loss_fn(functools.partial(self._loss, loss_fn))
 
     @functools.wraps(TrainingWorker.train_mini_batch)
@@ -80,8 +90,15 @@ class RegionWorker(TrainingWorker):
         if self._vocabulary is not None:
             tu.assign_non_tensor(data, **{recording.PASS: "train"})
         self._step = StepSums()
+        self._num_steps += 1
+        if self._recorder is not None:
+            rank = self.engine.get_data_parallel_rank()
+            data["trustrl_sequence"] = sequence_ids(step=self._num_steps, rollout=0, rank=rank, count=len(data))
         out = super().train_mini_batch(data)
-        found = self._step.report(self.engine.get_data_parallel_group())
+        total = self._step.total(self.engine.get_data_parallel_group())
+        found = {} if total is None else rates(total) | under_their_names(total)
+        if self._recorder is not None and total is not None:
+            self._recorder.end_step(self._num_steps, total)
         if out is not None:
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
@@ -108,6 +125,8 @@ class RegionWorker(TrainingWorker):
         # verl may delete the folder after loading.
         before = checkpoints.read(Path(local_path)) if local_path and self.rank == 0 else None
         out = super().load_checkpoint(local_path, *args, **kwargs)
+        if local_path and (steps := re.findall(r"global_step_(\d+)", str(local_path))):
+            self._num_steps = int(steps[-1])
         if self._region is not None:
             checkpoints.say_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
         return out
@@ -133,15 +152,27 @@ class RegionWorker(TrainingWorker):
         feed = Feed(
             self._region,
             recording.anchors(data, bypass=self._bypass),
-            functools.partial(self._take, data["dp_size"]),
+            functools.partial(self._take, data["dp_size"], data.get("trustrl_sequence", None)),
             rollout,
             policy,
         )
         with feeding(feed):
             return theirs(model_output=model_output, data=data, dp_group=dp_group)
 
-    def _take(self, ranks: int, out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, weights: Tensor) -> None:
+    def _take(
+        self,
+        ranks: int,
+        sequences: Tensor | None,
+        out: LossOutput,
+        policy: PolicyTokens,
+        rollout: RolloutTokens,
+        weights: Tensor,
+    ) -> None:
         self._step.add(share_of_one_rank(out.sums, weights, ranks))
+        if self._recorder is not None:
+            assert sequences is not None
+            update = max(self._step.updates - 1, 0)
+            self._recorder.add(out, policy, rollout, sequences=sequences, step=self._num_steps, update=update)
         if self._first_loss and rollout.in_loss.any():
             anchor = self._needs.anchor
             logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingDataError
+from trustrl.packages import need
 from trustrl.tasks import SPLITS, Task, load
-from trustrl.tasks.packages import need
 
 REWARD = {"path": __file__, "name": "reward"}
 """verl's `reward.custom_reward_function`."""

@@ -1,0 +1,121 @@
+"""Records back from disk, after a look at who wrote them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustrl.errors import RecordError
+from trustrl.packages import need
+from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
+
+_EMPTY = {torch.float32: float("nan"), torch.int32: -1, torch.int64: -1, torch.bool: False}
+
+
+class Records(Mapping[str, Tensor]):
+    """Columns by name, one entry per token and update; columns that no token has are not there.
+
+    A top-K column is (N, K), with −1 and NaN where a token has fewer ids.
+    """
+
+    def __init__(self, table: Any, region: dict[str, Any]) -> None:
+        self.table = table
+        """The pyarrow table itself, for `.to_pandas()`, DuckDB or Polars."""
+
+        self.region = region
+        """The region's settings, as `trustrl.config_from_dict` reads them."""
+
+        self._names = [name for name in table.column_names if table[name].null_count < len(table)]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return _tensor(self.table[name].combine_chunks())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read(path: str | Path) -> Records:
+    """The records in a file, or in all part files of a folder (dumps are folders of their own), by step and rank.
+
+    Raises:
+        RecordError: there are none, a file is not of ours, of a newer trustrl, or of another region than the others.
+        MissingPackageError: pyarrow is not installed.
+    """
+    pa = need("pyarrow", extra="records")
+    path = Path(path)
+    files = sorted(path.glob("step-*.parquet")) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        raise RecordError(f"`{path}` must be a file of records or a folder with some, got none. See trustrl.recording.")
+    tables, regions = [], []
+    for file in files:
+        table, region = _read_one(pa, file)
+        tables.append(table)
+        regions.append(region)
+    for file, region in zip(files, regions, strict=True):
+        if region != regions[0]:
+            raise RecordError(
+                f"All files must be of one region, got {regions[0]} in `{files[0].name}` and {region} in "
+                f"`{file.name}`. Read them one by one."
+            )
+    return Records(pa.concat_tables(tables), regions[0])
+
+
+def _read_one(pa: Any, file: Path) -> tuple[Any, dict[str, Any]]:
+    pq = need("pyarrow.parquet", extra="records")
+    try:
+        with pq.ParquetFile(file) as opened:
+            found = opened.schema_arrow
+            metadata = found.metadata or {}
+            _check_version(file, metadata.get(VERSION_KEY))
+            expected = arrow_schema()
+            for column in COLUMNS:
+                wanted = expected.field(column.name).type
+                if column.name not in found.names or found.field(column.name).type != wanted:
+                    got = found.field(column.name).type if column.name in found.names else "none"
+                    raise RecordError(f"`{file}` must have a column {column.name} of {wanted}, got {got}.")
+            table = opened.read([column.name for column in COLUMNS]).replace_schema_metadata(None)
+        region = json.loads(metadata.get(REGION_KEY, b""))
+    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RecordError(f"`{file}` must be a whole Parquet file of trustrl's records, got: {error}.") from error
+    if not isinstance(region, dict):
+        raise RecordError(f"`{file}` must name its region's settings, got {region!r}.")
+    return table, region
+
+
+def _check_version(file: Path, given: bytes | None) -> None:
+    if given is None or not given.isdigit():
+        raise RecordError(
+            f"`{file}` must be written by trustrl.recording, got a Parquet file "
+            f"{'without its mark' if given is None else f'of version {given!r}'}."
+        )
+    if int(given) > VERSION:
+        raise RecordError(
+            f"`{file}` must have a schema of version {VERSION} or below, got {int(given)}. Install a newer trustrl."
+        )
+
+
+def _tensor(array: Any) -> Tensor:
+    pa = need("pyarrow", extra="records")
+    if pa.types.is_list(array.type):
+        lengths = _tensor(array.value_lengths().fill_null(0)).long()
+        values = _tensor(array.flatten())
+        out = values.new_full((len(array), int(lengths.max()) if len(array) else 0), _EMPTY[values.dtype])
+        out[torch.arange(out.shape[1]) < lengths.unsqueeze(1)] = values
+        return out
+    if pa.types.is_boolean(array.type):
+        return _tensor(array.cast(pa.uint8())).bool()
+    dtype = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8}[str(array.type)]
+    if array.null_count:
+        array = array.fill_null(_EMPTY[dtype])
+    if not len(array):
+        return torch.empty(0, dtype=dtype)
+    values = torch.frombuffer(bytearray(array.buffers()[1]), dtype=dtype)
+    return values[array.offset : array.offset + len(array)]

@@ -1,0 +1,95 @@
+"""Recorded tokens of a real verl worker are what the loss decided, and recording changes nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("pyarrow")
+
+import torch
+import verl_world as world
+
+from engines import regions_oracle as oracle
+from engines.rendezvous import own_environment
+from trustrl.engines.seam import version_of
+from trustrl.engines.verl import check_settings
+from trustrl.engines.verl.region import recording_of
+from trustrl.errors import ConfigError
+from trustrl.recording import QuantileAbove, Recording, read
+
+HERE = Path(__file__).parent
+RANKS = 2
+
+
+@pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
+def test_each_rank_writes_what_its_loss_decided_and_gradients_stay_as_they_are(tmp_path):
+    model = oracle.tiny_model(tmp_path)
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+    done = subprocess.run(
+        [*launch, str(HERE / "verl_recording.py"), model, str(tmp_path)],
+        env=own_environment(
+            VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trustrl.engines.verl_cpu.plugin,trustrl.engines.verl",
+            OMP_NUM_THREADS="1", PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="",
+        ),
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    every = read(tmp_path / "records")
+    assert trained_steps(every) == [3, 4]  # the worker's first two were not recorded
+    names = []
+    for rank in range(RANKS):
+        found = torch.load(tmp_path / f"found-{rank}", weights_only=False)
+        for off, on in zip(found["off"]["gradients"], found["on"]["gradients"], strict=True):
+            assert torch.equal(off, on)
+            assert off.norm() > 0
+        here = every["rank"] == rank
+        seen = found["on"]["seen"]
+        assert len(seen["kept"]) == here.sum() > 0
+        for name, expected in seen.items():
+            assert torch.equal(every[name][here], expected.to(every[name].dtype)), name
+        assert 0 < every["kept"][here].sum() < here.sum()
+        for step in (3, 4):
+            now = here & (every["step"] == step)
+            names.append(set(every["sequence"][now].tolist()))
+            for name in names[-1]:  # once an epoch, in whatever update
+                assert (every["update"][now & (every["sequence"] == name)].unique() // 3).tolist() == [0, 1]
+    assert len(set.union(*names)) == sum(map(len, names))
+    (dump,) = (tmp_path / "records").glob("dump-*")  # the trigger rests at the second step
+    assert trained_steps(read(dump)) == [3]
+    assert sorted(path.name for path in dump.glob("*.json")) == ["trigger.rank-0000.json", "trigger.rank-0001.json"]
+
+
+def trained_steps(records):
+    return records["step"].unique().tolist()
+
+
+def test_settings_are_looked_at_before_the_start():
+    policy_loss = {"loss_mode": "trustrl-dppo-binary-tv", "recording": {"folder": "records", "smaple": 1.0}}
+    rollout = {"calculate_log_probs": True}
+    with pytest.raises(ConfigError, match=r"recording has no setting 'smaple'. Did you mean 'sample'"):
+        check_settings({"actor_rollout_ref": {"actor": {"policy_loss": policy_loss}, "rollout": rollout}})
+
+
+def test_settings_come_from_verls_command_line():
+    from omegaconf import OmegaConf
+
+    given = OmegaConf.from_dotlist(
+        ["recording.folder=records", "recording.triggers=[{kind: quantile-above, of: divergence, level: 0.3}]"]
+    )
+    triggers = (QuantileAbove(of="divergence", level=0.3),)
+    assert recording_of(given) == Recording(folder="records", triggers=triggers)
+    assert recording_of(OmegaConf.create({})) is None
+
+
+def test_recording_outside_our_workers_is_refused():
+    settings = {"recording": {"folder": "records"}}
+    config = world.actor("trustrl-dppo-binary-tv", policy_loss=settings)
+    b = world.batch()
+    loss = world.get_policy_loss_fn("trustrl-dppo-binary-tv")
+    with pytest.raises(ConfigError, match=r"policy_loss.recording must be null outside trustrl's workers"):
+        loss(b.old_log_prob, b.log_prob, b.advantages, b.response_mask, config=config)

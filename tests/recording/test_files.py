@@ -1,0 +1,283 @@
+"""Part files: what goes in comes out, whole or not at all, and nobody else's is taken for one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import batches
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+import trustrl
+from trustrl.errors import MissingPackageError, RecordError
+from trustrl.recording import COLUMNS, VERSION, Recorder, Recording, read, sequence_ids, writing
+from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema
+
+ROOT = Path(__file__).parents[2]
+
+
+def recorder(folder, region=batches.REGION, rank=0, **more):
+    usual = {"sample": 1.0, "ring_steps": 0, "triggers": ()}
+    return Recorder(Recording(folder=folder, **usual | more), region, rank=rank)
+
+
+@pytest.fixture(params=["sampled token", "both anchors and a top-K", "no entropy"])
+def case(request):
+    if request.param == "both anchors and a top-K":
+        region = trustrl.preset("dppo-topk-tv")
+        return region, batches.batch(region=region, k=20, proximal=True)
+    return batches.REGION, batches.batch(entropy=None if request.param == "no entropy" else True)
+
+
+def test_a_file_holds_what_the_loss_decided_bit_for_bit(case, tmp_path):
+    region, b = case
+    batches.give(recorder(tmp_path, region, rank=2, topk=True), b, step=12, update=3)
+    found = read(tmp_path / "step-00000012.rank-0002.parquet")
+    on = b.rollout.in_loss
+    row, position = on.nonzero(as_tuple=True)
+    interval = b.out.decision.divergence
+    expected = {
+        "step": torch.full_like(row, 12), "update": torch.full_like(row, 3), "rank": torch.full_like(row, 2),
+        "sequence": b.sequences[row], "position": position, "token_id": b.rollout.token_ids[on],
+        "advantage": b.rollout.advantage[row], "behavior_logp": b.rollout.behavior_logp[on],
+        "policy_logp": b.policy.logp.detach()[on], "weight": b.out.decision.weight[on], "kept": b.out.decision.keep[on],
+        "divergence_lower": interval.lower[on], "divergence_upper": interval.upper[on],
+        "sampler_version": b.rollout.version[on],
+    }  # fmt: skip
+    if b.policy.entropy is not None:
+        expected["entropy"] = b.policy.entropy[on]
+    if b.rollout.topk is not None:
+        expected |= {"topk_ids": b.rollout.topk.ids[on], "topk_logp": b.rollout.topk.logp[on]}
+        expected["proximal_logp"] = b.rollout.proximal_logp[on]
+    assert list(found) == [c.name for c in COLUMNS if c.name in expected]
+    for name, x in expected.items():
+        dtype = found[name].dtype
+        assert torch.equal(found[name], x.to(dtype)), name
+    assert 0 < found["kept"].sum() < len(found["kept"])
+    assert trustrl.config_from_dict(found.region) == region
+
+
+def test_faults_are_recorded_as_they_were(tmp_path):
+    b = batches.batch(at={(0, 0): float("nan"), (1, 0): -torch.inf})
+    batches.give(recorder(tmp_path), b)
+    logp = read(tmp_path)["policy_logp"]
+    assert logp[0].isnan()
+    assert (logp == -torch.inf).sum() == 1
+
+
+def test_packed_tokens_are_numbered_within_their_sequence(tmp_path):
+    ids = torch.tensor([7, 7, 9, 7, 9])
+    rollout = trustrl.RolloutTokens(
+        advantage=torch.ones(5), in_loss=torch.tensor([True, False, True, True, True]), behavior_logp=-torch.ones(5),
+        sequence_ids=ids,
+    )  # fmt: skip
+    policy = trustrl.PolicyTokens(logp=-torch.ones(5))
+    out = trustrl.policy_loss(policy, rollout, batches.REGION, reduction=trustrl.TokenSum())
+    batches.give(recorder(tmp_path), batches.Batch(out, policy, rollout, ids))
+    found = read(tmp_path)
+    assert found["sequence"].tolist() == [7, 9, 7, 9]
+    assert found["position"].tolist() == [0, 0, 2, 1]
+
+
+def test_a_folder_reads_as_all_its_files_in_order(tmp_path):
+    one, two = recorder(tmp_path, rank=0), recorder(tmp_path, rank=1)
+    for step in (5, 6):
+        for made in (two, one):
+            batches.give(made, batches.batch(seed=step), batches.batch(seed=step + 9, first=100), step=step)
+    found = read(tmp_path)
+    pairs = torch.stack([found["step"], found["rank"]], -1).unique_consecutive(dim=0).tolist()
+    assert pairs == [[5, 0], [5, 1], [6, 0], [6, 1]]
+
+
+def test_row_groups_are_bounded_and_the_file_says_what_was_left_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "ROWS_PER_GROUP", 50)
+    many = [batches.batch(seed=seed, first=8 * seed) for seed in range(6)]
+    tokens = sum(int(b.rollout.in_loss.sum()) for b in many)
+    made = recorder(tmp_path, max_rows_per_step=tokens - 20)
+    batches.give(made, *many)
+    (file,) = tmp_path.glob("*.parquet")
+    with pq.ParquetFile(file) as opened:
+        sizes = [opened.metadata.row_group(at).num_rows for at in range(opened.metadata.num_row_groups)]
+        counts = json.loads(opened.metadata.metadata[STEP_KEY])
+    assert len(sizes) > 3
+    assert max(sizes) <= 50
+    assert counts == {"tokens_in_loss": tokens, "rows": sum(sizes)}
+    assert tokens - 20 - 16 <= sum(sizes) <= tokens - 20
+    found = read(file)
+    for b in many:  # no sequence is cut
+        for name, mask in zip(b.sequences.tolist(), b.rollout.in_loss, strict=True):
+            assert (found["sequence"] == name).sum() in (0, mask.sum())
+
+
+def test_the_same_sequences_are_in_at_every_update_and_on_every_rank(tmp_path):
+    made = recorder(tmp_path, sample=0.3)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    for update in range(3):
+        b = batches.batch(seed=update, rows=64)
+        b = b._replace(sequences=b.sequences[order] if update == 1 else b.sequences)
+        made.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=0, update=update)
+    made.end_step(0, b.out.sums)
+    found = read(tmp_path)
+    by_update = [set(found["sequence"][found["update"] == update].tolist()) for update in range(3)]
+    assert by_update[0] == by_update[1] == by_update[2]
+    assert 10 <= len(by_update[0]) <= 30
+
+
+def test_names_of_sequences_do_not_repeat():
+    parts = [
+        sequence_ids(step=step, rollout=rollout, rank=rank, count=500)
+        for step in (0, 1, 2, 1000) for rollout in (0, 1) for rank in (0, 1, 127)
+    ]  # fmt: skip
+    every = torch.cat(parts)
+    assert len(every.unique()) == len(every)
+    assert every.min() >= 0
+    assert torch.equal(parts[0], sequence_ids(step=0, rollout=0, rank=0, count=500))
+
+
+def test_a_killed_writer_leaves_nothing_a_reader_trips_over(tmp_path):
+    """The process dies in the middle of its second file; the next one clears up."""
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import batches
+from trustrl.recording import Recorder, Recording, writing
+writing.ROWS_PER_GROUP = 10
+made = Recorder(Recording(folder={str(tmp_path)!r}, sample=1.0, triggers=()), batches.REGION, rank=0)
+batches.give(made, batches.batch(), step=1)
+for seed in range(3):
+    b = batches.batch(seed=seed)
+    made.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert len(left) == 1  # it was writing
+    assert set(read(tmp_path)["step"].tolist()) == {1}
+    recorder(tmp_path, rank=1)
+    assert left[0] in os.listdir(tmp_path)  # another rank's
+    made = recorder(tmp_path)
+    batches.give(made, batches.batch(), step=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001.rank-0000.parquet", "step-00000002.rank-0000.parquet"]
+    assert set(read(tmp_path)["step"].tolist()) == {1, 2}
+
+
+def rewritten(path, metadata=None, drop=()):
+    table = pq.read_table(path).drop_columns(list(drop))
+    pq.write_table(table.replace_schema_metadata(metadata or table.schema.metadata), path)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "says"),
+    [
+        pytest.param(lambda p: p.write_bytes(b"PAR1 not really"), "whole Parquet file", id="no parquet"),
+        pytest.param(lambda p: p.write_bytes(p.read_bytes()[:-40]), "whole Parquet file", id="cut off"),
+        pytest.param(lambda p: p.write_bytes(b""), "whole Parquet file", id="empty"),
+        pytest.param(lambda p: pq.write_table(pa.table({"a": [1]}), p), "without its mark", id="somebody else's"),
+        pytest.param(
+            lambda p: rewritten(p, {VERSION_KEY: b"2", REGION_KEY: b"{}"}), "Install a newer trustrl", id="newer"
+        ),
+        pytest.param(lambda p: rewritten(p, {VERSION_KEY: b"new"}), "of version b'new'", id="no number"),
+        pytest.param(lambda p: rewritten(p, drop=["weight"]), "column weight of float", id="without a column"),
+        pytest.param(
+            lambda p: rewritten(p, {VERSION_KEY: b"1", REGION_KEY: b"3"}), "region's settings", id="no region"
+        ),
+        pytest.param(lambda p: p.unlink(), "got none", id="missing"),
+    ],
+)
+def test_foreign_and_newer_files_are_refused(break_it, says, tmp_path):
+    batches.give(recorder(tmp_path), batches.batch())
+    (file,) = tmp_path.glob("*.parquet")
+    read(file)
+    break_it(file)
+    for path in (file, tmp_path):
+        with pytest.raises(RecordError, match=says):
+            read(path)
+
+
+def test_files_of_two_regions_are_not_mixed(tmp_path):
+    batches.give(recorder(tmp_path), batches.batch(), step=0)
+    region = trustrl.preset("ppo")
+    batches.give(recorder(tmp_path, region), batches.batch(region=region, proximal=True), step=1)
+    with pytest.raises(RecordError, match="one region"):
+        read(tmp_path)
+
+
+def test_nothing_sampled_is_no_file(tmp_path):
+    batches.give(recorder(tmp_path, sample=0.0), batches.batch())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
+    made = recorder(tmp_path)
+    batches.give(made, batches.batch(), step=0)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(trustrl.TrustRLWarning, match="No space left on device"):
+        batches.give(made, batches.batch(), step=1)
+    batches.give(made, batches.batch(), step=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000000.rank-0000.parquet"]
+
+
+def test_sequences_must_be_named_one_by_one(tmp_path):
+    b = batches.batch()
+    with pytest.raises(RecordError, match="sequences must be of shape"):
+        recorder(tmp_path).add(b.out, b.policy, b.rollout, sequences=b.sequences[:3], step=0)
+
+
+def test_nothing_of_the_graph_or_the_trainers_memory_is_kept(tmp_path):
+    b = batches.batch()
+    made = recorder(tmp_path, ring_steps=2)
+    made.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=0)
+    with torch.no_grad():
+        b.policy.logp.fill_(-50.0)  # a trainer may reuse its buffers
+        b.rollout.token_ids.fill_(0)
+        b.rollout.in_loss.fill_(False)
+    made.end_step(0, b.out.sums)
+    found = read(tmp_path)
+    assert found["policy_logp"].min() > -50
+    assert found["token_id"].min() >= 100
+    for _, parts in made.ring.steps():
+        assert not any(x.requires_grad for rows in parts for x in rows.columns.values())
+
+
+def test_without_pyarrow_the_package_imports_and_says_what_to_install(tmp_path):
+    code = f"""
+import sys
+sys.modules["pyarrow"] = None
+from trustrl.errors import MissingPackageError
+from trustrl.recording import Recorder, Recording, read
+import trustrl
+for work in (lambda: read({str(tmp_path)!r}), lambda: Recorder(Recording(folder={str(tmp_path)!r}), trustrl.preset("ppo"), rank=0)):
+    try:
+        work()
+    except MissingPackageError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count('pip install "trustrl[records]"') == 2
+    assert issubclass(MissingPackageError, ImportError)
+
+
+def test_the_core_does_not_import_pyarrow():
+    code = "import sys, trustrl, trustrl.recording; assert not any(m.startswith('pyarrow') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_the_page_lists_the_columns():
+    page = (ROOT / "docs/reference/records.md").read_text()
+    lines = [f"| `{c.name}` | {c.kind} | {'yes' if c.nullable else 'no'} | {c.meaning} |" for c in COLUMNS]
+    assert "\n".join(lines) in page
+    assert f"Schema version {VERSION}." in page
+    assert [field.nullable for field in arrow_schema()] == [c.nullable for c in COLUMNS]
