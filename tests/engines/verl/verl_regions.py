@@ -22,7 +22,7 @@ from verl.workers.utils.losses import ppo_loss
 
 import trustrl
 from engines import regions_oracle as oracle
-from trustrl.engines.verl import RegionWorker, losses, recording
+from trustrl.engines.verl import RegionWorker, anchors, losses
 
 
 class Moved(RegionWorker):
@@ -124,13 +124,13 @@ def gradient_of(worker, region, batch, mode, **more):
         return out
 
     losses.policy_loss = seen
-    record, fields = recording.record, {}
+    record, fields = anchors.record, {}
 
     def recorded(*args, **kwargs):
         fields.update(record(*args, **kwargs))
         return fields
 
-    recording.record = recorded
+    anchors.record = recorded
     rows = len(batch.prompts) * dist.get_world_size()
     out = worker.train_mini_batch(
         as_verl_carries(
@@ -138,7 +138,7 @@ def gradient_of(worker, region, batch, mode, **more):
             dataloader_kwargs={"shuffle": False}, **meta,
         )
     )  # fmt: skip
-    losses.policy_loss, recording.record = decide, record
+    losses.policy_loss, anchors.record = decide, record
     (gradient,) = kept
     num_tokens = int(batch.in_sequence.sum())
     num_bytes = sum(x.values().nbytes for x in fields.values()) / num_tokens

@@ -11,7 +11,7 @@ from verl.utils import tensordict_utils as tu
 
 from trustrl.config.axes import Needs
 from trustrl.engines.forward import KEYWORD, VocabularyForward, Wanted, refuse_adapted_head
-from trustrl.engines.verl import recording
+from trustrl.engines.verl import anchors
 from trustrl.engines.verl.layout import Places, like_responses, padded, places
 from trustrl.errors import EngineError
 from trustrl.records import FullDivergence, TopK
@@ -68,7 +68,7 @@ class VocabularyPass:
 
     def _prepare_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         inputs, args = self._inputs(micro_batch=micro_batch)
-        what = tu.get_non_tensor_data(data=micro_batch, key=recording.PASS, default=None)
+        what = tu.get_non_tensor_data(data=micro_batch, key=anchors.PASS, default=None)
         if what is None:
             return inputs, args
         temperature = micro_batch["temperature"]
@@ -83,7 +83,7 @@ class VocabularyPass:
                 "entropy_gradient": tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
             }
             if self.needs.topk:
-                more["gather_ids"] = where.rows(recording.topk(self.needs, micro_batch).ids)
+                more["gather_ids"] = where.rows(anchors.topk(self.needs, micro_batch).ids)
             if self.needs.full:
                 more["anchor_hidden"] = where.rows(padded(micro_batch["trustrl_hidden"]))
                 more["anchor_logsumexp"] = where.rows(padded(micro_batch["trustrl_logsumexp"]))
@@ -105,7 +105,7 @@ class VocabularyPass:
         found = {"log_probs": where.as_model_output(output.log_probs)}
         if tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
             found["entropy"] = where.as_model_output(output.entropy)
-        if tu.get_non_tensor_data(data=micro_batch, key=recording.PASS, default=None) == "record":
+        if tu.get_non_tensor_data(data=micro_batch, key=anchors.PASS, default=None) == "record":
             return found | self._recorded(output, where, micro_batch)
         self._seen = self._made(output, where, micro_batch)
         return found
@@ -125,7 +125,7 @@ class VocabularyPass:
         policy: dict[str, Any] = {"entropy": where.padded(output.entropy.detach())}
         rollout: dict[str, Any] = {}
         if self.needs.topk:
-            rollout["topk"] = recording.topk(self.needs, data)
+            rollout["topk"] = anchors.topk(self.needs, data)
             policy["topk_logp"] = where.padded(output.gathered_logp)
             policy["tail_logp"] = where.padded(output.tail_logp)
         if output.topk_ids is not None:

@@ -27,7 +27,7 @@ from trustrl.config.loading import config_to_dict
 from trustrl.diagnostics import rates
 from trustrl.engines import checkpoints, invariants, seam
 from trustrl.engines.ranks import share_of_one_rank
-from trustrl.engines.verl import recording
+from trustrl.engines.verl import anchors
 from trustrl.engines.verl.feed import Feed, feeding
 from trustrl.engines.verl.layout import padded
 from trustrl.engines.verl.metrics import StepSums, under_their_names
@@ -81,14 +81,14 @@ class RegionWorker(TrainingWorker):
         """One training step: records what the region needs, then verl's own updates."""
         if self._region is None:
             return super().train_mini_batch(data)
-        recording.check(self._needs, data)
-        self._bypass = self._everywhere(recording.bypassed(data))
-        if recording.own_forward(self._needs, bypass=self._bypass):
+        anchors.check(self._needs, data)
+        self._bypass = self._everywhere(anchors.bypassed(data))
+        if anchors.own_forward(self._needs, bypass=self._bypass):
             if self._vocabulary is not None:
                 self._vocabulary.remember_head()
-            data.update(recording.record(self, data, distribution=self._vocabulary is not None))
+            data.update(anchors.record(self, data, distribution=self._vocabulary is not None))
         if self._vocabulary is not None:
-            tu.assign_non_tensor(data, **{recording.PASS: "train"})
+            tu.assign_non_tensor(data, **{anchors.PASS: "train"})
         self._step = StepSums()
         self._num_steps += 1
         if self._recorder is not None:
@@ -151,7 +151,7 @@ class RegionWorker(TrainingWorker):
             policy["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
         feed = Feed(
             self._region,
-            recording.anchors(data, bypass=self._bypass),
+            anchors.logps(data, bypass=self._bypass),
             functools.partial(self._take, data["dp_size"], data.get("trustrl_sequence", None)),
             rollout,
             policy,

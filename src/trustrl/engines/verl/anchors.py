@@ -67,7 +67,7 @@ def check(needs: Needs, data: Any) -> None:
             )
 
 
-def anchors(data: Any, *, bypass: bool) -> dict[str, Tensor]:
+def logps(data: Any, *, bypass: bool) -> dict[str, Tensor]:
     """Both anchors' log-probs of one micro-batch, (B, R), as far as they are known."""
     found = {"behavior_logp": data.get("rollout_log_probs", None), "proximal_logp": data.get("trustrl_logp", None)}
     if found["proximal_logp"] is None and not bypass:
