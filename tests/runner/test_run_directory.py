@@ -100,6 +100,19 @@ def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    directory = RunDirectory(tmp_path)
+    with directory.held(), pytest.raises(ConfigError, match="another process runs"):
+        run(small(), tmp_path, engine=FakeEngine())
+    run(small(), tmp_path, engine=FakeEngine())
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run(small(), tmp_path / "run", engine=lambda *_: None) == {}
+    assert not (tmp_path / "run").exists()
+
+
 def test_numbers_that_json_does_not_have_become_null(tmp_path):
     RunDirectory(tmp_path).append("metrics", {"step": 1, "loss": float("nan"), "x": [float("inf")]})
     assert RunDirectory(tmp_path).rows() == [{"step": 1, "loss": None, "x": [None]}]

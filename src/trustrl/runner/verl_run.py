@@ -14,6 +14,7 @@ from trustrl import models
 from trustrl.engines.verl_cpu.data import write_parquet
 from trustrl.errors import EngineError
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.progress import Progress
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.verl_settings import HELD_OUT, TRAIN, command
@@ -48,7 +49,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         # A session of its own: Ray's processes must not outlive the run.
         process = subprocess.Popen(
             command(recipe, folder, model), stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=folder,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=ends_with_its_parent,
         )  # fmt: skip
         try:
             _follow(process, log, recipe, directory, progress)
