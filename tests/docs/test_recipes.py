@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trustrl.cli import main, parser_of
-from trustrl.runner.recipe import TABLES
+from trustrl.runner.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 GUIDE, REFERENCE = ROOT / "docs/guides/run.md", ROOT / "docs/reference/recipe.md"

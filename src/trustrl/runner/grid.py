@@ -141,7 +141,8 @@ def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], say: Callable[
         directory = RunDirectory(cell.folder)
         if process.returncode == 0 and directory.finished:
             result = directory.result()
-            say(f"{cell.region}, seed {cell.seed}: accuracy {result['accuracy_before']} → {result['accuracy_after']}")
+            before, after = (f"{result[f'accuracy_{when}'] or 0:.3f}" for when in ("before", "after"))
+            say(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
             continue
         log = cell.folder.with_suffix(".log").read_text(errors="replace").splitlines()
         say(f"{cell.region}, seed {cell.seed}: failed with code {process.returncode}")
