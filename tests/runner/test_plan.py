@@ -86,6 +86,11 @@ def test_vllm_on_trl_counts_the_mismatch_once():
     assert grpo("sampler.kind=vllm", "region.preset=troll")["vllm_importance_sampling_correction"] is True
 
 
+def test_vllm_has_room_for_the_longest_sequence_and_for_the_start_up_check():
+    assert grpo("sampler.kind=vllm")["vllm_max_model_length"] >= 25
+    assert grpo("sampler.kind=vllm", "schedule.max_completion_tokens=500")["vllm_max_model_length"] == 8 + 500 + 1
+
+
 def test_settings_of_the_engine_win():
     assert grpo("engine.settings.beta=0.01", "engine.settings.logging_steps=5")["beta"] == 0.01
     command = plan(small("engine.name=verl", "engine.settings.trainer.total_epochs=7")).engine["command"]

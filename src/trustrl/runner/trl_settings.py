@@ -5,6 +5,9 @@ from typing import Any
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.roles import behavior_of
 
+PROBE = 64
+"""Room for the sequence that a start-up check has vLLM score, whatever the recipe's own are."""
+
 
 def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
     """Every field of `GRPOConfig` that the recipe decides; those in `engine.settings` replace ours."""
@@ -47,7 +50,7 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
         found |= {
             "use_vllm": True,
             "vllm_mode": "colocate",
-            "vllm_max_model_length": schedule.max_prompt_tokens + schedule.max_completion_tokens + 1,
+            "vllm_max_model_length": max(schedule.max_prompt_tokens + schedule.max_completion_tokens + 1, PROBE),
             "vllm_tensor_parallel_size": recipe.sampler.ranks,
             # A region anchored on the sampler contains the mismatch already.
             "vllm_importance_sampling_correction": "behavior" not in recipe.region.needs().anchors,
