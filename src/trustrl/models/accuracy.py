@@ -21,13 +21,15 @@ def sampled_accuracy(
     *,
     chat: bool = False,
     max_new_tokens: int = 8,
+    temperature: float = 1.0,
 ) -> float:
-    """The mean score of `count` answers, sampled at temperature 1, to held-out problems.
+    """The mean score of `count` answers, sampled from the whole vocabulary, to held-out problems.
 
     Where there are fewer problems, some are answered more than once. `seed` chooses the problems and the samples;
     torch's own random stream is left as it was.
     """
-    decoding = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": max_new_tokens}
+    decoding = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    decoding["max_new_tokens"] = max_new_tokens
     return _accuracy(model, tokenizer, task, _problems(task, count, seed, chat), seed, decoding)
 
 

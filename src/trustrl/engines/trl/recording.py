@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trustrl.config.axes import Needs
-from trustrl.config.statistics import Anchor
 from trustrl.engines.forward import KEYWORD, at_completions
+from trustrl.engines.roles import sources
 from trustrl.engines.trl.settings import Behavior
 from trustrl.errors import MissingDataError
 from trustrl.records import RolloutTokens, TopK
@@ -31,15 +31,6 @@ class SampledTopK(NamedTuple):
 
 ScoreWithSampler = Callable[[dict[str, Any], int], SampledTopK]
 """(rollout, K) → top-K of μ at its completion tokens."""
-
-
-def sources(needs: Needs, behavior: Behavior, *, mismatch: bool) -> tuple[frozenset[Anchor], str]:
-    """(whose log-probs to record, who says what the anchor's distribution was: sampler, trainer or nobody)."""
-    measured: frozenset[Anchor] = frozenset({"proximal"}) if mismatch else frozenset()
-    anchors = needs.anchors | measured
-    if not (needs.topk or needs.full):
-        return anchors, "nobody"
-    return anchors, "trainer" if needs.anchor == "proximal" or behavior == "trainer" else "sampler"
 
 
 class Recorder:

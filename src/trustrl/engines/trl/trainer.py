@@ -20,9 +20,10 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.engines import seam
 from trustrl.engines.forward import VocabularyForward, Wanted, at_completions, refuse_adapted_head
+from trustrl.engines.roles import sources
 from trustrl.engines.settings import refuse
 from trustrl.engines.trl import invariants, metrics, sampler
-from trustrl.engines.trl.recording import Recorder, rollout_tokens, sources
+from trustrl.engines.trl.recording import Recorder, rollout_tokens
 from trustrl.engines.trl.settings import REDUCTIONS, Behavior, check_settings
 from trustrl.engines.trl.state import RegionState
 from trustrl.engines.trl.watching import WatchedModel

@@ -1,0 +1,78 @@
+"""The command `trustrl`: one file per verb, imported when called, so that `--help` is instant.
+
+Exit codes: 0 ok, 1 the run failed, 2 wrong usage or a setting that does not fit.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
+
+VERBS = {
+    "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
+    "run": "trains a recipe in a folder of its own, or goes on with it",
+    "compare": "trains regions × seeds and writes a table and pictures",
+}
+OK, FAILED, WRONG = 0, 1, 2
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """The parser of one verb."""
+    parser = argparse.ArgumentParser(prog=f"trustrl {verb}", description=f"{VERBS[verb]}.")
+    import_module(f"trustrl.cli.{verb}").add_arguments(parser)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code; errors of ours are sentences, not tracebacks."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(_help(), file=sys.stdout if given else sys.stderr)
+        return OK if given else WRONG
+    if given[0] == "--version":
+        import trustrl
+
+        print(trustrl.__version__)
+        return OK
+    verb, *rest = given
+    if verb not in VERBS:
+        from trustrl.registry import nearest
+
+        return _complain(f"There is no `trustrl {verb}`.{nearest(verb, list(VERBS))} Known: {', '.join(VERBS)}.", WRONG)
+    try:
+        options = parser_of(verb).parse_intermixed_args(rest)
+    except SystemExit as ended:  # argparse has said why
+        return int(ended.code or 0)
+    try:
+        return import_module(f"trustrl.cli.{verb}").run(options)
+    except (ConfigError, UnknownNameError) as error:
+        return _complain(str(error), WRONG)
+    except TrustRLError as error:
+        return _complain(str(error), FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted; the same command with --resume goes on.", FAILED)
+
+
+def console() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def _help() -> str:
+    lines = [f"  {verb:<9} {what}" for verb, what in VERBS.items()]
+    return "\n".join(
+        [
+            "trustrl <verb> ...: trust regions for LLM reinforcement learning, one recipe on any engine",
+            "",
+            *lines,
+            "",
+            "`trustrl <verb> --help` says more. Exit codes: 0 ok, 1 the run failed, 2 wrong usage.",
+        ]
+    )
+
+
+def _complain(sentence: str, code: int) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return code

@@ -1,0 +1,29 @@
+"""`trustrl run RECIPE`: trains a recipe in a folder of its own."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from trustrl.cli.recipes import add_recipe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's own arguments."""
+    add_recipe(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (runs/<name of the recipe>)")
+    parser.add_argument("--resume", action="store_true", help="goes on from the last checkpoint, if there is one")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains; prints the result as JSON on stdout."""
+    from trustrl.runner.recipe import load
+    from trustrl.runner.running import run as run_recipe
+
+    recipe = load(options.recipe, options.settings)
+    folder = options.out or Path("runs") / recipe.name
+    print(f"{recipe.name}: in {folder}", file=sys.stderr, flush=True)
+    result = run_recipe(recipe, folder, resume=options.resume)
+    if result:  # on other ranks there is none
+        print(json.dumps(result, indent=1))
+    return 0

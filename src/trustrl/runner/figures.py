@@ -1,0 +1,94 @@
+"""A comparison as pictures, from its `table.json` alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import MissingDataError
+from trustrl.packages import need
+from trustrl.runner.summary import windows
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
+LINES = ("-", "--", "-.", ":")
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draws `curves.png` and `accuracy.png` into the folder.
+
+    Raises:
+        MissingDataError: it holds no `table.json`.
+        MissingPackageError: matplotlib is not installed.
+    """
+    file = folder / "table.json"
+    if not file.is_file():
+        raise MissingDataError(f"{folder} must hold a table.json, and it does not. `trustrl compare` writes it.")
+    found = json.loads(file.read_text())
+    need("matplotlib", extra="plots").use("Agg")
+    return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
+
+
+def _styles(regions: Sequence[str]) -> dict[str, tuple[str, str]]:
+    return {name: (COLOURS[i % len(COLOURS)], LINES[i % len(LINES)]) for i, name in enumerate(regions)}
+
+
+def _curves(found: Mapping[str, Any], file: Path) -> Path:
+    """Reward, and the share of tokens the region acted on: mean and range over seeds."""
+    plt = need("matplotlib.pyplot", extra="plots")
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.5, 6.4), sharex=True)
+    for region, (colour, line) in _styles(list(found["regions"])).items():
+        runs = [run for run in found["runs"] if run["region"] == region and run["finished"]]
+        for axis, name in ((top, "reward"), (bottom, "share")):
+            series = [windows(_series(run, name), max(1, len(run["step"]) // 20)) for run in runs]
+            steps = runs[0]["step"] if runs else []
+            if not series or any(len(one) != len(steps) for one in series):
+                continue
+            at_each = list(zip(*series, strict=True))
+            axis.plot(steps, [sum(v) / len(v) for v in at_each], line, color=colour, label=region, linewidth=1.8)
+            axis.fill_between(steps, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.13, lw=0)
+    top.set_ylabel("reward")
+    bottom.set_ylabel("share of tokens\nstopped or projected")
+    bottom.set_xlabel("step (update of the weights)")
+    seeds = max(row["finished"] for row in found["regions"].values())
+    top.set_title(f"mean and range of {seeds} seed{'s' * (seeds != 1)}", fontsize=10, loc="left")
+    top.legend(frameon=False, fontsize=9)
+    return _saved(figure, (top, bottom), file)
+
+
+def _series(run: Mapping[str, Any], name: str) -> list[float]:
+    curves = run["curves"]
+    if name == "reward":
+        return [value or 0.0 for value in curves.get("reward", [])]
+    kinds = [curves.get(f"trustrl/{kind}_share", [0.0] * len(run["step"])) for kind in ("masked", "projected")]
+    return [(a or 0.0) + (b or 0.0) for a, b in zip(*kinds, strict=True)]
+
+
+def _accuracies(found: Mapping[str, Any], file: Path) -> Path:
+    """Held-out accuracy before and after: every seed, the mean and its confidence interval."""
+    plt = need("matplotlib.pyplot", extra="plots")
+    regions = list(found["regions"])
+    figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.55 * len(regions)))
+    for at, (region, (colour, _)) in enumerate(_styles(regions).items()):
+        row = found["regions"][region]
+        seeds = [r["result"]["accuracy_after"] for r in found["runs"] if r["region"] == region and r["finished"]]
+        after = row["accuracy_after"]
+        axis.plot(seeds, [at - 0.16] * len(seeds), "o", color=colour, alpha=0.45, markersize=4)
+        if after["mean"] is not None:
+            half = 0.0 if after["low"] is None else after["mean"] - after["low"]
+            axis.errorbar(after["mean"], at + 0.08, xerr=half, fmt="o", color=colour, capsize=4, markersize=7)
+        if row["accuracy_before"]["mean"] is not None:
+            axis.plot(row["accuracy_before"]["mean"], at + 0.08, "|", color="#555555", markersize=14)
+    axis.set_yticks(range(len(regions)), regions)
+    axis.set_ylim(len(regions) - 0.5, -0.5)
+    axis.set_xlabel("held-out accuracy: seeds (small), mean with 95 % t interval; grey bar: before training")
+    return _saved(figure, (axis,), file)
+
+
+def _saved(figure: Any, axes: Sequence[Any], file: Path) -> Path:
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+    need("matplotlib.pyplot", extra="plots").close(figure)
+    return file

@@ -1,0 +1,63 @@
+"""`run`: a recipe in a folder of its own, on the engine it names."""
+
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trustrl.config.loading import config_to_dict
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.plan import plan
+from trustrl.runner.processes import is_main_process
+from trustrl.runner.progress import Progress
+from trustrl.runner.recipe import Recipe
+from trustrl.runner.summary import summary
+
+Engine = Callable[[Recipe, RunDirectory, Progress], None]
+"""Trains in the folder, from its last checkpoint if there is one, and appends metrics and evaluations to it."""
+
+ENGINES = {"trl": "trustrl.runner.trl_run", "verl": "trustrl.runner.verl_run"}
+
+
+def run(recipe: Recipe, folder: Path, *, resume: bool = False, engine: Engine | None = None) -> dict[str, Any]:
+    """Runs a recipe, or goes on with it.
+
+    Args:
+        recipe: What to run.
+        folder: The run's own; made if it is not there.
+        resume: Goes on from the last checkpoint where a run is there; a finished one is left as it is.
+        engine: Another engine than the one the recipe names.
+
+    Returns:
+        What `result.json` holds; nothing on ranks other than the first, which write no files.
+
+    Raises:
+        ConfigError: the folder holds another run or is in use, or the recipe asks for what its engine cannot do.
+        EngineError: the engine failed.
+    """
+    directory = RunDirectory(folder)
+    if resume and directory.finished:
+        return directory.result()
+    plan(recipe, folder)  # what cannot work is refused before anything is written or loaded
+    train = engine or import_module(ENGINES[recipe.engine.name]).train
+    progress, began = Progress(recipe.name, recipe.schedule.steps), time.time()
+    if not is_main_process():
+        train(recipe, directory, progress)
+        return {}
+    with directory.held():
+        directory.begin(recipe, resume=resume)
+        train(recipe, directory, progress)
+        directory.finish(_result(recipe, directory, time.time() - began))
+    return directory.result()
+
+
+def _result(recipe: Recipe, directory: RunDirectory, seconds: float) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "engine": recipe.engine.name,
+        "region": config_to_dict(recipe.region),
+        "seed": recipe.schedule.seed,
+        **summary(directory.rows(), directory.rows("evaluation")),
+        "seconds": round(seconds, 1),
+    }

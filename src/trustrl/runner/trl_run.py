@@ -1,0 +1,179 @@
+"""A recipe on TRL, in this process: `TrustRegionGRPOTrainer`, its own checkpoints, our metrics file."""
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trustrl import models, tasks
+from trustrl.errors import ConfigError
+from trustrl.packages import need
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.plan import launcher
+from trustrl.runner.processes import is_main_process
+from trustrl.runner.progress import Progress
+from trustrl.runner.recipe import Recipe
+from trustrl.runner.trl_settings import grpo_fields, trainer_arguments
+
+COMPLETE = "trustrl_complete"
+"""In a checkpoint's folder once it is whole: a kill may come while transformers writes it."""
+
+KEPT = ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "entropy")
+
+
+def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
+    """Trains from the last whole checkpoint, evaluates before and after.
+
+    With transformers as the sampler, a run that was killed and resumed ends as it would have ended. vLLM's random
+    stream is in no checkpoint, so there it goes on with other samples.
+
+    Raises:
+        ConfigError: the number of processes is not the recipe's, or the trainer refuses a setting.
+        MissingPackageError: TRL is not installed.
+    """
+    main = _checked_rank(recipe)
+    if recipe.sampler.kind == "vllm" and recipe.engine.device == "cpu":
+        from trustrl.engines.vllm.options import set_cpu_environment
+
+        set_cpu_environment()  # before anybody imports vllm
+    need("trl", extra="trl")
+    need("transformers.utils.logging", extra="trl").disable_progress_bar()  # ours says how it is getting on
+    checkpoint = last_checkpoint(directory.checkpoints) if main else _newest(directory.checkpoints)
+    done = 0 if checkpoint is None else _step(checkpoint)
+    if main:
+        directory.forget_after(done)
+    if done and main:
+        progress.say(f"goes on after step {done}")
+    if done >= recipe.schedule.steps:  # killed between its last checkpoint and its result
+        if main:
+            _evaluate(recipe, directory, progress, done, _loaded(str(checkpoint)))
+        return
+    trainer = _trainer(recipe, directory, progress, main)
+    if main and not directory.rows("evaluation"):
+        _evaluate(recipe, directory, progress, 0, trainer.model)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if main:
+        _evaluate(recipe, directory, progress, recipe.schedule.steps, trainer.model)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that is whole; the others are removed."""
+    whole = []
+    for one in folder.glob("checkpoint-*"):
+        if (one / COMPLETE).exists():
+            whole.append(one)
+        else:
+            shutil.rmtree(one)
+    return max(whole, key=_step, default=None)
+
+
+def _newest(folder: Path) -> Path | None:
+    return max((one for one in folder.glob("checkpoint-*") if (one / COMPLETE).exists()), key=_step, default=None)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
+
+
+def _checked_rank(recipe: Recipe) -> bool:
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    if found != recipe.engine.ranks:
+        raise ConfigError(
+            f"The run must have engine.nodes × engine.ranks_per_node = {recipe.engine.ranks} processes, got {found}. "
+            f"Start it with `{launcher(recipe)} ...`."
+        )
+    return is_main_process()
+
+
+def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> Any:
+    from transformers.trainer_callback import PrinterCallback
+    from trl import GRPOConfig  # pyright: ignore[reportAttributeAccessIssue]
+
+    from trustrl.engines.trl import TrustRegionGRPOTrainer
+
+    fields = grpo_fields(recipe, str(directory.checkpoints))
+    try:
+        args = GRPOConfig(**fields)
+    except TypeError as error:
+        raise ConfigError(f"engine.settings must be fields of TRL's GRPOConfig: {error}.") from None
+    except ValueError as error:
+        raise ConfigError(f"TRL refuses the recipe's settings: {error}") from None
+    if args.use_cpu:
+        need("torch", extra="trl").set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    task = tasks.load(recipe.task.name, **recipe.task.settings)
+    folder = models.path(recipe.model.name)
+    trainer = TrustRegionGRPOTrainer(
+        model=folder,
+        reward_funcs=task.reward,
+        args=args,
+        train_dataset=task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat),
+        processing_class=_tokenizer(folder),
+        callbacks=[_watcher(recipe, directory, progress)] if main else [],
+        region=recipe.region,
+        **trainer_arguments(recipe),
+    )
+    trainer.remove_callback(PrinterCallback)  # it writes to stdout, which is for data
+    return trainer
+
+
+def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any:
+    from transformers.trainer_callback import TrainerCallback
+
+    began = time.time()
+    every = recipe.evaluation.every
+
+    class Watcher(TrainerCallback):
+        """Writes each step's metrics as it ends, evaluates in between, and marks checkpoints that are whole."""
+
+        reward: Mapping[str, Any] = {}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if every and state.global_step % every == 0 and state.global_step < recipe.schedule.steps:
+                _evaluate(recipe, directory, progress, state.global_step, kwargs["model"])
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if logs is None or "loss" not in logs:
+                return  # the summary at the end
+            row = {"step": state.global_step}
+            row |= {name: value for name, value in logs.items() if name in KEPT or name.startswith("trustrl/")}
+            if "completions/mean_length" in logs:
+                row["completion_length"] = logs["completions/mean_length"]
+            # TRL logs what belongs to a rollout at its first update; the others train on the same rollout.
+            of_rollout = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
+            if "reward" in row:
+                self.reward = {name: row[name] for name in of_rollout if name in row}
+            row = {**row, **self.reward, "seconds": round(time.time() - began, 2)}
+            directory.append("metrics", row)
+            progress.step(row)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            Path(args.output_dir, f"checkpoint-{state.global_step}", COMPLETE).touch()
+
+    return Watcher()
+
+
+def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step: int, model: Any) -> None:
+    """The accuracy on held-out problems, with transformers whoever samples in training; once a step."""
+    if any(row["step"] == step for row in directory.rows("evaluation")):
+        return
+    from trustrl.models.accuracy import greedy_accuracy, sampled_accuracy
+
+    wanted, schedule = recipe.evaluation, recipe.schedule
+    task = tasks.load(recipe.task.name, **recipe.task.settings)
+    more: dict[str, Any] = {"chat": recipe.task.chat, "max_new_tokens": schedule.max_completion_tokens}
+    score = greedy_accuracy
+    if wanted.temperature > 0:
+        score, more = sampled_accuracy, more | {"temperature": wanted.temperature}
+    found = score(model, _tokenizer(models.path(recipe.model.name)), task, wanted.count, schedule.seed, **more)
+    directory.append("evaluation", {"step": step, "accuracy": found, "count": wanted.count})
+    progress.say(f"held-out accuracy {found:.3f} at step {step}")
+
+
+def _tokenizer(folder: str) -> Any:
+    return need("transformers", extra="models").AutoTokenizer.from_pretrained(folder, padding_side="left")
+
+
+def _loaded(folder: str) -> Any:
+    return need("transformers", extra="models").AutoModelForCausalLM.from_pretrained(folder)

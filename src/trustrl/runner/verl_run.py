@@ -1,0 +1,132 @@
+"""A recipe on verl, in processes of its own: data as Parquet, `main_ppo`, and its log as our metrics file."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trustrl import models
+from trustrl.engines.verl_cpu.data import write_parquet
+from trustrl.errors import EngineError
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.processes import ends_with_its_parent
+from trustrl.runner.progress import Progress
+from trustrl.runner.recipe import Recipe
+from trustrl.runner.verl_settings import HELD_OUT, TRAIN, command
+from trustrl.tasks import load
+
+SECONDS_BETWEEN_LOOKS = 0.5
+NAMES = {
+    "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
+    "response_length/mean": "completion_length", "actor/entropy": "entropy",
+}  # fmt: skip
+"""verl's names and ours; all of `actor/trustrl/*` beside them."""
+
+ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
+
+
+def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
+    """Writes the data, starts verl, and translates its log line by line; from verl's last checkpoint if there is one.
+
+    Raises:
+        EngineError: verl ended with an error; its own words are in `verl.log`.
+    """
+    folder = directory.path.resolve()
+    model = models.path(recipe.model.name)
+    _write_data(recipe, folder)
+    done = _checkpointed(directory.checkpoints) * recipe.schedule.updates_per_batch
+    directory.forget_after(done)
+    if done:
+        progress.say(f"goes on after step {done}")
+    log = folder / f"verl-{time.time_ns()}.jsonl"  # verl empties the file it is given
+    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
+    with (folder / "verl.log").open("ab") as said:
+        # A session of its own: Ray's processes must not outlive the run.
+        process = subprocess.Popen(
+            command(recipe, folder, model), stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=folder,
+            start_new_session=True, preexec_fn=ends_with_its_parent,
+        )  # fmt: skip
+        try:
+            _follow(process, log, recipe, directory, progress)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                _wait_or_kill(process)
+    log.unlink(missing_ok=True)
+    if process.returncode:
+        last = (folder / "verl.log").read_text(errors="replace").splitlines()[-15:]
+        raise EngineError(
+            f"verl must end without an error, got code {process.returncode}. Its last words:\n" + "\n".join(last)
+        )
+
+
+def _write_data(recipe: Recipe, folder: Path) -> None:
+    task = load(recipe.task.name, **recipe.task.settings)
+    held_out = recipe.evaluation.count if task.endless else min(recipe.evaluation.count, len(task.rows("held_out")))
+    wanted = {TRAIN: ("train", recipe.task.problems), HELD_OUT: ("held_out", held_out)}
+    for name, (split, count) in wanted.items():
+        if not (folder / name).exists():
+            write_parquet(
+                folder / name, recipe.task.name, split, count=count, seed=recipe.schedule.seed, chat=recipe.task.chat,
+                **recipe.task.settings,
+            )  # fmt: skip
+
+
+def _checkpointed(folder: Path) -> int:
+    file = folder / "latest_checkpointed_iteration.txt"
+    return int(file.read_text()) if file.exists() else 0
+
+
+def _follow(process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
+    read, began = 0, time.time()
+    while True:
+        ended = process.poll() is not None
+        text = log.read_bytes()[read:] if log.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        read += len(whole)
+        for line in whole.splitlines():
+            found = json.loads(line)
+            _translate(found["step"], found["data"], recipe, directory, progress, time.time() - began)
+        if ended:
+            return
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def _translate(
+    batch: int, data: Mapping[str, Any], recipe: Recipe, directory: RunDirectory, progress: Progress, seconds: float
+) -> None:
+    step = batch * recipe.schedule.updates_per_batch
+    for name, value in data.items():
+        known = any(row["step"] == step for row in directory.rows("evaluation"))
+        if ACCURACY.fullmatch(name) and not known:
+            directory.append("evaluation", {"step": step, "accuracy": value, "count": recipe.evaluation.count})
+            progress.say(f"held-out accuracy {value:.3f} at step {step}")
+    if "actor/grad_norm" in data:
+        row = {"step": step, **metrics_of(data), "seconds": round(seconds, 2)}
+        directory.append("metrics", row)
+        progress.step(row)
+
+
+def metrics_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's numbers of one step under our names.
+
+    Example:
+        >>> metrics_of({"critic/score/mean": 0.5, "actor/trustrl/masked_share": 0.01, "perf/throughput": 9.0})
+        {'reward': 0.5, 'trustrl/masked_share': 0.01}
+    """
+    found = {ours: data[theirs] for theirs, ours in NAMES.items() if theirs in data}
+    prefix = "actor/trustrl/"
+    return found | {name.removeprefix("actor/"): value for name, value in data.items() if name.startswith(prefix)}
+
+
+def _wait_or_kill(process: Any) -> None:
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,135 @@
+"""A recipe as verl's own command line."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trustrl.config.loading import config_to_dict
+from trustrl.config.presets import preset, presets
+from trustrl.engines.verl_cpu.data import REWARD
+from trustrl.engines.verl_cpu.defaults import PLAIN_PROMPTS
+from trustrl.runner.recipe import Recipe
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = f"{ACTOR}.policy_loss"
+TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
+CHECKPOINTS = "checkpoints"
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
+    """The command that trains in `folder`, whole: what a CPU needs beside is filled in by the module it starts.
+
+    Args:
+        recipe: What to train.
+        folder: Where data, logs and checkpoints are.
+        model: A folder or hub id.
+    """
+    module = "trustrl.engines.verl_cpu" if recipe.engine.device == "cpu" else "trustrl.engines.verl"
+    settings = {**_settings(recipe, folder, model), **dict(_flat(recipe.engine.settings))}
+    plain = [] if recipe.task.chat else [PLAIN_PROMPTS]
+    return [sys.executable, "-m", module, *(f"{key}={_hydra(value)}" for key, value in settings.items()), *plain]
+
+
+def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
+    schedule, engine, optimiser, sampler = recipe.schedule, recipe.engine, recipe.optimiser, recipe.sampler
+    updates, batches = schedule.updates_per_batch, schedule.steps // schedule.updates_per_batch
+    epochs = math.ceil(batches / (recipe.task.problems // schedule.prompts_per_batch)) + 1
+    on_cpu = engine.device == "cpu"
+    found: dict[str, Any] = {
+        "data.train_files": folder / TRAIN,
+        "data.val_files": folder / HELD_OUT,
+        "data.train_batch_size": schedule.prompts_per_batch,
+        "data.max_prompt_length": schedule.max_prompt_tokens,
+        "data.max_response_length": schedule.max_completion_tokens,
+        "data.seed": schedule.seed,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": model,
+        f"{ROLLOUT}.name": f"{sampler.kind}_cpu" if on_cpu else sampler.kind,
+        f"{ROLLOUT}.dtype": sampler.dtype,
+        f"{ROLLOUT}.temperature": sampler.temperature,
+        f"{ROLLOUT}.n": schedule.completions_per_prompt,
+        f"{ROLLOUT}.calculate_log_probs": True,
+        f"{ROLLOUT}.seed": schedule.seed,
+        f"{ROLLOUT}.val_kwargs.temperature": recipe.evaluation.temperature,
+        f"{ROLLOUT}.val_kwargs.do_sample": recipe.evaluation.temperature > 0,
+        **_region(recipe),
+        f"{ACTOR}.loss_agg_mode": "token-mean" if recipe.region.needs().reduction is None else "seq-mean-token-mean",
+        f"{ACTOR}.ppo_mini_batch_size": schedule.prompts_per_step,
+        f"{ACTOR}.ppo_epochs": updates if schedule.update_sees == "batch" else 1,
+        f"{ACTOR}.optim.lr": optimiser.learning_rate,
+        f"{ACTOR}.optim.lr_scheduler_type": optimiser.schedule,
+        f"{ACTOR}.optim.lr_warmup_steps": optimiser.warmup_steps // updates,
+        f"{ACTOR}.optim.weight_decay": optimiser.weight_decay,
+        f"{ACTOR}.optim.clip_grad": optimiser.max_grad_norm,
+        f"{ACTOR}.fsdp_config.model_dtype": SHORT[recipe.model.dtype],
+        f"{ACTOR}.fsdp_config.seed": schedule.seed,
+    }
+    if engine.micro_batch is not None:
+        found |= {
+            f"{ACTOR}.use_dynamic_bsz": False,
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": engine.micro_batch,
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": engine.micro_batch,
+        }
+    if not on_cpu:  # what the command for CPUs sets by itself
+        found |= {
+            f"{ROLLOUT}.tensor_model_parallel_size": sampler.ranks,
+            f"{ACTOR}.use_dynamic_bsz": engine.micro_batch is None,
+            "reward.custom_reward_function.path": REWARD["path"],
+            "reward.custom_reward_function.name": REWARD["name"],
+        }
+    return found | {
+        "trainer.project_name": "trustrl",
+        "trainer.experiment_name": recipe.name,
+        "trainer.nnodes": engine.nodes,
+        "trainer.n_gpus_per_node": engine.ranks_per_node,
+        "trainer.total_training_steps": batches,
+        "trainer.total_epochs": epochs,
+        "trainer.logger": ["console", "file"],
+        "trainer.save_freq": schedule.save_every // updates,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.default_local_dir": folder / CHECKPOINTS,
+        "trainer.resume_mode": "auto",
+        "trainer.val_before_train": True,
+        "trainer.test_freq": recipe.evaluation.every // updates or batches,
+        "hydra.run.dir": folder / "hydra",
+    }
+
+
+def _region(recipe: Recipe) -> dict[str, Any]:
+    """A preset by its name; anything else in full."""
+    for name in presets():
+        if preset(name) == recipe.region:
+            return {f"{LOSS}.loss_mode": f"trustrl-{name}"}
+    region = {f"+{LOSS}.region.{key}": value for key, value in _flat(config_to_dict(recipe.region))}
+    return {
+        f"{LOSS}._target_": "trustrl.engines.verl.RegionLossConfig",
+        f"{LOSS}.loss_mode": "trustrl",
+        **{key: value for key, value in region.items() if value is not None},
+    }
+
+
+def _flat(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def _hydra(value: Any) -> str:
+    """A value in hydra's grammar."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value)
+        case list() | tuple():
+            return f"[{','.join(map(_hydra, value))}]"
+        case str() | Path() if any(sign in str(value) for sign in " ,:{}[]()=$'\"\\"):
+            return json.dumps(str(value))
+        case _:
+            return str(value)

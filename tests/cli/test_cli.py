@@ -1,0 +1,84 @@
+"""The command line: exit codes, sentences, stdout for data, and help that is there at once."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trustrl.cli import VERBS, main
+
+ROOT = Path(__file__).parents[2]
+TOUR = str(ROOT / "recipes/tour.toml")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
+def test_help_is_instant_and_loads_no_torch(arguments):
+    code = (
+        "import sys\nfrom trustrl.cli import main\nended = main(sys.argv[1:])\n"
+        "sys.exit(ended or 'torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    times = []
+    for _ in range(5):  # the machine may be busy with something else
+        began = time.perf_counter()
+        process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        times.append(time.perf_counter() - began)
+        assert process.returncode == 0, process.stderr
+        assert "trustrl" in process.stdout
+        if min(times) < 0.5:
+            break
+    assert min(times) < 0.5, times
+
+
+def test_a_plan_is_data_on_stdout_and_nothing_on_stderr(capsys):
+    assert main(["plan", TOUR, "schedule.steps=8", "--json", "region.divergence.max_increase=0.2"]) == 0
+    said = capsys.readouterr()
+    made = json.loads(said.out)
+    assert made["counts"]["steps"] == 8
+    assert made["recipe"]["region"]["divergence"]["max_increase"] == 0.2
+    assert said.err == ""
+
+
+def test_a_plan_for_people_names_roles_and_settings(capsys):
+    assert main(["plan", TOUR]) == 0
+    said = capsys.readouterr().out
+    for word in ("behavior", "proximal", "GRPOConfig", "num_iterations = 4", "bytes for each completion token"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param([], "plan", id="nothing"),
+        pytest.param(["paln"], "Did you mean 'plan'?", id="an unknown verb"),
+        pytest.param(["plan"], "RECIPE", id="no recipe"),
+        pytest.param(["plan", "nowhere.toml"], "must be a TOML file", id="no file"),
+        pytest.param(["plan", TOUR, "schedule.stps=3"], "Did you mean 'steps'?", id="an unknown key"),
+        pytest.param(["plan", TOUR, "region.preset=pppo"], "Did you mean 'ppo'?", id="an unknown region"),
+        pytest.param(["plan", TOUR, "--jsn"], "unrecognized arguments", id="an unknown option"),
+        pytest.param(["compare", TOUR], "--regions", id="nothing to compare"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_a_sentence(arguments, said, capsys):
+    assert main(arguments) == 2
+    found = capsys.readouterr()
+    assert said in found.err
+    assert "Traceback" not in found.err
+    assert found.out == ""
+
+
+def test_a_missing_engine_ends_with_1_and_names_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main(["run", TOUR, "--out", str(tmp_path / "run")]) == 1
+    assert 'pip install "trustrl[trl]"' in capsys.readouterr().err
+
+
+def test_a_table_that_is_not_there_ends_with_1(tmp_path, capsys):
+    assert main(["compare", "--draw", str(tmp_path)]) == 1
+    assert "table.json" in capsys.readouterr().err
+
+
+def test_the_console_script_is_declared():
+    assert 'trustrl = "trustrl.cli:console"' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,51 @@
+"""The pages about recipes: every key is listed, every command parses, every recipe exists."""
+
+import json
+import re
+import shlex
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+import pytest
+
+from trustrl.cli import main, parser_of
+from trustrl.runner.tables import TABLES
+
+ROOT = Path(__file__).parents[2]
+GUIDE, REFERENCE = ROOT / "docs/guides/run.md", ROOT / "docs/reference/recipe.md"
+
+
+def default(field):
+    if field.default_factory is not MISSING:
+        return "`{}`"
+    if field.default is MISSING:
+        return "–"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def test_the_reference_lists_every_key_with_its_default():
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", REFERENCE.read_text(), re.M))
+    keys = {f"{name}.{one.name}": default(one) for name, table in TABLES.items() for one in fields(table)}
+    assert listed == {"name": "–", **keys}
+
+
+COMMANDS = re.findall(r"^trustrl (.+)$", GUIDE.read_text(), re.M)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_in_the_guide_parses_and_names_a_recipe_that_exists(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    verb, *rest = shlex.split(command)
+    options = parser_of(verb).parse_intermixed_args(rest)
+    if options.recipe is not None:
+        assert Path(options.recipe).is_file()
+        # What a plan accepts, a run of the same recipe and settings begins with.
+        assert main(["plan", options.recipe, *options.settings]) == 0
+    if verb == "plan":
+        assert main([verb, *rest]) == 0
+
+
+def test_the_guide_lists_every_shipped_recipe():
+    text = GUIDE.read_text()
+    for file in (ROOT / "recipes").glob("*.toml"):
+        assert f"`{file.stem}`" in text, file.stem

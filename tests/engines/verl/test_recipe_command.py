@@ -1,0 +1,48 @@
+"""A recipe's command line is one that verl's own configuration takes: composed by hydra, nothing started."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+
+from trustrl.engines.verl_cpu.defaults import with_defaults
+from trustrl.runner.recipe import load
+from trustrl.runner.verl_settings import command
+
+ROOT = Path(__file__).parents[3]
+RECIPES = [file for file in sorted((ROOT / "recipes").glob("*.toml")) if load(file).engine.name == "verl"]
+IN_FULL = ["region.preset=dppo-topk-tv", "region.divergence.max_increase=0.2", "region.anchor=proximal"]
+
+
+def composed(file, overrides, folder):
+    recipe = load(file, overrides)
+    _, _, module, *settings = command(recipe, folder, recipe.model.name)
+    if module == "trustrl.engines.verl_cpu":
+        settings = with_defaults(settings)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return recipe, compose("ppo_trainer", overrides=settings)
+
+
+@pytest.mark.parametrize("overrides", [[], IN_FULL], ids=["as it is", "a region in full"])
+@pytest.mark.parametrize("file", RECIPES, ids=[file.stem for file in RECIPES])
+def test_verl_composes_the_command_of_every_recipe(file, overrides, tmp_path):
+    recipe, config = composed(file, overrides, tmp_path)
+    actor = config.actor_rollout_ref.actor
+    assert actor.ppo_mini_batch_size == recipe.schedule.prompts_per_step
+    assert config.data.train_batch_size == recipe.schedule.prompts_per_batch
+    assert actor.optim.lr == recipe.optimiser.learning_rate
+    if overrides:
+        assert actor.policy_loss.loss_mode == "trustrl"
+        assert actor.policy_loss.region.divergence.max_increase == 0.2
+        assert actor.policy_loss.region.anchor == "proximal"
+    else:
+        assert actor.policy_loss.loss_mode.startswith("trustrl-")
+
+
+def test_a_setting_that_verl_does_not_have_is_refused_by_verl(tmp_path):
+    with pytest.raises(HydraException, match="no_such_thing"):
+        composed(ROOT / "recipes/verl-tour.toml", ["engine.settings.trainer.no_such_thing=1"], tmp_path)

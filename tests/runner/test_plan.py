@@ -1,0 +1,140 @@
+"""Plans: who is who, how much of everything, and the engine's own settings."""
+
+import json
+import sys
+
+import pytest
+
+from runner.test_recipe import SHIPPED, small
+from trustrl import ConfigError
+from trustrl.runner.plan import plan, text
+from trustrl.runner.recipe import load
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
+def test_every_shipped_recipe_can_be_planned(file):
+    made = plan(load(file))
+    assert json.loads(json.dumps(made.to_dict(), default=str))["counts"]["steps"] == made.recipe.schedule.steps
+    assert "unknown" not in text(made), "every shipped recipe says how large its model is"
+
+
+@pytest.mark.parametrize("file", [f for f in SHIPPED if f.stem.startswith("qwen3")], ids=lambda f: f.stem)
+def test_templates_say_that_they_were_not_run(file):
+    assert "not run" in file.read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "distribution", "passes", "record_bytes"),
+    [
+        pytest.param([], "not needed", 0, 4, id="TRL, sampled token: TRL's own pass serves two updates"),
+        pytest.param(["schedule.updates_per_batch=1"], "not needed", 1, 4, id="TRL, sampled token, on-policy"),
+        pytest.param(["region.preset=dppo-topk-tv"], "forward pass of the trainer", 1, 4 + 8 * 20 + 4, id="TRL, Top-K"),
+        pytest.param(
+            ["region.preset=dppo-topk-tv", "sampler.kind=vllm"], "the sampler scores", 1, 4 + 8 * 20 + 4,
+            id="TRL, Top-K of vLLM",
+        ),
+        pytest.param(
+            ["region.preset=dppo-full-tv"], "whole distribution of the behavior", 1, 4 + 4 * 128 + 4, id="TRL, exact"
+        ),
+        pytest.param(["region.preset=minirl"], "not needed", 0, 8, id="TRL, two anchors"),
+        pytest.param(["engine.name=verl"], "not needed", 0, 0, id="verl, sampled token"),
+        pytest.param(["engine.name=verl", "region.preset=dppo-topk-tv"], "the sampler scores", 1, 160, id="verl, Top-K"),
+        pytest.param(["engine.name=verl", "region.preset=troll"], "of the trainer", 1, 8 * 64 + 8, id="verl, TROLL"),
+    ],
+)  # fmt: skip
+def test_roles_and_costs_are_the_engine_pages_formulas(overrides, distribution, passes, record_bytes):
+    roles = plan(small(*overrides)).roles
+    assert distribution in roles.distribution
+    assert len(roles.passes) == passes
+    assert roles.record_bytes == record_bytes
+
+
+@pytest.mark.parametrize("engine", ["trl", "verl"])
+def test_an_exact_region_on_a_sampler_that_records_ids_only_is_refused(engine):
+    with pytest.raises(ConfigError, match="must be 'proximal'"):
+        plan(small(f"engine.name={engine}", "sampler.kind=vllm", "region.preset=dppo-full-tv"))
+
+
+def test_counts_of_a_batch_that_is_seen_again_and_of_one_in_parts():
+    again = plan(small("schedule.updates_per_batch=4")).counts
+    parts = plan(small("schedule.updates_per_batch=4", "schedule.update_sees=part")).counts
+    assert (again["sequences_per_batch"], parts["sequences_per_batch"]) == (16, 64)
+    assert again["batches"] == parts["batches"] == 2
+    assert (again["completion_tokens_sampled"], parts["completion_tokens_sampled"]) == (128, 512)
+
+
+def grpo(*overrides):
+    return plan(small(*overrides)).engine["GRPOConfig"]
+
+
+def test_trl_gets_the_same_schedule_in_its_own_words():
+    again, parts = grpo("engine.micro_batch=4"), grpo("engine.micro_batch=4", "schedule.update_sees=part")
+    for fields, iterations, per_generation in ((again, 2, 4), (parts, 1, 8)):
+        assert fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"] == 16
+        assert (fields["num_iterations"], fields["steps_per_generation"]) == (iterations, per_generation)
+    assert again["save_steps"] % 2 == 0, "checkpoints lie between batches"
+
+
+def test_a_region_per_sequence_gets_the_only_average_it_has():
+    assert grpo("region.preset=gspo")["loss_type"] == "grpo"
+    command = plan(small("region.preset=gspo", "engine.name=verl")).engine["command"]
+    assert "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean" in command
+
+
+def test_vllm_on_trl_counts_the_mismatch_once():
+    assert grpo("sampler.kind=vllm")["vllm_importance_sampling_correction"] is False
+    assert grpo("sampler.kind=vllm", "region.preset=troll")["vllm_importance_sampling_correction"] is True
+
+
+def test_vllm_has_room_for_the_longest_sequence_and_for_the_start_up_check():
+    assert grpo("sampler.kind=vllm")["vllm_max_model_length"] >= 25
+    assert grpo("sampler.kind=vllm", "schedule.max_completion_tokens=500")["vllm_max_model_length"] == 8 + 500 + 1
+
+
+def test_settings_of_the_engine_win():
+    assert grpo("engine.settings.beta=0.01", "engine.settings.logging_steps=5")["beta"] == 0.01
+    command = plan(small("engine.name=verl", "engine.settings.trainer.total_epochs=7")).engine["command"]
+    assert [one for one in command if one.startswith("trainer.total_epochs=")] == ["trainer.total_epochs=7"]
+
+
+def test_verl_gets_a_preset_by_name_and_anything_else_in_full():
+    by_name = plan(small("engine.name=verl")).engine["command"]
+    assert "actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv" in by_name
+    in_full = plan(small("engine.name=verl", "region.divergence.max_increase=0.2")).engine["command"]
+    assert "actor_rollout_ref.actor.policy_loss.loss_mode=trustrl" in in_full
+    assert "+actor_rollout_ref.actor.policy_loss.region.divergence.max_increase=0.2" in in_full
+    assert "+actor_rollout_ref.actor.policy_loss.region.kind=dppo" in in_full
+    assert not any(one.endswith("=null") for one in in_full)
+
+
+def test_verl_gets_the_same_schedule_in_its_own_words():
+    parts = plan(small("engine.name=verl", "schedule.update_sees=part")).engine["command"]
+    assert {"data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"} <= set(parts)
+    assert {"actor_rollout_ref.actor.ppo_epochs=1", "trainer.total_training_steps=4"} <= set(parts)
+    again = plan(small("engine.name=verl")).engine["command"]
+    assert {"data.train_batch_size=4", "actor_rollout_ref.actor.ppo_epochs=2"} <= set(again)
+
+
+def test_memory_is_split_over_verls_ranks_and_whole_on_each_of_trls():
+    split = plan(small("engine.name=verl", "engine.ranks_per_node=4")).memory
+    whole = plan(small("engine.ranks_per_node=4")).memory
+    assert whole["weights"] == 4 * split["weights"] == 4 * 722_304
+    assert whole["adam"] == 2 * whole["weights"]
+    assert whole["logits"] == 0 < split["logits"]
+
+
+def test_an_unknown_size_is_said_and_not_guessed():
+    made = plan(small("model.name=Nobody/Nothing"))
+    assert made.memory["weights"] is None
+    assert made.memory["total"] is None
+    assert "unknown" in text(made)
+
+
+def test_planning_loads_no_torch():
+    import subprocess
+
+    code = (
+        "import sys; from trustrl.runner.recipe import load; from trustrl.runner.plan import plan; "
+        f"plan(load({str(SHIPPED[0])!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,153 @@
+"""Recipes: a file, its overrides, and what is refused."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import trustrl
+from trustrl import ConfigError, TrustRLError
+from trustrl.runner import toml
+from trustrl.runner.recipe import Recipe, load
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
+SMALL = {
+    "name": "small",
+    "model": {"name": "tiny"},
+    "task": {"name": "arithmetic"},
+    "engine": {"name": "trl"},
+    "region": {"preset": "dppo-binary-tv"},
+    "optimiser": {"learning_rate": 1e-4},
+    "schedule": {
+        "steps": 8, "prompts_per_step": 4, "completions_per_prompt": 4, "max_prompt_tokens": 8,
+        "max_completion_tokens": 4, "updates_per_batch": 2,
+    },
+}  # fmt: skip
+
+
+def small(*overrides):
+    return Recipe.from_dict(toml.override(SMALL, overrides))
+
+
+def test_the_shipped_recipes_are_the_known_ones():
+    assert [file.stem for file in SHIPPED] == [
+        "mismatch", "qwen3-128gpu", "qwen3-8gpu", "sanity", "smollm2", "staleness", "tour", "verl-tour",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
+def test_every_shipped_recipe_loads_and_has_the_name_of_its_file(file):
+    assert load(file).name == file.stem
+
+
+@pytest.mark.parametrize("name", trustrl.presets())
+def test_a_recipe_survives_dictionaries_and_toml_with_any_region(name):
+    recipe = small(f"region.preset={name}")
+    assert recipe.region == trustrl.preset(name)
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert tomllib.loads(recipe.to_toml()) == recipe.to_dict()
+    assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
+
+
+def test_a_preset_keeps_what_is_not_overridden():
+    region = small("region.divergence.max_increase=0.2").region
+    assert (region.divergence.max_increase, region.divergence.max_decrease) == (0.2, 0.15)
+
+
+def test_another_kind_of_divergence_replaces_the_preset_s():
+    region = small('region.divergence={kind="topk-tv", k=7}').region
+    assert region.divergence == trustrl.TopKTV(k=7)
+
+
+def test_a_region_is_chosen_whole():
+    """The recipe's own bound must not be laid over another region."""
+    recipe = Recipe.from_dict(
+        toml.override(SMALL | {"region": {"preset": "dppo-binary-tv", "max_ratio": 3.0}}, ["region.preset=ppo"])
+    )
+    assert recipe.region == trustrl.preset("ppo")
+
+
+def test_a_region_may_be_described_in_full():
+    data = SMALL | {"region": {"kind": "dppo", "divergence": {"kind": "binary-kl", "max_increase": 0.1}}}
+    assert Recipe.from_dict(data).region == trustrl.DPPO(trustrl.BinaryKL(max_increase=0.1))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        pytest.param("shedule.steps=3", "Did you mean 'schedule'?", id="a table that does not exist"),
+        pytest.param("schedule.step=3", "Did you mean 'steps'?", id="a key that does not exist"),
+        pytest.param("region.preset=dppo-binary-tvv", "Did you mean 'dppo-binary-tv'?", id="an unknown preset"),
+        pytest.param("region.divergence.max_increse=0.1", "Did you mean 'max_increase'?", id="an unknown bound"),
+        pytest.param("schedule.steps=7", "multiple of updates_per_batch", id="a batch left half used"),
+        pytest.param("schedule.steps=0", "whole number ≥ 1", id="no steps"),
+        pytest.param("schedule.steps=true", "whole number ≥ 1", id="a truth for a number"),
+        pytest.param("schedule.checkpoint_every=3", "multiple of updates_per_batch", id="a checkpoint in a batch"),
+        pytest.param("schedule.completions_per_prompt=1", "whole number ≥ 2", id="a group of one"),
+        pytest.param("sampler.kind=sglang", "must be one of 'transformers', 'vllm'", id="an unknown sampler"),
+        pytest.param(
+            "sampler.ranks=3", "must divide engine.ranks_per_node", id="a sampler on more GPUs than there are"
+        ),
+        pytest.param("engine.ranks_per_node=3", "multiple of the 3 ranks", id="ranks that do not divide a step"),
+        pytest.param("engine.micro_batch=5", "must divide a rank's share", id="a micro-batch that does not divide"),
+        pytest.param("task.problems=2", "at least the 4 prompts", id="fewer problems than a batch has"),
+        pytest.param("task.chat=1", "must be true or false", id="a number for a truth"),
+        pytest.param("optimiser.learning_rate=0", "a number > 0", id="no learning rate"),
+        pytest.param('model.name=""', "must be a text", id="an empty name"),
+        pytest.param("name=3", "must be a text", id="a number for a name"),
+        pytest.param("schedule=3", "must be a table", id="a number for a table"),
+        pytest.param("name.x=3", "must be a table", id="a key in a text"),
+        pytest.param("schedule.steps", "<table>.<key>=<value>", id="no value"),
+        pytest.param("schedule.steps=[1", "must be a TOML value", id="half a list"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_sentence(override, said):
+    with pytest.raises(TrustRLError, match=r"must|has no|Unknown") as caught:
+        small(override)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        pytest.param("optimiser.schedule=linear", "'constant' or 'cosine'", id="a schedule verl does not have"),
+        pytest.param("optimiser.warmup_steps=3", "verl counts batches", id="a warm-up of one and a half batches"),
+        pytest.param("evaluation.every=3", "verl counts batches", id="an evaluation within a batch"),
+        pytest.param("engine.device=cuda", "must be 'vllm'", id="the CPU's sampler on GPUs"),
+    ],
+)
+def test_what_verl_does_not_do_is_refused_in_a_sentence(override, said):
+    with pytest.raises(ConfigError, match=said):
+        small("engine.name=verl", override)
+
+
+def test_a_missing_table_is_named():
+    with pytest.raises(ConfigError, match="A recipe must have optimiser"):
+        Recipe.from_dict({key: value for key, value in SMALL.items() if key != "optimiser"})
+
+
+@pytest.mark.parametrize("text", [None, "a = [", b"\xff\xfe"], ids=["no file", "no TOML", "no text"])
+def test_a_file_that_is_no_recipe_is_refused_in_a_sentence(tmp_path, text):
+    file = tmp_path / "broken.toml"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match="must be"):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a.b=1", 1), ("a.b=1e-4", 1e-4), ("a.b=true", True), ('a.b="x y"', "x y"), ("a.b=word-1.5", "word-1.5"),
+        ("a.b=Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("a.b=[1, 2]", [1, 2]), ("a.b=inf", float("inf")),
+        ("a.b=./folder", "./folder"),
+    ],
+)  # fmt: skip
+def test_a_value_on_the_command_line_is_toml_or_one_word(text, value):
+    assert toml.read_override(text) == (("a", "b"), value)
+
+
+def test_toml_with_odd_keys_and_values_reads_back():
+    data = {"x y": 1, "t": {"+a.b": [1, 'ü"\\\n\t', {"k": True}], "empty": {}, "deep": {"z": 1e-5}}, "s": {}}
+    assert tomllib.loads(toml.dumps(data)) == data

@@ -1,0 +1,146 @@
+"""Run folders: what is in them, what is refused, and what a kill leaves behind."""
+
+import json
+
+import pytest
+
+from runner.test_recipe import small
+from trustrl import ConfigError
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.recipe import load
+from trustrl.runner.running import run
+from trustrl.runner.summary import collapsed, steps_to, summary
+
+
+class FakeEngine:
+    """Not an engine: it writes what one would write, and can be interrupted. Checkpoints every second step."""
+
+    def __init__(self, dies_after=None):
+        self.dies_after = dies_after
+        self.began_at = []
+
+    def __call__(self, recipe, directory, progress):
+        saved = sorted(int(one.name) for one in directory.checkpoints.glob("*"))
+        done = saved[-1] if saved else 0
+        self.began_at.append(done)
+        directory.forget_after(done)
+        if not directory.rows("evaluation"):
+            directory.append("evaluation", {"step": 0, "accuracy": 0.25})
+        for step in range(done + 1, recipe.schedule.steps + 1):
+            row = {"step": step, "reward": step / 10, "loss": 0.5, "trustrl/masked_share": 0.1}
+            directory.append("metrics", row)
+            progress.step(row)
+            if step == self.dies_after:
+                raise KeyboardInterrupt
+            if step % 2 == 0:
+                (directory.checkpoints / str(step)).mkdir(parents=True)
+        directory.append("evaluation", {"step": step, "accuracy": 0.75})
+
+
+def test_a_run_with_a_fake_engine_leaves_everything_behind(tmp_path):
+    result = run(small(), tmp_path / "run", engine=FakeEngine())
+    assert load(tmp_path / "run" / "recipe.toml") == small()
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert {"python", "platform", "packages", "commit", "cpus"} <= environment.keys()
+    assert [row["step"] for row in RunDirectory(tmp_path / "run").rows()] == list(range(1, 9))
+    assert (result["accuracy_before"], result["accuracy_after"]) == (0.25, 0.75)
+    assert result["reward_last_tenth"] == result["reward_best_tenth"] == 0.8
+    assert result["masked_share"] == pytest.approx(0.1)
+    assert not result["collapsed"]
+
+
+@pytest.mark.parametrize("dies_after", range(1, 9))
+def test_a_fake_engine_that_dies_anywhere_and_is_resumed_writes_every_step_once(tmp_path, dies_after):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), tmp_path, engine=FakeEngine(dies_after))
+    assert not RunDirectory(tmp_path).finished
+    engine = FakeEngine()
+    run(small(), tmp_path, resume=True, engine=engine)
+    assert engine.began_at == [(dies_after - 1) // 2 * 2]
+    assert [row["step"] for row in RunDirectory(tmp_path).rows()] == list(range(1, 9))
+    assert [row["step"] for row in RunDirectory(tmp_path).rows("evaluation")] == [0, 8]
+
+
+def test_half_a_line_at_the_end_of_the_metrics_is_left_out(tmp_path):
+    directory = RunDirectory(tmp_path)
+    directory.append("metrics", {"step": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    assert directory.rows() == [{"step": 1}]
+    directory.forget_after(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_finished_run_is_not_overwritten_and_resuming_it_gives_its_result(tmp_path):
+    result = run(small(), tmp_path, engine=FakeEngine())
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        run(small(), tmp_path, engine=FakeEngine())
+    untouched = FakeEngine()
+    assert run(small(), tmp_path, resume=True, engine=untouched) == result
+    assert untouched.began_at == []
+
+
+def test_a_half_run_is_not_overwritten(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), tmp_path, engine=FakeEngine(3))
+    with pytest.raises(ConfigError, match="Add --resume"):
+        run(small(), tmp_path, engine=FakeEngine())
+
+
+def test_a_run_is_not_resumed_with_another_recipe(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), tmp_path, engine=FakeEngine(3))
+    with pytest.raises(ConfigError, match=r"region\.kind.*optimiser\.learning_rate|optimiser\.learning_rate.*region"):
+        run(small("region.preset=ppo", "optimiser.learning_rate=0.5"), tmp_path, resume=True, engine=FakeEngine())
+
+
+def test_what_cannot_work_is_refused_before_a_folder_is_made(tmp_path):
+    with pytest.raises(ConfigError):
+        run(small("sampler.kind=vllm", "region.preset=dppo-full-tv"), tmp_path / "run", engine=FakeEngine())
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    directory = RunDirectory(tmp_path)
+    with directory.held(), pytest.raises(ConfigError, match="another process runs"):
+        run(small(), tmp_path, engine=FakeEngine())
+    run(small(), tmp_path, engine=FakeEngine())
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run(small(), tmp_path / "run", engine=lambda *_: None) == {}
+    assert not (tmp_path / "run").exists()
+
+
+def test_numbers_that_json_does_not_have_become_null(tmp_path):
+    RunDirectory(tmp_path).append("metrics", {"step": 1, "loss": float("nan"), "x": [float("inf")]})
+    assert RunDirectory(tmp_path).rows() == [{"step": 1, "loss": None, "x": [None]}]
+
+
+def rows(rewards, losses=None):
+    losses = losses or [0.0] * len(rewards)
+    return [{"step": i + 1, "reward": r, "loss": x} for i, (r, x) in enumerate(zip(rewards, losses, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "losses", "verdict"),
+    [
+        pytest.param([0.1] * 10 + [0.9] * 10, None, False, id="it learned"),
+        pytest.param([0.9] * 10 + [0.1] * 10, None, True, id="it fell"),
+        pytest.param([0.9] * 10 + [0.5] * 10, None, False, id="it fell by less than half"),
+        pytest.param([0.2] * 19 + [0.0], None, False, id="one bad step in a tenth of two"),
+        pytest.param([0.5] * 10, [0.0] * 9 + [None], True, id="a loss that is not finite"),
+    ],
+)
+def test_collapse(rewards, losses, verdict):
+    assert collapsed(rows(rewards, losses)) is verdict
+
+
+def test_steps_to_a_threshold_needs_a_tenth_of_the_run_above_it():
+    assert steps_to(rows([0.0, 1.0, 0.0, 0.0] + [1.0] * 16), 0.75) == 6
+    assert steps_to(rows([0.1] * 20), 0.75) is None
+
+
+def test_a_summary_of_nothing_is_empty():
+    assert summary([], [])["accuracy_after"] is None
