@@ -26,7 +26,7 @@ VICTIMS = {"sampler": r"ray::TransformersServer", "trainer rank": r"ray::\S*Work
 
 def command(out: Path, *more: str) -> list[str]:
     from trustrl import models
-    from trustrl.engines.verl_cpu.data import write_parquet
+    from trustrl.engines.verl_data import write_parquet
 
     files = [write_parquet(out / f"{split}.parquet", "arithmetic", split, count=400) for split in ("train", "held_out")]
     return [

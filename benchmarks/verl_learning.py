@@ -2,6 +2,7 @@
 
     TRUSTRL_VLLM_PYTHON=<vLLM's environment>/bin/python python benchmarks/verl_learning.py run
     python benchmarks/verl_learning.py draw                 docs/figures/verl-learning.png
+    python benchmarks/verl_learning.py table                the table of docs/engines/verl-results.md
 
 One run is 30 training steps of 128 completions with 8 updates each (two epochs of four mini-batches), in bfloat16 on
 the sampler's side and float32 on the trainer's. One is on two FSDP2 ranks. Runs that are in
@@ -11,6 +12,7 @@ docs/data/verl-learning.json already are not repeated.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -43,7 +45,7 @@ KEPT = {
 def train(region: str, ranks: int, seed: int) -> dict:
     """One run of `main_ppo`; its metrics come from verl's own file logger."""
     from trustrl import models
-    from trustrl.engines.verl_cpu.data import write_parquet
+    from trustrl.engines.verl_data import write_parquet
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
@@ -126,10 +128,27 @@ def draw() -> None:
     figure.savefig(FIGURE, dpi=150)
 
 
+def table() -> None:
+    """One row a run, in Markdown."""
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    for run in json.loads(DATA.read_text()):
+        steps, before, after = run["steps"], run["held_out"][0], run["held_out"][-1]
+        stopped = mean(steps["projected_share" if run["region"] == "troll" else "masked_share"])
+        first, last = mean(steps["reward"][:3]), mean(steps["reward"][-3:])
+        shares = [f"{x:.2f}".removeprefix("0") for x in (before, after, first, last)]
+        print(
+            f"| {run['region']} | {run['ranks']} | {run['seed']} | {shares[0]} → {shares[1]} | {shares[2]} → {shares[3]} "
+            f"| {100 * stopped:.1f} % | {statistics.median(steps['seconds']):.1f} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "draw"])
-    {"run": run_all, "draw": draw}[parser.parse_args().what]()
+    parser.add_argument("what", choices=["run", "draw", "table"])
+    {"run": run_all, "draw": draw, "table": table}[parser.parse_args().what]()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl import models
-from trustrl.engines.verl_cpu.data import write_parquet
+from trustrl.engines.verl_data import write_parquet
 from trustrl.errors import EngineError
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.processes import ends_with_its_parent

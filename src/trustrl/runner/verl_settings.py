@@ -9,8 +9,8 @@ from typing import Any
 
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset, presets
-from trustrl.engines.verl_cpu.data import REWARD
 from trustrl.engines.verl_cpu.defaults import PLAIN_PROMPTS
+from trustrl.engines.verl_data import REWARD
 from trustrl.runner.recipe import Recipe
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -251,7 +251,7 @@ def test_a_rollout_and_a_micro_batch_carry_what_is_written_down(monkeypatch, set
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", watched_rollout)
     monkeypatch.setattr(GRPOTrainer, "_compute_loss", watched_loss)
     world.stock(max_steps=1, **settings).train()
-    look_at = "NEEDED_INPUTS in engines/trl/trainer.py and engines/trl/recording.py"
+    look_at = "NEEDED_INPUTS in engines/trl/trainer.py and engines/trl/anchors.py"
     check_known("what a rollout carries", rollouts[0], ROLLOUT | more, look_at)
     check_known("what a micro-batch carries", batches[0], ROLLOUT | more, look_at)
     ids = batches[0]["completion_ids"]

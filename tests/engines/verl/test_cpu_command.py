@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_module
 from trustrl.engines.verl import check_settings
 from trustrl.engines.verl_cpu import vllm_environment
 from trustrl.engines.verl_cpu.__main__ import main
-from trustrl.engines.verl_cpu.data import PLAIN_CHAT
 from trustrl.engines.verl_cpu.defaults import DEFAULTS, PLAIN_PROMPTS, with_defaults
+from trustrl.engines.verl_data import PLAIN_CHAT
 from trustrl.errors import ConfigError
 
 REGION = [

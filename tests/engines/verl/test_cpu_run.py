@@ -13,8 +13,8 @@ pytest.importorskip("verl")
 
 from engines.vllm.tiny import save_model
 from trustrl.engines.seam import version_of
-from trustrl.engines.verl_cpu.data import write_parquet
 from trustrl.engines.verl_cpu.vllm_environment import VARIABLE
+from trustrl.engines.verl_data import write_parquet
 
 STEPS = 3
 

@@ -1,19 +1,16 @@
 """A training step of a verl worker with a region on the vocabulary never holds a number per token and word."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("verl")
 
-from engines.rendezvous import own_environment
+from verl_launch import on_ranks
+
 from trustrl.engines.seam import version_of
 
-HERE = Path(__file__).parent
 LOGITS = 8 * 128 * 151_936 * 4
 """Bytes of the responses' logits in float32: 622 MB."""
 
@@ -25,17 +22,7 @@ pytestmark = [
 
 def peak_beside_gradients(preset):
     """Bytes a step needs beyond weights, optimiser and gradients."""
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(HERE / "verl_memory.py"), preset],
-        env=own_environment(
-            VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trustrl.engines.verl_cpu.plugin,trustrl.engines.verl",
-            OMP_NUM_THREADS="1", PYTHONPATH=paths,
-        ),
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(on_ranks("verl_memory.py", 1, preset).splitlines()[-1])
     return found["peak"] - found["gradients"]
 
 

@@ -1,10 +1,5 @@
 """Recorded tokens of a real verl worker are what the loss decided, and recording changes nothing."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("verl")
@@ -12,33 +7,22 @@ pytest.importorskip("pyarrow")
 
 import torch
 import verl_world as world
+from verl_launch import on_ranks
 
 from engines import regions_oracle as oracle
-from engines.rendezvous import own_environment
 from trustrl.engines.seam import version_of
 from trustrl.engines.verl import check_settings
 from trustrl.engines.verl.region import recording_of
 from trustrl.errors import ConfigError
 from trustrl.recording import QuantileAbove, Recording, read
 
-HERE = Path(__file__).parent
 RANKS = 2
 
 
 @pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
 def test_each_rank_writes_what_its_loss_decided_and_gradients_stay_as_they_are(tmp_path):
     model = oracle.tiny_model(tmp_path)
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
-    done = subprocess.run(
-        [*launch, str(HERE / "verl_recording.py"), model, str(tmp_path)],
-        env=own_environment(
-            VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="trustrl.engines.verl_cpu.plugin,trustrl.engines.verl",
-            OMP_NUM_THREADS="1", PYTHONPATH=paths, CUDA_VISIBLE_DEVICES="",
-        ),
-        capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks("verl_recording.py", RANKS, model, tmp_path)
     every = read(tmp_path / "records")
     assert trained_steps(every) == [3, 4]  # the worker's first two were not recorded
     names = []

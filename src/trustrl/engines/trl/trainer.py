@@ -23,13 +23,13 @@ from trustrl.engines.forward import VocabularyForward, Wanted, at_completions, r
 from trustrl.engines.roles import sources
 from trustrl.engines.settings import refuse
 from trustrl.engines.trl import invariants, metrics, sampler
-from trustrl.engines.trl.recording import Recorder, rollout_tokens
+from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens
 from trustrl.engines.trl.settings import REDUCTIONS, Behavior, check_settings
 from trustrl.engines.trl.state import RegionState
 from trustrl.engines.trl.watching import WatchedModel
 from trustrl.errors import ConfigError, EngineError
 from trustrl.objective import policy_loss
-from trustrl.recording import Recorder as TokenRecorder, Recording, sequence_ids
+from trustrl.recording import Recorder, Recording, sequence_ids
 from trustrl.records import FullDivergence, PolicyTokens, TopK
 from trustrl.sampling import Sampling
 from trustrl.tokens import OnNonFinite
@@ -100,12 +100,12 @@ class TrustRegionMixin(_Trainer):
         if self._needs.topk or self._needs.full:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         score = sampler.prepare(self, rescoring=rescoring)
-        self._recorder = Recorder(
+        self._recorder = AnchorRecorder(
             self._needs, behavior, mismatch=measure_mismatch, temperature=self.temperature, score=score
         )
         self._sampling = Sampling(logprobs="processed", temperature=self.temperature, engine="TRL")
         rank = self.accelerator.process_index
-        tokens = None if recording is None else TokenRecorder(recording, region, rank=rank)
+        tokens = None if recording is None else Recorder(recording, region, rank=rank)
         self._names = None if recording is None else _SequenceNames(rank)
         self._region_metrics = metrics.StepMetrics(startup_checks=startup_checks, recorder=tokens)
         self._first_loss = startup_checks

@@ -122,35 +122,48 @@ def _check_behavior(config: Any, region: Region) -> None:
 
 def _check_vocabulary(config: Any, region: Region, needs: Needs) -> None:
     """What reading more of the vocabulary than the sampled token asks of verl."""
-    strategy = _at(config, f"{ACTOR}.strategy", "fsdp")
-    if strategy not in ("fsdp2", "fsdp"):
-        refuse(
-            f"{ACTOR}.strategy", "fsdp2 or fsdp", strategy,
-            f"{region.kind} reads the model's last states and its whole output layer; for Megatron's split vocabulary "
-            "and pipelines this is not built.",
-        )  # fmt: skip
-    if needs.full:
-        if needs.anchor == "behavior":
-            refuse(
-                "region.anchor", "proximal", "behavior",
-                f"{region.kind} needs the anchor's whole distribution, and a sampler records some ids of it at most.",
-            )  # fmt: skip
-        if strategy == "fsdp":
-            refuse(f"{ACTOR}.strategy", "fsdp2", strategy, f"{region.kind} keeps a copy of the whole output layer.")
-    if _at(config, f"{ACTOR}.ulysses_sequence_parallel_size", 1) > 1:
-        refuse(
-            f"{ACTOR}.ulysses_sequence_parallel_size", "1", _at(config, f"{ACTOR}.ulysses_sequence_parallel_size"),
-            f"{region.kind} would see a part of the tokens on each rank.",
-        )  # fmt: skip
-    if _at(config, "actor_rollout_ref.model.use_fused_kernels", False):
-        refuse(
-            "actor_rollout_ref.model.use_fused_kernels", "False", True,
-            f"{region.kind} brings a fused pass of its own, and verl's would take its place.",
-        )  # fmt: skip
+    check_engine(
+        region,
+        strategy=_at(config, f"{ACTOR}.strategy", "fsdp"),
+        sequence_parallel=_at(config, f"{ACTOR}.ulysses_sequence_parallel_size", 1),
+        fused_kernels=_at(config, "actor_rollout_ref.model.use_fused_kernels", False),
+    )
     if _at(config, "distillation.enabled", False):
         refuse("distillation.enabled", "False", True, "It uses the fields that carry the sampler's distribution.")
     if needs.topk and needs.anchor == "behavior":
         _check_recording(config, needs.topk)
+
+
+def check_engine(region: Region, *, strategy: str, sequence_parallel: int, fused_kernels: bool) -> None:
+    """Refuses where the model's last states and its output layer cannot be reached as a whole.
+
+    Raises:
+        ConfigError: with what to set.
+    """
+    needs = region.needs()
+    if strategy not in ("fsdp2", "fsdp"):
+        refuse(
+            f"{ACTOR}.strategy", "fsdp2 or fsdp", strategy,
+            f"{region.kind} reads the model's last states and its whole output layer; for Megatron's split vocabulary "
+            "and pipelines this is not built (trustrl.token_logprobs(shard=...) is the part that exists).",
+        )  # fmt: skip
+    if needs.full and needs.anchor == "behavior":
+        refuse(
+            "region.anchor", "proximal", "behavior",
+            f"{region.kind} needs the anchor's whole distribution, and a sampler records some ids of it at most.",
+        )  # fmt: skip
+    if needs.full and strategy == "fsdp":
+        refuse(f"{ACTOR}.strategy", "fsdp2", strategy, f"{region.kind} keeps a copy of the whole output layer.")
+    if sequence_parallel > 1:
+        refuse(
+            f"{ACTOR}.ulysses_sequence_parallel_size", "1", sequence_parallel,
+            f"{region.kind} would see a part of the tokens on each rank.",
+        )  # fmt: skip
+    if fused_kernels:
+        refuse(
+            "actor_rollout_ref.model.use_fused_kernels", "False", True,
+            f"{region.kind} brings a fused pass of its own, and verl's would take its place.",
+        )  # fmt: skip
 
 
 def _check_recording(config: Any, k: int) -> None:

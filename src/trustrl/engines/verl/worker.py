@@ -32,6 +32,7 @@ from trustrl.engines.verl.feed import Feed, feeding
 from trustrl.engines.verl.layout import padded
 from trustrl.engines.verl.metrics import StepSums, under_their_names
 from trustrl.engines.verl.region import is_ours, recording_of, region_of
+from trustrl.engines.verl.settings import check_engine
 from trustrl.engines.verl.vocabulary import VocabularyPass
 from trustrl.errors import ConfigError
 from trustrl.objective import LossOutput
@@ -68,7 +69,12 @@ class RegionWorker(TrainingWorker):
         self._bypass = True
         self._vocabulary = None
         if self._needs.topk or self._needs.full:
-            _check_engine(self.engine, self.engine_config, self._region)
+            check_engine(
+                self._region,
+                strategy=self.engine_config.strategy,
+                sequence_parallel=getattr(self.engine, "ulysses_sequence_parallel_size", 1),  # FSDP engines have one
+                fused_kernels=self.engine_config.use_fused_kernels,
+            )
             self._vocabulary = VocabularyPass.of(self.engine, self._needs)
         settings = recording_of(policy_loss)
         self._recorder = None
@@ -205,31 +211,3 @@ def install() -> None:
         )
     if given is TrainingWorker:
         ActorRolloutRefWorker.actor_worker_cls = RegionWorker
-
-
-def _check_engine(engine: Any, config: Any, region: Region) -> None:
-    """Refuses where the model's states and output layer cannot be reached as a whole.
-
-    Raises:
-        ConfigError: with what to set.
-    """
-    where = f"{region.kind} reads the model's last states and its output layer"
-    if type(engine) is not FSDPEngineWithLMHead:
-        raise ConfigError(
-            f"actor.strategy must be fsdp2 or fsdp with {region.kind}, got {type(engine).__name__}: {where}. On a "
-            "pipeline's last stage or a vocabulary split over ranks this is not built for verl; "
-            "trustrl.token_logprobs(shard=...) is the part that exists."
-        )
-    if engine.ulysses_sequence_parallel_size > 1:
-        raise ConfigError(
-            f"ulysses_sequence_parallel_size must be 1 with {region.kind}, got "
-            f"{engine.ulysses_sequence_parallel_size}: {where}, and each rank would hold a part of the tokens."
-        )
-    if region.needs().full and config.strategy == "fsdp":
-        raise ConfigError(
-            f"actor.strategy must be fsdp2 with {region.kind}, got fsdp: a copy of the whole output layer is kept."
-        )
-    if config.use_fused_kernels:
-        raise ConfigError(
-            f"use_fused_kernels must be False with {region.kind}, got True: {where} in a fused pass of its own."
-        )

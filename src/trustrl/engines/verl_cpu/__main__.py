@@ -22,7 +22,7 @@ verl's main_ppo without a GPU. Takes all of main_ppo's settings; what a CPU need
   trainer.n_gpus_per_node=2                      ranks (1)
   --plain-prompts                                for a model of texts: no chat template around a prompt
 
-`python -m trustrl.engines.verl_cpu.data --help` writes data files. --defaults prints every default.
+`python -m trustrl.engines.verl_data --help` writes data files. --defaults prints every default.
 `--cfg job` prints the whole configuration.
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from trustrl.engines.verl_cpu.data import PLAIN_CHAT, REWARD
+from trustrl.engines.verl_data import PLAIN_CHAT, REWARD
 
 PLUGIN = "trustrl.engines.verl_cpu.plugin"
 

@@ -10,7 +10,7 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from engines.vllm.tiny import character_tokenizer
 from trustrl import tasks
-from trustrl.engines.verl_cpu.data import PLAIN_CHAT, REWARD, main, reward, write_parquet
+from trustrl.engines.verl_data import PLAIN_CHAT, REWARD, main, reward, write_parquet
 from trustrl.errors import ConfigError, MissingDataError
 
 

@@ -33,7 +33,7 @@ ScoreWithSampler = Callable[[dict[str, Any], int], SampledTopK]
 """(rollout, K) → top-K of μ at its completion tokens."""
 
 
-class Recorder:
+class AnchorRecorder:
     """Adds to each rollout what one region needs and TRL does not record."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """A task of ours as the files verl trains on, and its scoring as the reward function verl calls.
 
-python -m trustrl.engines.verl_cpu.data arithmetic train.parquet --split train --count 2000
+python -m trustrl.engines.verl_data arithmetic train.parquet --split train --count 2000
 """
 
 import argparse
@@ -84,7 +84,7 @@ def reward(
     if not written:
         raise MissingDataError(
             f"extra_info must have the key 'trustrl', got {', '.join(extra_info or {}) or 'nothing'} in a row of "
-            f"{data_source}. Write the data with trustrl.engines.verl_cpu.data.write_parquet."
+            f"{data_source}. Write the data with trustrl.engines.verl_data.write_parquet."
         )
     found = json.loads(written)
     return _task(found["task"], json.dumps(found["settings"])).score(solution_str, found["row"])
@@ -97,7 +97,7 @@ def _task(name: str, settings: str) -> Task:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line; prints the file's name."""
-    parser = argparse.ArgumentParser(prog="python -m trustrl.engines.verl_cpu.data", description="A task as Parquet.")
+    parser = argparse.ArgumentParser(prog="python -m trustrl.engines.verl_data", description="A task as Parquet.")
     parser.add_argument("task", help="such as arithmetic, or reasoning-gym:chain_sum")
     parser.add_argument("path", type=Path)
     parser.add_argument("--split", choices=SPLITS, default="train")
