@@ -138,9 +138,9 @@ def table() -> None:
         steps, before, after = run["steps"], run["held_out"][0], run["held_out"][-1]
         stopped = mean(steps["projected_share" if run["region"] == "troll" else "masked_share"])
         first, last = mean(steps["reward"][:3]), mean(steps["reward"][-3:])
-        shares = [f"{x:.2f}".removeprefix("0") for x in (before, after, first, last)]
+        a, b, c, d = (f"{x:.2f}".removeprefix("0") for x in (before, after, first, last))
         print(
-            f"| {run['region']} | {run['ranks']} | {run['seed']} | {shares[0]} → {shares[1]} | {shares[2]} → {shares[3]} "
+            f"| {run['region']} | {run['ranks']} | {run['seed']} | {a} → {b} | {c} → {d} "
             f"| {100 * stopped:.1f} % | {statistics.median(steps['seconds']):.1f} |"
         )
 
