@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trustrl.engines.settings import refuse
-from trustrl.engines.trl.recording import SampledTopK, ScoreWithSampler
+from trustrl.engines.trl.anchors import SampledTopK, ScoreWithSampler
 from trustrl.errors import EngineError
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
