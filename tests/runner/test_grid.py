@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from runner.test_recipe import small
-from trustrl import ConfigError, MissingDataError, UnknownNameError
+from trustrl import ConfigError, MissingDataError, UnknownNameError, preset
 from trustrl.runner.figures import draw
-from trustrl.runner.grid import cells, prepare, run_all
+from trustrl.runner.grid import cells, chosen, prepare, run_all
+from trustrl.runner.recipe import load_arms
 from trustrl.runner.table import markdown, spread, t_975, table
 
 FAKE_RUN = """
@@ -36,14 +37,14 @@ def fake_command(breaks=("none", 0)):
 
 
 def compared(out, seeds=3, breaks=("none", 0), workers=2):
-    found = prepare(small(), ["ppo", "troll"], seeds, out)
+    found = prepare(small(), chosen(["ppo", "troll"], {}), seeds, out)
     said = []
     failures = run_all(found, workers, said.append, command=fake_command(breaks))
     return found, failures, said
 
 
 def test_the_grid_has_every_region_with_every_seed(tmp_path):
-    found = cells(small("schedule.seed=5"), ["ppo", "troll"], 3, tmp_path)
+    found = cells(small("schedule.seed=5"), chosen(["ppo", "troll"], {}), 3, tmp_path)
     assert [(cell.region, cell.seed) for cell in found] == [
         ("ppo", 5), ("troll", 5), ("ppo", 6), ("troll", 6), ("ppo", 7), ("troll", 7),
     ]  # fmt: skip
@@ -57,9 +58,49 @@ def test_the_grid_has_every_region_with_every_seed(tmp_path):
     [(["ppo", "ppo"], ConfigError), ([], ConfigError), (["pppo"], UnknownNameError)],
     ids=["twice", "none", "unknown"],
 )
-def test_wrong_regions_are_refused(tmp_path, regions, error):
+def test_wrong_regions_are_refused(regions, error):
     with pytest.raises(error):
-        cells(small(), regions, 2, tmp_path)
+        chosen(regions, {})
+
+
+ARMS = """
+[ppo]
+preset = "ppo"
+ratio.max_increase = 0.5
+
+[troll-mu]
+preset = "troll"
+anchor = "behavior"
+"""
+
+
+def test_arms_are_regions_of_their_own_and_win_over_presets_of_their_name(tmp_path):
+    (tmp_path / "arms.toml").write_text(ARMS)
+    arms = load_arms(tmp_path / "arms.toml")
+    assert arms["ppo"].ratio.max_increase == 0.5
+    assert arms["troll-mu"].anchor == "behavior"
+    assert list(chosen([], arms)) == ["ppo", "troll-mu"]
+    some = chosen(["cispo", "ppo"], arms)
+    assert some == {"cispo": preset("cispo"), "ppo": arms["ppo"]}
+    found = cells(small(), some, 1, tmp_path)
+    assert [cell.recipe.region for cell in found] == list(some.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[ppo]\npreset = 'ppo'\nratoi = 1", "ratoi"),
+        ("['../x']\npreset = 'ppo'", "names a folder"),
+        ("[ppo]", "ppo must have a preset or a kind"),
+        ("ppo = 3", "ppo must be a table"),
+        ("[ppo", "must be TOML"),
+    ],
+    ids=["unknown key", "a path", "empty", "no table", "not TOML"],
+)
+def test_wrong_arms_are_refused(tmp_path, text, said):
+    (tmp_path / "arms.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        load_arms(tmp_path / "arms.toml")
 
 
 def test_fake_runs_that_finished_are_skipped_and_the_failed_one_is_run_again(tmp_path):
@@ -78,7 +119,7 @@ def test_fake_runs_that_finished_are_skipped_and_the_failed_one_is_run_again(tmp
 def test_a_folder_with_fake_runs_of_another_recipe_is_refused(tmp_path):
     compared(tmp_path, seeds=1)
     with pytest.raises(ConfigError, match=r"optimiser\.learning_rate changed"):
-        prepare(small("optimiser.learning_rate=0.5"), ["ppo"], 1, tmp_path)
+        prepare(small("optimiser.learning_rate=0.5"), chosen(["ppo"], {}), 1, tmp_path)
 
 
 def test_the_table_counts_failures_and_does_not_hide_them(tmp_path):

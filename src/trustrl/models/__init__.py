@@ -33,6 +33,21 @@ def _tiny_tied() -> Path:
     return pretrained(Pretraining(model=Tiny(tied=True)))
 
 
+@MODELS.register("tiny-long")
+def _tiny_long() -> Path:
+    """Adds numbers of twenty digits: answers of 22 tokens, some all but certain, some wrong every seventh time."""
+    from trustrl.models.pretrain import Pretraining, pretrained
+    from trustrl.models.tiny import Tiny
+    from trustrl.tasks import Arithmetic
+
+    unsure = (0.15, 0.01, 0.03, 0.08, 0.005, 0.02, 0.01)
+    return pretrained(
+        Pretraining(
+            model=Tiny(num_layers=2), task=Arithmetic(digits=20), corrupted=unsure, steps=2800, learning_rate=2e-3
+        )
+    )
+
+
 @MODELS.register("smollm2-135m")
 def _smollm2() -> Path:
     from trustrl.models.smollm2 import converted

@@ -1,7 +1,8 @@
 """A tiny model that knows how to add and is unsure of it: something for reinforcement learning to improve.
 
 It is trained on sums in which each digit of the answer is, with probability `corrupted`, another digit. Having learned
-that, it samples the right answer of n digits with probability (1 − corrupted)ⁿ: about 0.3 as the settings stand.
+that, it samples the right answer of n digits with probability (1 − corrupted)ⁿ: about 0.3 as the settings stand. With
+a share for each digit some tokens are all but certain and others are open, as in a language model.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,9 @@ class Pretraining:
 
     task: Arithmetic = field(default_factory=Arithmetic)
 
-    corrupted: float = 0.33
-    """The share of answer digits that are replaced by another digit."""
+    corrupted: float | tuple[float, ...] = 0.33
+    """The share of answer digits that are replaced by another digit; several are for the digits in turn, over and
+    over."""
 
     steps: int = 2400
 
@@ -66,9 +69,10 @@ class Pretraining:
         checks.real("pretraining.learning_rate", self.learning_rate, rule="a number > 0", low=0.0)
         for name, low in (("steps", 1), ("batch_size", 1), ("seed", 0)):
             checks.whole(f"pretraining.{name}", getattr(self, name), low=low)
-        if not 0 <= self.corrupted < 1:
+        shares = self.corrupted if isinstance(self.corrupted, tuple) else (self.corrupted,)
+        if not shares or not all(0 <= share < 1 for share in shares):
             raise ConfigError(
-                f"pretraining.corrupted must be a share in [0, 1), got {self.corrupted!r}. "
+                f"pretraining.corrupted must be a share in [0, 1) or several of them, got {self.corrupted!r}. "
                 "The model then samples right (1 − corrupted)ⁿ of the time, for answers of n digits."
             )
 
@@ -119,12 +123,14 @@ def _batches(settings: Pretraining, tokenizer: Any) -> Iterator[tuple[Tensor, in
     problems = torch.tensor(tokenizer(texts, add_special_tokens=False).input_ids)
     prompt, answer = len(rows[0]["prompt"]), slice(len(rows[0]["prompt"]), -1)
     zero = tokenizer.convert_tokens_to_ids("0")  # the digits have ten ids in a row
+    shares = settings.corrupted if isinstance(settings.corrupted, tuple) else (settings.corrupted,)
+    share = torch.tensor(list(islice(cycle(shares), settings.task.digits + 1)))
     g = torch.Generator().manual_seed(settings.seed)
     while True:
         ids = problems[torch.randint(len(problems), (settings.batch_size,), generator=g)]
         digits = ids[:, answer] - zero
         other = (digits + torch.randint(1, 10, digits.shape, generator=g)) % 10
-        wrong = torch.rand(digits.shape, generator=g) < settings.corrupted
+        wrong = torch.rand(digits.shape, generator=g) < share
         ids[:, answer] = zero + torch.where(wrong, other, digits)
         yield ids, prompt
 
@@ -139,11 +145,12 @@ def _save(settings: Pretraining, folder: Path) -> None:
     seconds = time.perf_counter() - began
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    longest = settings.task.digits + 2  # the answer and its end
     with _one_thread():
         held_out = {
             "answers": ANSWERS,
-            "greedy": greedy_accuracy(model, tokenizer, settings.task, ANSWERS),
-            "sampled": sampled_accuracy(model, tokenizer, settings.task, ANSWERS),
+            "greedy": greedy_accuracy(model, tokenizer, settings.task, ANSWERS, max_new_tokens=longest),
+            "sampled": sampled_accuracy(model, tokenizer, settings.task, ANSWERS, max_new_tokens=longest),
         }
     about = {
         "format": FORMAT,

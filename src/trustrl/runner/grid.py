@@ -6,11 +6,12 @@ Finished runs are skipped, half-finished ones go on from their last checkpoint, 
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trustrl.config import checks
+from trustrl.config.axes import Region
 from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
 from trustrl.runner.directory import RunDirectory, differences, write_json, write_whole
@@ -42,31 +43,40 @@ class Failure:
     said: str
 
 
-def cells(recipe: Recipe, regions: Sequence[str], seeds: int, out: Path) -> list[Cell]:
+def chosen(names: Sequence[str], arms: Mapping[str, Region]) -> dict[str, Region]:
+    """The regions to compare, by name: arms and presets that are named, or every arm where nothing is.
+
+    Raises:
+        ConfigError: nothing is chosen, or one is named twice.
+        UnknownNameError: a name is neither an arm nor a preset.
+    """
+    if len(set(names)) != len(names) or not (names or arms):
+        raise ConfigError(f"--regions must name presets or arms, each once, got {', '.join(names) or 'none'}.")
+    return {name: arms[name] if name in arms else preset(name) for name in names or arms}
+
+
+def cells(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) -> list[Cell]:
     """Every run, seed by seed, so that an interrupted comparison has as many of each region.
 
     Raises:
-        ConfigError: a region is named twice, or does not go with the recipe.
-        UnknownNameError: a region is no preset.
+        ConfigError: a region does not go with the recipe.
     """
     checks.whole("--seeds", seeds, low=1)
-    if not regions or len(set(regions)) != len(regions):
-        raise ConfigError(f"--regions must name presets, each once, got {', '.join(regions) or 'none'}.")
     found = []
     for seed in range(recipe.schedule.seed, recipe.schedule.seed + seeds):
-        for region in regions:
+        for name, region in regions.items():
             one = replace(
                 recipe,
-                name=f"{recipe.name}-{region}-{seed}",
-                region=preset(region),
+                name=f"{recipe.name}-{name}-{seed}",
+                region=region,
                 schedule=replace(recipe.schedule, seed=seed),
             )
             plan(one)
-            found.append(Cell(region, seed, out / region / f"seed-{seed}", one))
+            found.append(Cell(name, seed, out / name / f"seed-{seed}", one))
     return found
 
 
-def prepare(recipe: Recipe, regions: Sequence[str], seeds: int, out: Path) -> list[Cell]:
+def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) -> list[Cell]:
     """Writes what is compared into the folder, or finds the same comparison there.
 
     Raises:

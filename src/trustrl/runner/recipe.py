@@ -1,5 +1,6 @@
 """A recipe: everything that one training run follows from, on any engine. See docs/reference/recipe.md."""
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -14,6 +15,8 @@ from trustrl.errors import ConfigError
 from trustrl.registry import nearest
 from trustrl.runner import tables, toml
 from trustrl.runner.tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,26 +116,43 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: there is no such file, it is not TOML, or a setting does not fit.
         UnknownNameError: no such preset or kind of region.
     """
+    return Recipe.from_dict(toml.override(_read("The recipe", path), overrides))
+
+
+def load_arms(path: str | Path) -> dict[str, Region]:
+    """The regions to compare, by name: a TOML file whose tables are each written like a recipe's [region].
+
+    Raises:
+        ConfigError: there is no such file, it is not TOML, or a setting does not fit.
+        UnknownNameError: no such preset or kind of region.
+    """
+    arms = {name: _region(data, name) for name, data in _read("The arms", path).items()}
+    for name in arms:
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"An arm's name must be letters, digits, '.', '_' and '-', got {name!r}: it names a folder.")
+    return arms
+
+
+def _read(what: str, path: str | Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text())
     except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(f"The recipe must be a TOML file, got {str(path)!r}, and there is none.") from None
+        raise ConfigError(f"{what} must be a TOML file, got {str(path)!r}, and there is none.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} must be TOML, and it is not: {error}.") from None
-    return Recipe.from_dict(toml.override(data, overrides))
 
 
-def _region(data: Any) -> Region:
-    tables.mapping("region", data)
+def _region(data: Any, where: str = "region") -> Region:
+    tables.mapping(where, data)
     if "preset" not in data:
         if "kind" not in data:
-            raise ConfigError("region must have a preset or a kind, as in preset = 'dppo-binary-tv'.")
+            raise ConfigError(f"{where} must have a preset or a kind, as in preset = 'dppo-binary-tv'.")
         region = config_from_dict(data)
     else:
         more = {key: value for key, value in data.items() if key != "preset"}
-        tables.text("region.preset", data["preset"])
+        tables.text(f"{where}.preset", data["preset"])
         region = config_from_dict(_laid_over(config_to_dict(preset(data["preset"])), more, data["preset"]))
-    checks.instance("region", region, (Region,))
+    checks.instance(where, region, (Region,))
     return region
 
 

@@ -2,7 +2,8 @@
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -42,8 +43,12 @@ class Arithmetic(Task):
 
     def problems(self, seed: int) -> Iterator[tuple[int, int]]:
         """Pairs of numbers without repetition: all of them, or 100,000 where there are more."""
-        numbers = 10**self.digits
-        for pair in random.Random(seed).sample(range(numbers**2), min(numbers**2, MOST_LOOKED_AT)):
+        numbers, draw = 10**self.digits, random.Random(seed)
+        if numbers**2 <= sys.maxsize:
+            pairs: Iterable[int] = draw.sample(range(numbers**2), min(numbers**2, MOST_LOOKED_AT))
+        else:  # too many for a range; of so many, two draws are never the same
+            pairs = (draw.randrange(numbers**2) for _ in range(MOST_LOOKED_AT))
+        for pair in pairs:
             yield divmod(pair, numbers)
 
     def text(self, problem: tuple[int, int]) -> str:
