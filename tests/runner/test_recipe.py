@@ -12,6 +12,8 @@ from trustrl.runner.recipe import Recipe, load
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
+ARMS = ROOT / "recipes/evidence"
+EVIDENCE = [ARMS / f"{name}.toml" for name in ("on-policy", "stale", "mismatch", "both")]
 SMALL = {
     "name": "small",
     "model": {"name": "tiny"},
@@ -36,7 +38,7 @@ def test_the_shipped_recipes_are_the_known_ones():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
+@pytest.mark.parametrize("file", SHIPPED + EVIDENCE, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_every_shipped_recipe_loads_and_has_the_name_of_its_file(file):
     assert load(file).name == file.stem
 

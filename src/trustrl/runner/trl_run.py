@@ -12,7 +12,7 @@ from trustrl.errors import ConfigError
 from trustrl.packages import need
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.plan import launcher
-from trustrl.runner.processes import is_main_process
+from trustrl.runner.processes import is_main_process, take_a_port
 from trustrl.runner.progress import Progress
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.trl_settings import grpo_fields, trainer_arguments
@@ -34,6 +34,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         MissingPackageError: TRL is not installed.
     """
     main = _checked_rank(recipe)
+    take_a_port()
     if recipe.sampler.kind == "vllm" and recipe.engine.device == "cpu":
         from trustrl.engines.vllm.options import set_cpu_environment
 
