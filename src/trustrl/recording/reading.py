@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Records(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return _tensor(self.table[name].combine_chunks())
+        return tensor_of(self.table[name].combine_chunks())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -50,14 +51,11 @@ def read(path: str | Path) -> Records:
         MissingPackageError: pyarrow is not installed.
     """
     pa = need("pyarrow", extra="records")
-    path = Path(path)
-    files = sorted(path.glob("step-*.parquet")) if path.is_dir() else [path]
-    if not files or not files[0].exists():
-        raise RecordError(f"`{path}` must be a file of records or a folder with some, got none. See trustrl.recording.")
+    files = part_files(path)
     tables, regions = [], []
     for file in files:
-        table, region = _read_one(pa, file)
-        tables.append(table)
+        with opened(file) as (parquet, region):
+            tables.append(parquet.read([column.name for column in COLUMNS]).replace_schema_metadata(None))
         regions.append(region)
     for file, region in zip(files, regions, strict=True):
         if region != regions[0]:
@@ -68,11 +66,31 @@ def read(path: str | Path) -> Records:
     return Records(pa.concat_tables(tables), regions[0])
 
 
-def _read_one(pa: Any, file: Path) -> tuple[Any, dict[str, Any]]:
-    pq = need("pyarrow.parquet", extra="records")
+def part_files(path: str | Path) -> list[Path]:
+    """The file itself, or all part files of a folder by step and rank; dumps are folders of their own.
+
+    Raises:
+        RecordError: there is none.
+    """
+    path = Path(path)
+    files = sorted(path.glob("step-*.parquet")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise RecordError(f"`{path}` must be a file of records or a folder with some, got none. See trustrl.recording.")
+    return files
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A part file as a `pyarrow.parquet.ParquetFile`, and its region's settings; only its footer has been read.
+
+    Raises:
+        RecordError: it is not of ours, of a newer trustrl, or turns out to be broken while it is read.
+        MissingPackageError: pyarrow is not installed.
+    """
+    pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
     try:
-        with pq.ParquetFile(file) as opened:
-            found = opened.schema_arrow
+        with pq.ParquetFile(file) as parquet:
+            found = parquet.schema_arrow
             metadata = found.metadata or {}
             _check_version(file, metadata.get(VERSION_KEY))
             expected = arrow_schema()
@@ -81,13 +99,12 @@ def _read_one(pa: Any, file: Path) -> tuple[Any, dict[str, Any]]:
                 if column.name not in found.names or found.field(column.name).type != wanted:
                     got = found.field(column.name).type if column.name in found.names else "none"
                     raise RecordError(f"`{file}` must have a column {column.name} of {wanted}, got {got}.")
-            table = opened.read([column.name for column in COLUMNS]).replace_schema_metadata(None)
-        region = json.loads(metadata.get(REGION_KEY, b""))
+            region = json.loads(metadata.get(REGION_KEY, b""))
+            if not isinstance(region, dict):
+                raise RecordError(f"`{file}` must name its region's settings, got {region!r}.")
+            yield parquet, region
     except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RecordError(f"`{file}` must be a whole Parquet file of trustrl's records, got: {error}.") from error
-    if not isinstance(region, dict):
-        raise RecordError(f"`{file}` must name its region's settings, got {region!r}.")
-    return table, region
 
 
 def _check_version(file: Path, given: bytes | None) -> None:
@@ -102,16 +119,17 @@ def _check_version(file: Path, given: bytes | None) -> None:
         )
 
 
-def _tensor(array: Any) -> Tensor:
+def tensor_of(array: Any) -> Tensor:
+    """An arrow array as a tensor; −1, NaN or False where it is null, and in the empty places of a list."""
     pa = need("pyarrow", extra="records")
     if pa.types.is_list(array.type):
-        lengths = _tensor(array.value_lengths().fill_null(0)).long()
-        values = _tensor(array.flatten())
+        lengths = tensor_of(array.value_lengths().fill_null(0)).long()
+        values = tensor_of(array.flatten())
         out = values.new_full((len(array), int(lengths.max()) if len(array) else 0), _EMPTY[values.dtype])
         out[torch.arange(out.shape[1]) < lengths.unsqueeze(1)] = values
         return out
     if pa.types.is_boolean(array.type):
-        return _tensor(array.cast(pa.uint8())).bool()
+        return tensor_of(array.cast(pa.uint8())).bool()
     dtype = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8}[str(array.type)]
     if array.null_count:
         array = array.fill_null(_EMPTY[dtype])
