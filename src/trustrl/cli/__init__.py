@@ -14,6 +14,8 @@ VERBS = {
     "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",
+    "audit": "what other regions would have stopped, on recorded tokens",
+    "calibrate": "the noise between sampler and trainer in records, and the threshold that leaves it alone",
 }
 OK, FAILED, WRONG = 0, 1, 2
 

@@ -1,0 +1,83 @@
+"""A calibration for people: in a terminal, and as a picture."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trustrl.audit.calibration import CURVES, QUANTILES, TITLES, curves
+from trustrl.audit.noise import GRID, NOISE
+from trustrl.audit.summary import Summary
+from trustrl.audit.text import percent, table, wrapped
+from trustrl.packages import need
+
+COLOURS = {"noise": "#d55e00", "masked": "#0072b2", "bad_left": "#cc79a7", "certified": "#009e73"}
+LINES = {"noise": "-", "masked": "--", "bad_left": ":", "certified": "-."}
+LEAST = 1e-5
+"""Shares below this lie on the picture's lower edge."""
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """Noise, what thresholds would do, and which one to take."""
+    about = "the recorded π'" if found["against"] == "proximal" else f"π' taken from: {found['against']}"
+    if found["against"] == "policy":
+        about = "π, which is π' before the first update (no proximal_logp here)"
+    lines = [
+        f"{found['rows']:,} tokens × updates; noise from {found['noise']:,} tokens of {found['sequences']:,} sequences "
+        "before",
+        f"their first update: μ against {about}",
+        "",
+        "Noise, rounded up to two digits",
+        *table(
+            [
+                ["quantile", *(f"{100 * q:g}%" if q < 1 else "largest" for q in QUANTILES)],
+                *([TITLES[name], *map(_number, found["quantiles"][name].values())] for name in NOISE),
+            ]
+        ),
+        "",
+        f"bad updates (A < 0, μ − π ≥ .5): {percent(found['bad_update_share'])} of tokens, before any region",
+        "",
+    ]
+    for name, one in found["statistics"].items():
+        rows = [["δ", *CURVES.values(), ""]]
+        for at in one["curve"]:
+            marks = [mark for mark in ("published", "floor", "recommended") if one[mark] == at["delta"]]
+            rows.append([f"{at['delta']:g}", *(percent(at[key]) for key in CURVES), ", ".join(marks)])
+        recommended = "none" if one["recommended"] is None else f"{one['recommended']:g}"
+        lines += [TITLES[name], *table(rows), *wrapped(f"recommended δ: {recommended}. {one['reason']}"), ""]
+    return "\n".join(lines[:-1])
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return "–"
+    return f"≤ {x:g}" if x == GRID[0] else f"{x:g}"
+
+
+def draw(summary: Summary, found: Mapping[str, Any], file: Path) -> None:
+    """The curves over every threshold of the grid.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    need("matplotlib", extra="plots").use("Agg")
+    plt = need("matplotlib.pyplot", extra="plots")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), sharey=True)
+    deltas = [delta for delta in GRID if 1e-5 <= delta <= 1.0]
+    for axis, (name, one) in zip(axes, found["statistics"].items(), strict=True):
+        points = curves(summary, name, deltas)
+        for key, title in CURVES.items():
+            shares = [at[key] for at in points]
+            if None not in shares:
+                heights = [max(x, LEAST) for x in shares]
+                axis.plot(deltas, heights, LINES[key], color=COLOURS[key], label=title, linewidth=1.8)
+        for mark, line in (("published", ":"), ("recommended", "-")):
+            if one[mark] is not None:
+                axis.axvline(one[mark], color="#555555", linestyle=line, linewidth=1, label=f"{mark} δ")
+        axis.set(xscale="log", yscale="log", ylim=(LEAST, 1.5), xlabel=f"δ: {TITLES[name]}")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(f"share of tokens (below {LEAST:g} drawn there)")
+    axes[0].legend(frameon=False, fontsize=8, loc="center left")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,92 @@
+"""`trustrl audit` and `trustrl calibrate`: exit codes, stdout for data, stderr for talk."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import recorded
+
+from trustrl.cli import main
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    recorded.record(folder / "records")
+    return folder
+
+
+def test_an_audit_is_one_object_on_stdout(run_folder, capsys):
+    assert main(["audit", str(run_folder), "--regions", "ppo,troll", "--json", "--top", "2"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert said.err == ""
+    assert found["reproduced"]["kept_differs"] == 0
+    assert list(found["regions"]) == ["recorded", "ppo", "troll"]
+    assert found["regions"]["troll"]["how"] == "left out"
+    assert len(found["tokens"]["ppo"]) == 2
+
+
+def test_an_audit_for_people_names_arms_from_a_file(run_folder, tmp_path, capsys):
+    arms = tmp_path / "arms.toml"
+    arms.write_text('[tight]\npreset = "dppo-binary-tv"\ndivergence.max_increase = 0.05\n')
+    assert main(["audit", str(run_folder), "--arms", str(arms), "--regions", "tight,ppo"]) == 0
+    shown = capsys.readouterr().out
+    assert "tight" in shown
+    assert "differs at 0 of" in shown
+
+
+def test_records_that_contradict_their_region_end_with_1(run_folder, tmp_path, capsys):
+    file = next((run_folder / "records").glob("*.parquet"))
+    table = pq.read_table(file)
+    flipped = [not kept for kept in table["kept"].to_pylist()]
+    at = table.schema.get_field_index("kept")
+    changed = table.set_column(at, table.schema.field("kept"), pa.chunked_array([pa.array(flipped)]))
+    pq.write_table(changed, tmp_path / file.name)
+    assert main(["audit", str(tmp_path)]) == 1
+    assert "must say again what was recorded" in capsys.readouterr().err
+
+
+def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    figure = tmp_path / "curves.png"
+    assert main(["calibrate", str(run_folder), "--json", "--figure", str(figure)]) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["statistics"]["tv"]["recommended"] is None
+    assert found["statistics"]["tv"]["curve"]
+    assert figure.exists()
+    assert str(figure) in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param(["audit"], 2, "RECORDS", id="no records named"),
+        pytest.param(["audit", "nowhere"], 1, "got none", id="no such folder"),
+        pytest.param(["calibrate", "nowhere"], 1, "got none", id="no such folder to calibrate from"),
+        pytest.param(["audit", "RUN", "--regions", "pppo"], 2, "Did you mean 'ppo'?", id="an unknown region"),
+        pytest.param(["audit", "RUN", "--workers", "0"], 2, "--workers", id="no worker"),
+        pytest.param(["audit", "RUN", "--top", "-1"], 2, "--top", id="fewer than none"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(arguments, code, said, run_folder, capsys):
+    assert main([str(run_folder) if one == "RUN" else one for one in arguments]) == code
+    found = capsys.readouterr()
+    assert said in found.err
+    assert "Traceback" not in found.err
+    assert found.out == ""
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag", "package"), [("audit", "--ray", "ray"), ("audit", "--tokenizer=x", "transformers")]
+)
+def test_a_missing_package_is_named(verb, flag, package, run_folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main([verb, str(run_folder), flag]) == 1
+    assert "pip install" in capsys.readouterr().err
