@@ -1,0 +1,125 @@
+"""How fast `trustrl audit` reads, and how much memory it takes, at 1, 10 and 100 million tokens.
+
+    python benchmarks/audit_records.py --out runs/adding
+    python benchmarks/audit.py runs/adding/records [--millions 1 10 100] [--workers 2] [--verb calibrate]
+
+The tokens are not real runs of that size: real records are repeated, each log-prob of the policy moved by a little
+noise, the verdict taken anew, and 64 answers of 4 tokens joined to a sequence of 256. Files are as a run with the
+default `max_rows_per_step` writes them, 100,000 rows each, and are deleted afterwards. Each audit is a process of its
+own; CPU seconds and peak memory are the system's account of it, start-up included.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import trustrl
+from trustrl.recording import read
+from trustrl.recording.rows import Rows
+from trustrl.recording.writing import PartWriter
+
+ROWS, LENGTH, JITTER = 100_000, 256, 0.02
+REGION = trustrl.preset("dppo-binary-tv")
+VERBS = {
+    "audit": ["--regions", "ppo,gspo,dppo-binary-tv,dppo-binary-kl,dppo-topk-tv", "--json"],
+    "calibrate": ["--json"],
+}
+
+
+def write(source: dict[str, torch.Tensor], folder: Path, step: int, rows: int) -> None:
+    """One part file through the library's own writer, with verdicts that follow from its log-probs."""
+    draw = torch.Generator().manual_seed(step)
+    num = len(source["policy_logp"])
+    at = (torch.arange(rows) + int(torch.randint(num, (), generator=draw))) % num
+    columns = {name: x[at] for name, x in source.items()}
+    logp = columns["policy_logp"] + JITTER * torch.randn(rows, generator=draw)
+    columns["policy_logp"] = logp.clamp(max=0.0)
+    sequence = torch.arange(rows) // LENGTH
+    columns |= {"sequence": sequence + step * ROWS, "position": (torch.arange(rows) % LENGTH).int()}
+    age = columns.pop("step") - columns["sampler_version"]
+    columns["sampler_version"] = (step - age).int()
+    rollout = trustrl.RolloutTokens(
+        advantage=columns["advantage"], in_loss=torch.ones(rows, dtype=torch.bool),
+        behavior_logp=columns["behavior_logp"],
+    )  # fmt: skip
+    policy = trustrl.PolicyTokens(logp=columns["policy_logp"])
+    decision = trustrl.policy_loss(policy, rollout, REGION, reduction=trustrl.TokenSum()).decision
+    assert decision.divergence is not None
+    columns |= {
+        "kept": decision.keep, "weight": decision.weight.float(), "divergence_lower": decision.divergence.lower.float(),
+        "divergence_upper": decision.divergence.upper.float(),
+    }  # fmt: skip
+    writer = PartWriter(folder, step=step, rank=0, region=trustrl.config_to_dict(REGION))
+    writer.add(Rows(step, 0, 0, columns))
+    writer.close(num_tokens=rows)
+
+
+def measured(command: list[str]) -> dict[str, float]:
+    """Wall and CPU seconds and peak resident memory of a process and those it started."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
+    return {
+        "seconds": time.perf_counter() - began,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
+        "peak_mb": used.ru_maxrss / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--millions", type=float, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--verb", choices=tuple(VERBS), default="audit")
+    parser.add_argument("--scratch", type=Path, help="where the files go for a while: 3 GB for 100 million tokens")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = read(options.records)
+    dropped = ("kept", "weight", "update", "rank", "topk_ids", "topk_logp")
+    source = {name: found[name] for name in found if name not in dropped}
+    run = [sys.executable, "-m", "trustrl.cli", options.verb]
+    nothing = measured([sys.executable, "-c", "import torch, trustrl.audit, pyarrow.parquet"])
+    results = [{"tokens": 0, "workers": 0, "load": os.getloadavg()[0], **nothing}]
+    print(json.dumps(results[0]), file=sys.stderr, flush=True)
+    folder = Path(tempfile.mkdtemp(dir=options.scratch, prefix="trustrl-audit-"))
+    try:
+        written = 0
+        for millions in sorted(options.millions):
+            tokens = int(millions * 1e6)
+            while written < tokens:  # the smaller set is a part of the larger one
+                rows = min(ROWS, tokens - written)
+                write(source, folder, written // ROWS, rows)
+                written += rows
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            one = measured([*run, str(folder), *VERBS[options.verb], "--workers", str(options.workers)])
+            extra = max(one["cpu_seconds"] - nothing["cpu_seconds"], 1e-9)
+            results.append(
+                {
+                    "tokens": tokens,
+                    "workers": options.workers,
+                    "load": os.getloadavg()[0],
+                    "disk_bytes_per_token": size / tokens,
+                    **one,
+                    "tokens_per_cpu_second": tokens / one["cpu_seconds"],
+                    "tokens_per_cpu_second_without_start": tokens / extra,
+                }
+            )
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    finally:
+        shutil.rmtree(folder)
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
