@@ -24,7 +24,7 @@ import torch
 import trustrl
 from trustrl.recording import read
 from trustrl.recording.rows import Rows
-from trustrl.recording.writing import PartWriter
+from trustrl.recording.writing import PartWriter, part_name
 
 ROWS, LENGTH, JITTER = 100_000, 256, 0.02
 REGION = trustrl.preset("dppo-binary-tv")
@@ -82,6 +82,9 @@ def main() -> None:
     parser.add_argument("--millions", type=float, nargs="+", default=[1, 10, 100])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--verb", choices=tuple(VERBS), default="audit")
+    parser.add_argument(
+        "--distinct", type=int, default=10**9, help="files that are written; the others are links to them"
+    )
     parser.add_argument("--scratch", type=Path, help="where the files go for a while: 3 GB for 100 million tokens")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -98,8 +101,11 @@ def main() -> None:
         for millions in sorted(options.millions):
             tokens = int(millions * 1e6)
             while written < tokens:  # the smaller set is a part of the larger one
-                rows = min(ROWS, tokens - written)
-                write(source, folder, written // ROWS, rows)
+                rows, step = min(ROWS, tokens - written), written // ROWS
+                if step < options.distinct:
+                    write(source, folder, step, rows)
+                else:
+                    os.link(folder / part_name(step % options.distinct, 0), folder / part_name(step, 0))
                 written += rows
             size = sum(file.stat().st_size for file in folder.iterdir())
             one = measured([*run, str(folder), *VERBS[options.verb], "--workers", str(options.workers)])

@@ -126,6 +126,16 @@ def test_large_noise_raises_the_threshold_to_its_bound():
     assert "recommended δ: 0.33" in text(found)
 
 
+def test_rounding_to_certainty_makes_a_kl_useless_and_leaves_a_tv_alone():
+    """μ = 1 − 1e-7 and π' = 1: nothing has moved, and KL(μ‖π') is infinite."""
+    certain = torch.full((4000,), -1e-7)
+    found = calibration(noise_of(much(0.0, behavior_logp=certain, policy_logp=torch.zeros(4000))))
+    kl, tv = found["statistics"]["kl"], found["statistics"]["tv"]
+    assert (kl["infinite"], kl["recommended"], tv["infinite"], tv["recommended"]) == (1.0, None, 0.0, 0.15)
+    assert "100 % of tokens the noise is infinite" in kl["reason"]
+    assert "inf" in text(found)
+
+
 def test_noise_is_against_the_recorded_proximal_policy_before_the_first_update():
     num = 4000
     update = torch.arange(num, dtype=torch.int32) % 2

@@ -94,9 +94,7 @@ def calibration(summary: Summary) -> dict[str, Any]:
         )
     noise = dict(zip(NOISE, summary.counts["noise"].tolist(), strict=True))
     num = totals["noise"]
-    against = "proximal" if totals["proximal"] == totals["first"] else "policy"
-    if against == "policy" and totals["proximal"]:
-        against = "proximal, or policy where it is null"
+    against = "proximal" if totals["proximal"] == totals["first"] else "both" if totals["proximal"] else "policy"
     return {
         "version": VERSION,
         **totals,
@@ -120,12 +118,14 @@ def _statistic(name: str, summary: Summary, totals: dict[str, int], noise: list[
     rank = rank_above(totals["noise"])
     floor = None if rank is None else _finite(value_at(noise, rank))
     recommended = None if floor is None else max(floor, published)
+    (there,) = curves(summary, name, [recommended or published])
     shown = {*ROUND, *(delta for delta in (published, floor, recommended) if delta is not None)}
     return {
         "published": published,
         "floor": floor,
         "recommended": recommended,
-        "reason": _reason(name, totals, rank, floor, published, curves(summary, name, [recommended or published])[0]),
+        "infinite": share(noise[-1], totals["noise"]),
+        "reason": _reason(name, totals["noise"], noise[-1], floor, published, there),
         "curve": curves(summary, name, sorted(shown)),
     }
 
@@ -157,20 +157,18 @@ def curves(summary: Summary, name: str, deltas: Sequence[float]) -> list[dict[st
 
 
 def _reason(
-    name: str,
-    totals: dict[str, int],
-    rank: int | None,
-    floor: float | None,
-    published: float,
-    there: dict[str, float | None],
+    name: str, num: int, infinite: int, floor: float | None, published: float, there: dict[str, float | None]
 ) -> str:
-    if rank is None:
+    if num < num_needed():
         return (
             f"No recommendation: a bound on the {100 * SHARE:g} % quantile at {100 * CONFIDENCE:g} % confidence needs "
-            f"{num_needed():,} tokens from before the first update, got {totals['noise']:,}."
+            f"{num_needed():,} tokens from before the first update, got {num:,}."
         )
     if floor is None:
-        return "No recommendation: the noise has no finite bound. Sampler and trainer do not have the same weights."
+        return (
+            f"No recommendation: at {100 * infinite / num:.3g} % of tokens the noise is infinite. One side has rounded "
+            "a probability to 1 and the other has not, and no threshold leaves such tokens alone. A TV does."
+        )
     masked = "nothing" if not there["masked"] else f"{100 * there['masked']:.2g} % of tokens with A ≠ 0"
     sure = f"{100 * SHARE:g} % of the noise lies at or below {floor:g} ({100 * CONFIDENCE:g} % sure)"
     if floor <= published:

@@ -12,25 +12,27 @@ from trustrl.packages import need
 
 COLOURS = {"noise": "#d55e00", "masked": "#0072b2", "bad_left": "#cc79a7", "certified": "#009e73"}
 LINES = {"noise": "-", "masked": "--", "bad_left": ":", "certified": "-."}
+AGAINST = {
+    "proximal": "the recorded π'",
+    "policy": "π, which is π' before the first update (no proximal_logp here)",
+    "both": "the recorded π', and where it is null against π, which is π' before the first update",
+}
 LEAST = 1e-5
 """Shares below this lie on the picture's lower edge."""
 
 
 def text(found: Mapping[str, Any]) -> str:
     """Noise, what thresholds would do, and which one to take."""
-    about = "the recorded π'" if found["against"] == "proximal" else f"π' taken from: {found['against']}"
-    if found["against"] == "policy":
-        about = "π, which is π' before the first update (no proximal_logp here)"
     lines = [
         f"{found['rows']:,} tokens × updates; noise from {found['noise']:,} tokens of {found['sequences']:,} sequences "
         "before",
-        f"their first update: μ against {about}",
+        f"their first update: μ against {AGAINST[found['against']]}",
         "",
         "Noise, rounded up to two digits",
         *table(
             [
                 ["quantile", *(f"{100 * q:g}%" if q < 1 else "largest" for q in QUANTILES)],
-                *([TITLES[name], *map(_number, found["quantiles"][name].values())] for name in NOISE),
+                *([TITLES[name], *map(_number, found["quantiles"][name].values())] for name in NOISE if found["noise"]),
             ]
         ),
         "",
@@ -42,14 +44,14 @@ def text(found: Mapping[str, Any]) -> str:
         for at in one["curve"]:
             marks = [mark for mark in ("published", "floor", "recommended") if one[mark] == at["delta"]]
             rows.append([f"{at['delta']:g}", *(percent(at[key]) for key in CURVES), ", ".join(marks)])
-        recommended = "none" if one["recommended"] is None else f"{one['recommended']:g}"
-        lines += [TITLES[name], *table(rows), *wrapped(f"recommended δ: {recommended}. {one['reason']}"), ""]
+        told = "" if one["recommended"] is None else f"recommended δ: {one['recommended']:g}. "
+        lines += [TITLES[name], *table(rows), *wrapped(f"{told}{one['reason']}"), ""]
     return "\n".join(lines[:-1])
 
 
 def _number(x: float | None) -> str:
     if x is None:
-        return "–"
+        return "inf"
     return f"≤ {x:g}" if x == GRID[0] else f"{x:g}"
 
 
@@ -66,9 +68,8 @@ def draw(summary: Summary, found: Mapping[str, Any], file: Path) -> None:
     for axis, (name, one) in zip(axes, found["statistics"].items(), strict=True):
         points = curves(summary, name, deltas)
         for key, title in CURVES.items():
-            shares = [at[key] for at in points]
-            if None not in shares:
-                heights = [max(x, LEAST) for x in shares]
+            heights = [max(share, LEAST) for at in points if (share := at[key]) is not None]
+            if heights:  # none of the points has it, or all have
                 axis.plot(deltas, heights, LINES[key], color=COLOURS[key], label=title, linewidth=1.8)
         for mark, line in (("published", ":"), ("recommended", "-")):
             if one[mark] is not None:

@@ -47,8 +47,10 @@ def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
 def text(found: Mapping[str, Any]) -> str:
     """An audit for people."""
     lines = [
-        f"{found['rows']:,} tokens × updates in {found['files']:,} files, {found['sequences']:,} sequences × updates; "
-        f"{found['signed']:,} tokens with A ≠ 0",
+        *wrapped(
+            f"{found['rows']:,} tokens × updates in {found['files']:,} files, {found['sequences']:,} sequences × "
+            f"updates; {found['signed']:,} tokens with A ≠ 0"
+        ),
         *_reproduced(found),
         *_who_stops(found),
         *_agreement(found),
@@ -67,11 +69,11 @@ def _reproduced(found: Mapping[str, Any]) -> list[str]:
     kinds = ", ".join(str(region.get("kind")) for region in found["recorded"])
     line = f"recorded under {printable(kinds, 60)}"
     if not again["rows"]:
-        return [f"{line}; it cannot be asked again", ""]
+        return [*wrapped(f"{line}; it cannot be asked again"), ""]
     line += f"; asked again, it differs at {again['kept_differs']:,} of {again['rows']:,} verdicts"
     if again["weight_rows"]:
         line += f", {again['weight_differs']:,} weights"
-    return [line, ""]
+    return [*wrapped(line), ""]
 
 
 def _who_stops(found: Mapping[str, Any]) -> list[str]:
