@@ -73,6 +73,7 @@ def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_fol
         pytest.param(["audit", "RUN", "--regions", "pppo"], 2, "Did you mean 'ppo'?", id="an unknown region"),
         pytest.param(["audit", "RUN", "--workers", "0"], 2, "--workers", id="no worker"),
         pytest.param(["audit", "RUN", "--top", "-1"], 2, "--top", id="fewer than none"),
+        pytest.param(["calibrate", "RUN", "--figure", "curves.xyz"], 2, "--figure", id="no picture of this kind"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(arguments, code, said, run_folder, capsys):

@@ -82,7 +82,7 @@ def _as_bytes(files: Sequence[Path], work: Any) -> bytes | None:
 def _on_ray(groups: list[list[Path]], work: Any) -> Iterator[Summary | None]:
     ray, data = need("ray", extra="ray"), need("ray.data", extra="ray")
     if not ray.is_initialized():
-        ray.init(log_to_driver=False, logging_level="warning")
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     data.DataContext.get_current().enable_progress_bars = False
     items = [{"files": [str(file) for file in group]} for group in groups]
     for row in data.from_items(items, override_num_blocks=len(items)).map(partial(_of_row, work=work)).iter_rows():

@@ -29,7 +29,7 @@ STATISTICS = {"tv": BinaryTV(), "kl": BinaryKL(), "ratio": Ratio()}
 NOISE = ("logp", *STATISTICS)
 """|log π' − log μ|, and what each statistic says about the two."""
 
-TOTALS = ("rows", "measured", "signed", "bad", "first", "noise", "proximal", "sequences", "unanchored")
+TOTALS: tuple[str, ...] = ("rows", "measured", "signed", "bad", "first", "noise", "proximal", "sequences", "unanchored")
 BAD_GAP = 0.5
 """b − π from which a token with A < 0 is a bad update: `trustrl/bad_update_share`."""
 
@@ -45,7 +45,7 @@ def noise_of(piece: Piece) -> Summary:
     columns, num = piece.columns, len(piece)
     totals = dict.fromkeys(TOTALS, torch.tensor(0)) | {"rows": torch.tensor(num)}
     empty = torch.zeros(len(STATISTICS), len(GRID) + 1, dtype=torch.int64)
-    counts = dict.fromkeys(("outward", "bad", "lower", "upper"), empty)
+    counts: dict[str, Tensor] = dict.fromkeys(("outward", "bad", "lower", "upper"), empty)
     counts["noise"] = torch.zeros(len(NOISE), len(GRID) + 1, dtype=torch.int64)
     if "behavior_logp" not in columns:
         return _summary(totals | {"unanchored": torch.tensor(num)}, counts)

@@ -14,8 +14,17 @@ from trustrl.metrics import PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.recording import Piece
 from trustrl.tokens import possible
 
-PER_ARM = ("rows", "measured", "signed", "stopped", "stopped_at_most", "certifiable", "outside", "inside")
-REPRODUCED = ("rows", "kept_differs", "weight_rows", "weight_differs")
+PER_ARM: tuple[str, ...] = (
+    "rows",
+    "measured",
+    "signed",
+    "stopped",
+    "stopped_at_most",
+    "certifiable",
+    "outside",
+    "inside",
+)
+REPRODUCED: tuple[str, ...] = ("rows", "kept_differs", "weight_rows", "weight_differs")
 POSITION_EDGES = tuple(float(2**power) for power in range(18))
 """Bins of the position: 0 | 1 | 2-3 | 4-7 | … | 131072 and more."""
 

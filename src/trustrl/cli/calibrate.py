@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 from trustrl.cli.audit import add_records
+from trustrl.errors import ConfigError
+
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +25,8 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.audit.noise import COLUMNS, noise_of
     from trustrl.audit.report import record_files
 
+    if options.figure is not None and options.figure.suffix not in FORMATS:
+        raise ConfigError(f"--figure must end with {', '.join(FORMATS)}, got {str(options.figure)!r}.")
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
     summary = summarised(files, noise_of, columns=COLUMNS, workers=options.workers, where=where)
