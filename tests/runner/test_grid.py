@@ -90,7 +90,7 @@ def test_arms_are_regions_of_their_own_and_win_over_presets_of_their_name(tmp_pa
     ("text", "said"),
     [
         ("[ppo]\npreset = 'ppo'\nratoi = 1", "ratoi"),
-        ("['../x']\npreset = 'ppo'", "names a folder"),
+        ("['../x']\npreset = 'ppo'", "It names a folder"),
         ("[ppo]", "ppo must have a preset or a kind"),
         ("ppo = 3", "ppo must be a table"),
         ("[ppo", "must be TOML"),
