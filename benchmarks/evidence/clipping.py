@@ -1,9 +1,11 @@
 r"""Which tokens PPO's clip stops, and which DPPO would stop of the same ones.
 
-trustrl compare recipes/evidence/stale.toml records.sample=1.0 --arms recipes/evidence/arms.toml \
+    trustrl compare recipes/evidence/stale.toml records.sample=1.0 --arms recipes/evidence/arms.toml \
         --regions ppo --seeds 5 --out RECORDED
-python benchmarks/evidence/clipping.py count RECORDED    docs/results/data/clipping.json
-python benchmarks/evidence/clipping.py page              docs/results/h-clipping.md and its figure
+    python benchmarks/evidence/clipping.py count RECORDED
+    python benchmarks/evidence/clipping.py page
+
+Counting writes docs/results/data/clipping.json; the page and its figure are made from that.
 """
 
 import json

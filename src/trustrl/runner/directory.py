@@ -6,6 +6,7 @@ metrics.jsonl       one object per training step, written as it ends
 evaluation.jsonl    held-out accuracy: step 0 is before training
 checkpoints/        the engine's own
 result.json         only in finished runs
+run.png             drawn from these, where matplotlib is installed
 """
 
 import json
