@@ -129,7 +129,9 @@ def load_arms(path: str | Path) -> dict[str, Region]:
     arms = {name: _region(data, name) for name, data in _read("The arms", path).items()}
     for name in arms:
         if not NAME.fullmatch(name):
-            raise ConfigError(f"An arm's name must be letters, digits, '.', '_' and '-', got {name!r}: it names a folder.")
+            raise ConfigError(
+                f"An arm's name must be letters, digits, '.', '_' and '-', got {name!r}: it names a folder."
+            )
     return arms
 
 
