@@ -19,7 +19,7 @@ import torch
 import trustrl
 from trustrl.errors import MissingPackageError, RecordError
 from trustrl.recording import COLUMNS, VERSION, QuantileAbove, Recorder, Recording, read, sequence_ids, writing
-from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema
+from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema, bytes_per_token
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +63,14 @@ def test_a_file_holds_what_the_loss_decided_bit_for_bit(case, tmp_path):
         assert torch.equal(found[name], x.to(dtype)), name
     assert 0 < found["kept"].sum() < len(found["kept"])
     assert trustrl.config_from_dict(found.region) == region
+
+
+def test_a_token_takes_the_bytes_that_plans_count_on(tmp_path):
+    region = trustrl.preset("dppo-topk-tv")
+    made = recorder(tmp_path, region, topk=True, ring_steps=1)
+    batches.give(made, batches.batch(region=region, k=20, proximal=True))
+    ((_, parts),) = made.ring.steps()
+    assert made.ring.nbytes == bytes_per_token(20) * sum(map(len, parts)) > 0
 
 
 def test_faults_are_recorded_as_they_were(tmp_path):

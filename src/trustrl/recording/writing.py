@@ -12,7 +12,7 @@ from torch import Tensor
 from trustrl.packages import need
 from trustrl.recording.files import part_name
 from trustrl.recording.rows import Rows
-from trustrl.recording.schema import COLUMNS, REGION_KEY, STEP_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.schema import COLUMNS, REGION_KEY, SHARED, STEP_KEY, VERSION, VERSION_KEY, arrow_schema
 
 ROWS_PER_GROUP = 65_536
 """A row group's largest size: about 4 MB in memory, 12 MB with a top-20."""
@@ -84,11 +84,10 @@ class PartWriter:
 def _batch(rows: Rows, schema: Any) -> Any:
     """A record batch on the tensors' own memory."""
     pa = need("pyarrow", extra="records")
-    shared = {"step": rows.step, "update": rows.update, "rank": rows.rank}
     num, arrays = len(rows), []
     for field in schema:
-        if field.name in shared:
-            arrays.append(_array(pa, torch.full((num,), shared[field.name], dtype=torch.int32), field.type))
+        if field.name in SHARED:
+            arrays.append(_array(pa, torch.full((num,), getattr(rows, field.name), dtype=torch.int32), field.type))
         elif field.name in rows.columns:
             arrays.append(_array(pa, rows.columns[field.name], field.type))
         else:
