@@ -5,6 +5,7 @@ environment.json    Python, platform, packages, commit
 metrics.jsonl       one object per training step, written as it ends
 evaluation.jsonl    held-out accuracy: step 0 is before training
 checkpoints/        the engine's own
+records/            tokens, where the recipe asks for them
 result.json         only in finished runs
 run.png             drawn from these, where matplotlib is installed
 """

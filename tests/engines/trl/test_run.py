@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("trl")
+pytest.importorskip("pyarrow")
 
 from engines.rendezvous import own_environment
+from trustrl import config_from_dict, preset
+from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.trl_run import COMPLETE, last_checkpoint
 
@@ -47,6 +50,17 @@ def measured(folder):
     return rows, directory.rows("evaluation")
 
 
+def files_of_records(folder):
+    return sorted(str(path.relative_to(folder)) for path in (folder / "records").rglob("*"))
+
+
+def assert_same(folder, uninterrupted):
+    """Metrics, evaluations and every recorded token."""
+    assert measured(folder) == measured(uninterrupted)
+    assert files_of_records(folder) == files_of_records(uninterrupted)
+    assert read(folder / "records").table.equals(read(uninterrupted / "records").table)
+
+
 @pytest.fixture(scope="module", params=["dppo-binary-tv", "troll"])
 def whole(request, tmp_path_factory):
     """(settings, folder) of a run that nobody interrupted."""
@@ -72,6 +86,19 @@ def test_a_run_writes_every_step_and_evaluates_before_between_and_after(whole):
     assert abs(rows[1]["trustrl/ratio_max"] - 1) > 1e-3, "the second is off-policy"
 
 
+def test_the_records_hold_every_token_of_every_step(whole):
+    """The recipe asks for all sequences; TRL counts the updates that are done, so its step 0 is our 1."""
+    settings, folder = whole
+    records = read(folder / "records")
+    rows, _ = measured(folder)
+    assert records["step"].unique().tolist() == list(range(STEPS))
+    for row in rows:
+        now = records["step"] == row["step"] - 1
+        assert now.sum() == row["trustrl/tokens"]
+        assert records["entropy"][now].mean().item() == pytest.approx(row["entropy"], rel=1e-5)
+    assert config_from_dict(records.region) == preset(settings[0].removeprefix("region.preset="))
+
+
 def killed_after(settings, folder, seconds):
     """A run that is killed, with no chance to tidy up; True unless it was done by then."""
     process = subprocess.Popen(
@@ -93,7 +120,7 @@ def test_a_run_killed_at_random_moments_and_resumed_ends_as_if_nothing_had_happe
     assert any(kills), "no run was still going on when it was killed"
     done = run("run", *settings, "--out", tmp_path / "run", "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert measured(tmp_path / "run") == measured(uninterrupted)
+    assert_same(tmp_path / "run", uninterrupted)
 
 
 def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_path):
@@ -115,7 +142,7 @@ def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_
     done = run("run", *settings, "--out", folder, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
     assert "goes on after step 4" in done.stderr
-    assert measured(folder) == measured(uninterrupted)
+    assert_same(folder, uninterrupted)
 
 
 def test_half_a_checkpoint_is_not_resumed_from(tmp_path):
