@@ -191,6 +191,25 @@ def overview() -> None:
     draw("overview", SETTINGS, TIER_1)
 
 
+def did_not_work() -> None:
+    """Regions that ended no better than they began, in the comparison and while thresholds were tuned."""
+    page = RESULTS / "did-not-work.md"
+    lines = []
+    for (setting, arm), made in sorted(runs().items()):
+        before, after = (over_seeds(setting, arm, f"accuracy_{when}")["mean"] for when in ("before", "after"))
+        if after <= before:
+            lines.append(f"- `{arm}` in `{setting}`: {before:.3f} → {after:.3f}, mean of {len(made)} seeds.")
+    fill(page, "comparison", "\n".join(lines) or "None in the comparison.")
+    tuned = json.loads((DATA / "tuning.json").read_text())["tried"]
+    fell = [
+        f"- `{arm}` at {_value(one['region'])} ({name}): {one['mean']:.3f}"
+        for arm, values in tuned.items()
+        for name, one in values.items()
+        if one["mean"] <= one["before"]
+    ]
+    fill(page, "tuning", "\n".join(fell) or "None while tuning.")
+
+
 def _value(region: dict) -> str:
     """The one number that was varied: the larger of two bounds."""
     rest = {key: value for key, value in region.items() if key != "preset"}
@@ -199,7 +218,7 @@ def _value(region: dict) -> str:
 
 
 def main() -> None:
-    for question in (overview, question_a, question_b, question_c, question_e, question_f, question_g):
+    for question in (overview, question_a, question_b, question_c, question_e, question_f, question_g, did_not_work):
         question()
 
 

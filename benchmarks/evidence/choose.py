@@ -29,7 +29,12 @@ def choose(table: dict) -> tuple[dict, dict]:
         if row["finished"] != row["runs"]:
             raise SystemExit(f"{name} has {row['finished']} of {row['runs']} runs. Start the tuning again: it resumes.")
         after = [run["result"]["accuracy_after"] for run in table["runs"] if run["region"] == name]
-        tried.setdefault(arm, {})[value] = {"region": regions[name], "accuracy": after, "mean": sum(after) / len(after)}
+        tried.setdefault(arm, {})[value] = {
+            "region": regions[name],
+            "before": row["accuracy_before"]["mean"],
+            "after": after,
+            "mean": sum(after) / len(after),
+        }
     best = {arm: max(values, key=lambda value: values[value]["mean"]) for arm, values in tried.items()}
     arms = {"pg-is": {"preset": "pg-is"}, **{arm: tried[arm][value]["region"] for arm, value in best.items()}}
     arms["dppo-binary-tv-proximal"] = {**arms["dppo-binary-tv"], "anchor": "proximal"}
