@@ -132,18 +132,18 @@ def bins_table(found: dict) -> str:
 
 def words(d: dict) -> str:
     """The tokens stopped most often, with how often they were stopped and drawn."""
-    drawn = Counter(d["text"])
+    drawn, said = Counter(d["text"]), []
     lines = ["| region | stopped most often, as “token” stopped/drawn |", "|---|---|"]
     for name in REGIONS:
-        most = sorted(Counter(d["text"][d[name]]).items(), key=lambda item: (-item[1], item[0]))[:LISTED]
+        every = Counter(d["text"][d[name]])
+        most = sorted(every.items(), key=lambda item: (-item[1], item[0]))[:LISTED]
         cells = ", ".join(f"“{visible(text)}” {n}/{drawn[text]}" for text, n in most)
         lines.append(f"| `{name}` | {cells} |")
-    different = [len(set(d["text"][d[name]])) for name in REGIONS]
-    return (
-        "\n".join(lines)
-        + f"\n\nThe list is led by words that are drawn often. Most stops are not on it: PPO's {d['ppo'].sum()} fall on "
-        f"{different[0]} different tokens, DPPO's {d['dppo-binary-tv'].sum()} on {different[1]}."
-    )
+        listed = sum(n for _, n in most)
+        said.append(
+            f"The tokens listed for `{name}` are {listed} of its {every.total()} stops, which fall on {len(every)}."
+        )
+    return "\n".join([*lines, "", *said])
 
 
 def visible(text: str) -> str:
