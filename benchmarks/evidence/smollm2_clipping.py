@@ -141,7 +141,8 @@ def words(d: dict) -> str:
         lines.append(f"| `{name}` | {cells} |")
         listed = sum(n for _, n in most)
         said.append(
-            f"The tokens listed for `{name}` are {listed} of its {every.total()} stops, which fall on {len(every)}."
+            f"The tokens listed for `{name}` are {listed} of its {every.total()} stops, which fall on "
+            f"{len(every)} different tokens."
         )
     return "\n".join([*lines, "", *said])
 

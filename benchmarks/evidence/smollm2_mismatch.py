@@ -235,13 +235,16 @@ def summary(scored: dict, trainer: str) -> dict:
 
 
 def band(distance: np.ndarray, centre: float) -> dict:
-    """The share of tokens near a distance, and the mean share of two windows as wide on either side of it."""
+    """The share of tokens near a distance, and the geometric mean of the shares in two windows as wide beside it.
+
+    Geometric, because the shares fall about exponentially: without a band the two numbers agree.
+    """
     half = STEP / 8
 
     def near(at: float) -> float:
         return float(np.mean(np.abs(distance - at) < half))
 
-    return {"near": near(centre), "beside": (near(centre - 3 * half) + near(centre + 3 * half)) / 2}
+    return {"near": near(centre), "beside": (near(centre - 3 * half) * near(centre + 3 * half)) ** 0.5}
 
 
 SHOWN = ("fp32", "bf16", f"bf16, head repair, K = {K}")
@@ -300,9 +303,16 @@ def setting(about: dict) -> str:
     )
 
 
-def is_band(found: dict) -> bool:
-    """Half as many again as beside it, and not just a few tokens."""
-    return found["near"] > 0.005 and found["near"] > 1.5 * found["beside"]
+def excess(found: dict) -> float | None:
+    """How many times as many tokens lie near one rounding step as a smooth distribution would have there."""
+    near, beside = (found["bands"][0][key] for key in ("near", "beside"))
+    return near / beside if beside > 0.005 else None
+
+
+def in_words(factor: float | None) -> str:
+    if factor is None:
+        return "too few tokens there to tell"
+    return f"{factor:.1f} times: " + ("no band" if factor < 1.2 else "a faint excess" if factor < 2 else "a band")
 
 
 def verdict(samplers: dict) -> str:
@@ -312,21 +322,29 @@ def verdict(samplers: dict) -> str:
         return samplers[sampler]["trainers"][trainer]["mean"]
 
     def seen(sampler: str, trainer: str) -> str:
-        found = [is_band(x) for x in samplers[sampler]["trainers"][trainer]["bands"]]
-        return {(True, True): "both", (False, False): "none"}.get(tuple(found), "one")
+        return in_words(excess(samplers[sampler]["trainers"][trainer]))
 
     repair = f"bf16, head repair, K = {K}"
     usual, logits, all_wide = mean("bf16", "fp32"), mean("bf16, fp32 logits", "fp32"), mean("fp32", "fp32")
     weights = mean("fp32", "fp32, bf16 weights")
     share = 1 - logits / usual
+    one_sided = [
+        excess(x)
+        for sampler, found in samplers.items()
+        for trainer, x in found["trainers"].items()
+        if (sampler == "bf16") + (trainer == "bf16") < 2
+    ]
+    chance = max(factor for factor in one_sided if factor is not None)
     answer = "Most of it" if share > 0.5 else "A part" if share > 0.1 else "Hardly any"
     return (
         f"**{answer}: {100 * share:.0f} %.** With an fp32 trainer the mean \\|Δ log p\\| is {usual:.4f} against a bf16 "
         f"sampler, {logits:.4f} once the sampler's logits are fp32, and {all_wide:.1e} where everything is fp32. "
         f"What is left with fp32 logits is bf16 in the body; rounding the weights alone, with all arithmetic in fp32, "
-        f"makes {weights:.4f}. Of the two bands at one and two rounding steps an fp32 trainer shows "
-        f"{seen('bf16', 'fp32')} against the bf16 sampler, a plain bf16 trainer {seen('bf16', 'bf16')}. Head repair "
-        f"on the trainer's side alone takes a bf16 trainer from {mean('bf16', 'bf16'):.4f} to "
+        f"makes {weights:.4f}. Tokens near one rounding step (.125), against what a smooth distribution would have: "
+        f"with the bf16 sampler and an fp32 trainer {seen('bf16', 'fp32')}; with a plain bf16 trainer "
+        f"{seen('bf16', 'bf16')}; with head repair {seen('bf16', repair)}; pairs in "
+        f"which at most one side's logits are rounded, and which can have no band, reach {chance:.1f} by chance. "
+        f"Head repair on the trainer's side alone takes a bf16 trainer from {mean('bf16', 'bf16'):.4f} to "
         f"{mean('bf16', repair):.4f} against the bf16 sampler, and from {mean('bf16, fp32 logits', 'bf16'):.4f} to "
         f"{mean('bf16, fp32 logits', repair):.4f} where the sampler's logits are fp32 as well."
     )
@@ -352,14 +370,16 @@ def pairs(samplers: dict) -> str:
 
 def bands(samplers: dict) -> str:
     lines = [
-        "| sampler | trainer | near .125 | beside it | near .25 | beside it | bands |",
+        "| sampler | trainer | near .125 | beside it | near .25 | beside it | near .125 / beside |",
         "|---|---|---|---|---|---|---|",
     ]
     for sampler, found in samplers.items():
         for trainer, x in found["trainers"].items():
             cells = [f"{100 * b[key]:.2f}%" for b in x["bands"] for key in ("near", "beside")]
-            count = sum(is_band(b) for b in x["bands"])
-            lines.append(f"| {sampler} | {trainer} | {' | '.join(cells)} | {count} |")
+            factor = excess(x)
+            lines.append(
+                f"| {sampler} | {trainer} | {' | '.join(cells)} | {'–' if factor is None else f'{factor:.2f}'} |"
+            )
     return "\n".join(lines)
 
 
