@@ -31,6 +31,7 @@ def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
             _accuracy(bottom, setting, arm, at, colour)
         bottom.set_yticks(range(len(arms)), arms)
         bottom.set_ylim(len(arms) - 0.5, -0.5)
+        bottom.set_xlim(-0.02, 1.02)
     axes[0][0].set_ylabel("reward, mean of 16 steps")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=min(len(arms), 4), frameon=False, fontsize=9)
