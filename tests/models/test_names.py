@@ -6,6 +6,7 @@ import pytest
 
 import trustrl
 from trustrl import models
+from trustrl.models import cache
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,18 @@ def test_a_known_name_means_the_same_in_every_folder(tmp_path, monkeypatch):
         assert models.path("./known") == "./known"
     finally:
         models.MODELS._entries.pop("known")
+
+
+def test_a_known_model_is_local_only_once_it_has_been_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRUSTRL_CACHE", str(tmp_path))
+    models.MODELS.register("known")(lambda: cache.folder("known", lambda folder: None))
+    try:
+        assert models.local("known") is None
+        assert list(tmp_path.iterdir()) == []
+        assert models.path("known") == models.local("known") == str(tmp_path / "known")
+    finally:
+        models.MODELS._entries.pop("known")
+
+
+def test_hub_ids_are_left_to_whoever_loads_them():
+    assert models.local("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
