@@ -3,6 +3,7 @@
 torch is installed alone and first: a plain `torch` would pull gigabytes of CUDA packages on a machine without a GPU.
 """
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -10,7 +11,7 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl"]
+nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report"]
 
 TORCH = "torch==2.13.0"
 
@@ -118,6 +119,17 @@ def verl(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/engines/verl", guide, *session.posargs)
     oldest = other_release(session, "verl", "0.9.0")
     session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
+
+
+@nox.session(python="3.11")
+def report(session: nox.Session) -> None:
+    """Reports without torch, and their page in a real Chromium, which is installed where there is none."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))
+    session.install("--no-deps", "-e", ".")
+    if shutil.which("chromium") is None:
+        session.run("apt-get", "update", "--quiet=2", external=True)
+        session.run("apt-get", "install", "--yes", "--quiet=2", "chromium", external=True)
+    session.run("pytest", "tests/report", "tests/cli/test_report.py", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -14,6 +14,7 @@ VERBS = {
     "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",
+    "report": "what runs did, token by token: in the terminal or as one page that needs no network",
 }
 OK, FAILED, WRONG = 0, 1, 2
 

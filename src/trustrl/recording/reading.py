@@ -1,6 +1,5 @@
-"""Records back from disk, after a look at who wrote them."""
+"""Records back from disk, as tensors."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from trustrl.errors import RecordError
 from trustrl.packages import need
-from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.table import read_table
 
 _EMPTY = {torch.float32: float("nan"), torch.int32: -1, torch.int64: -1, torch.bool: False}
 
@@ -56,7 +55,7 @@ def read(path: str | Path) -> Records:
         raise RecordError(f"`{path}` must be a file of records or a folder with some, got none. See trustrl.recording.")
     tables, regions = [], []
     for file in files:
-        table, region = _read_one(pa, file)
+        table, region = read_table(file)
         tables.append(table)
         regions.append(region)
     for file, region in zip(files, regions, strict=True):
@@ -66,40 +65,6 @@ def read(path: str | Path) -> Records:
                 f"`{file.name}`. Read them one by one."
             )
     return Records(pa.concat_tables(tables), regions[0])
-
-
-def _read_one(pa: Any, file: Path) -> tuple[Any, dict[str, Any]]:
-    pq = need("pyarrow.parquet", extra="records")
-    try:
-        with pq.ParquetFile(file) as opened:
-            found = opened.schema_arrow
-            metadata = found.metadata or {}
-            _check_version(file, metadata.get(VERSION_KEY))
-            expected = arrow_schema()
-            for column in COLUMNS:
-                wanted = expected.field(column.name).type
-                if column.name not in found.names or found.field(column.name).type != wanted:
-                    got = found.field(column.name).type if column.name in found.names else "none"
-                    raise RecordError(f"`{file}` must have a column {column.name} of {wanted}, got {got}.")
-            table = opened.read([column.name for column in COLUMNS]).replace_schema_metadata(None)
-        region = json.loads(metadata.get(REGION_KEY, b""))
-    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"`{file}` must be a whole Parquet file of trustrl's records, got: {error}.") from error
-    if not isinstance(region, dict):
-        raise RecordError(f"`{file}` must name its region's settings, got {region!r}.")
-    return table, region
-
-
-def _check_version(file: Path, given: bytes | None) -> None:
-    if given is None or not given.isdigit():
-        raise RecordError(
-            f"`{file}` must be written by trustrl.recording, got a Parquet file "
-            f"{'without its mark' if given is None else f'of version {given!r}'}."
-        )
-    if int(given) > VERSION:
-        raise RecordError(
-            f"`{file}` must have a schema of version {VERSION} or below, got {int(given)}. Install a newer trustrl."
-        )
 
 
 def _tensor(array: Any) -> Tensor:

@@ -149,7 +149,7 @@ def write_json(file: Path, data: Any) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    scratch.write_text(text)
+    scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, file)
 
 
