@@ -14,6 +14,7 @@ VERBS = {
     "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",
+    "metrics": "what a logged number means, when it is healthy and what to do",
 }
 OK, FAILED, WRONG = 0, 1, 2
 
@@ -61,7 +62,7 @@ def console() -> None:
 
 
 def _help() -> str:
-    lines = [f"  {verb:<9} {what}" for verb, what in VERBS.items()]
+    lines = [f"  {verb:<11} {what}" for verb, what in VERBS.items()]
     return "\n".join(
         [
             "trustrl <verb> ...: trust regions for LLM reinforcement learning, one recipe on any engine",
