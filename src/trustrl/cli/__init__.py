@@ -15,6 +15,7 @@ VERBS = {
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",
     "metrics": "what a logged number means, when it is healthy and what to do",
+    "conformance": "what a policy loss does with small batches that have known answers",
 }
 OK, FAILED, WRONG = 0, 1, 2
 
