@@ -21,9 +21,7 @@ def names(found, verdict):
 
 
 ON_SAMPLED_TOKENS = [
-    name
-    for name in trustrl.presets()
-    if not (trustrl.preset(name).needs().topk or trustrl.preset(name).needs().full)
+    name for name in trustrl.presets() if not (trustrl.preset(name).needs().topk or trustrl.preset(name).needs().full)
 ]
 KIND = {"ppo": "ppo", "pg-is": "pg", "dppo-binary-tv": "dppo", "dppo-binary-kl": "dppo"}
 
@@ -61,7 +59,10 @@ def test_the_wrong_sign_is_found_on_policy_and_in_every_kept_cell():
 
 def test_a_symmetric_mask_is_not_dppos():
     failed = names(verdicts(losses.stops_what_comes_back, "dppo"), "fails")
-    assert sorted(case.split(":")[0] for case in failed) == ["outside, fallen, pulled back", "outside, risen, pulled back"]
+    assert sorted(case.split(":")[0] for case in failed) == [
+        "outside, fallen, pulled back",
+        "outside, risen, pulled back",
+    ]
     assert names(verdicts(losses.stops_what_comes_back, "any"), "fails") == []
 
 

@@ -16,6 +16,7 @@ VERBS = {
     "compare": "trains regions × seeds and writes a table and pictures",
     "metrics": "what a logged number means, when it is healthy and what to do",
     "conformance": "what a policy loss does with small batches that have known answers",
+    "doctor": "whether this machine is fit for a run: versions, ports, settings, threads, disk",
 }
 OK, FAILED, WRONG = 0, 1, 2
 

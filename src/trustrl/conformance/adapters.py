@@ -71,7 +71,7 @@ def _parameters(loss: Loss) -> dict[str, inspect.Parameter]:
 class Verl:
     """verl's call, with the counts its trainer fills in; settings are those of its actor, and `loss_agg_mode`."""
 
-    takes = frozenset({"old_log_prob", "log_prob", "advantages", "response_mask"})
+    takes: ClassVar = frozenset({"old_log_prob", "log_prob", "advantages", "response_mask"})
     counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
@@ -110,7 +110,7 @@ class Verl:
 class SkyRL:
     """SkyRL's call; settings are those of its `AlgorithmConfig`. Its trainer divides advantages, so a loss is a sum."""
 
-    takes = frozenset({"log_probs", "old_log_probs", "advantages", "loss_mask"})
+    takes: ClassVar = frozenset({"log_probs", "old_log_probs", "advantages", "loss_mask"})
     counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
@@ -150,7 +150,7 @@ def _set_fields(config: Any, settings: Settings) -> None:
 class Ours:
     """`trustrl.policy_loss`; the setting `region` names a preset that reads no more than sampled tokens."""
 
-    takes = frozenset({"policy", "rollout", "region", "reduction"})
+    takes: ClassVar = frozenset({"policy", "rollout", "region", "reduction"})
     counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
@@ -192,7 +192,7 @@ class Plain:
     A function with a parameter `num_tokens` is told that count. Settings are further keywords.
     """
 
-    takes = frozenset({"logp", "behavior_logp", "advantage", "mask"})
+    takes: ClassVar = frozenset({"logp", "behavior_logp", "advantage", "mask"})
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
         self._loss, self._settings = loss, dict(settings)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from trustrl.conformance.adapters import Adapter
 from trustrl.conformance.answers import ask
 from trustrl.conformance.batches import beside_a_still_one
-from trustrl.conformance.expectations import KINDS, Expectation, Outcome
+from trustrl.conformance.expectations import KINDS, Expectation, Outcome, judged
 
 STARTS = (0.3, 0.6)
 """μ of the two tokens that are moved."""
