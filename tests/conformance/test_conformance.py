@@ -111,6 +111,14 @@ def test_binary_kl_is_in_nats():
     assert bounds.binary_kl(0.5, 0.25) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75))
 
 
+def test_the_near_certain_token_is_inside_every_published_bound():
+    from trustrl.conformance.faults import NEAR_CERTAIN
+
+    behavior, policy = (math.exp(x) for x in NEAR_CERTAIN)
+    assert bounds.binary_kl(behavior, policy) == pytest.approx(0.041, abs=5e-4)
+    assert policy - behavior == pytest.approx(0.019, abs=5e-4)
+
+
 def test_a_bound_other_than_the_papers_differs():
     assert verdicts(losses.dppo, "dppo", bound=0.3)["bounds with these settings"].verdict == "differs"
 
