@@ -17,6 +17,7 @@ VERBS = {
     "metrics": "what a logged number means, when it is healthy and what to do",
     "conformance": "what a policy loss does with small batches that have known answers",
     "doctor": "whether this machine is fit for a run: versions, ports, settings, threads, disk",
+    "probe": "the same tokens through sampler and trainer: how far apart, and why",
 }
 OK, FAILED, WRONG = 0, 1, 2
 
