@@ -47,6 +47,18 @@ def counts_kept_tokens(logp, behavior_logp, advantage, mask, num_tokens):
     return dppo(logp, behavior_logp, advantage, mask, int(mask.sum()))
 
 
+def announces(logp, behavior_logp, advantage, mask, num_tokens):
+    """The value is NaN where an advantage is, and the gradient leaves that token out."""
+    announced = torch.where(mask, advantage, 0.0).sum().detach() * 0
+    return dppo(logp, behavior_logp, advantage, mask, num_tokens) + announced
+
+
+def hides(logp, behavior_logp, advantage, mask, num_tokens):
+    """NaN is blanked after the arithmetic: a finite value, and 0 · NaN in the gradient."""
+    term = torch.where(mask, logp, 0.0) * torch.where(mask, advantage, 0.0)
+    return -torch.where(term.isfinite(), term, 0.0).sum() / num_tokens
+
+
 def of_four(new, mu, adv, where):
     """Other names, the same four."""
     return ppo_terms(new, mu, adv, where)

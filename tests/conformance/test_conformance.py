@@ -80,10 +80,24 @@ def test_local_counts_fail_where_global_ones_were_given_and_are_told_where_not()
 
 
 def test_a_value_that_is_not_read_is_not_used():
-    """The plain policy gradient knows no μ."""
-    found = verdicts(losses.local_mean, "pg")
-    assert found["log μ = NaN at a token in the loss"].verdict == "passes"
-    assert found["log π = +0.5 at a token in the loss"].verdict == "differs"
+    """The plain policy gradient knows no μ; the clip does."""
+    case = "log μ = NaN at a token in the loss"
+    assert verdicts(losses.local_mean, "pg")[case].verdict == "passes"
+    assert verdicts(losses.ppo_terms, "ppo")[case].verdict == "differs"
+
+
+def test_a_bad_advantage_may_be_announced_but_not_hidden():
+    case = "advantage NaN at a token in the loss"
+    assert verdicts(losses.announces, "dppo")[case].verdict == "passes"
+    hidden = verdicts(losses.hides, "pg")[case]
+    assert hidden.verdict == "fails"
+    assert "looks sound, gradient not finite at 1 of 24 tokens" in hidden.got
+
+
+def test_an_impossible_value_that_is_used_is_seen():
+    found = verdicts(losses.ppo_terms, "ppo")["log π = +0.5 at a token in the loss"]
+    assert found.verdict == "differs"
+    assert found.got.startswith("used in silence")
 
 
 @pytest.mark.parametrize(

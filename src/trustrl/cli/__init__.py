@@ -1,6 +1,6 @@
 """The command `trustrl`: one file per verb, imported when called, so that `--help` is instant.
 
-Exit codes: 0 ok, 1 the run failed, 2 wrong usage or a setting that does not fit.
+Exit codes: 0 ok, 1 something failed or was found, 2 wrong usage or a setting that does not fit.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "`trustrl <verb> --help` says more. Exit codes: 0 ok, 1 the run failed, 2 wrong usage.",
+            "`trustrl <verb> --help` says more. Exit codes: 0 ok, 1 failed or found, 2 wrong usage.",
         ]
     )
 

@@ -82,6 +82,7 @@ def text(made: Report) -> str:
     ]
     found = made.diagnosis
     lines += ["", f"verdict: {found.cause}: {found.detail}"]
-    lines += [f"  mean |Δ log p| {found.gap:.3g} nats as set, {found.left:.3g} under the best explanation"]
+    explained = f", {found.left:.3g} with the best explanation" if found.left < found.gap else ""
+    lines += [f"  mean |Δ log p| {found.gap:.3g} nats as set{explained}"]
     lines += [f"  → {WHAT_TO_DO[found.cause]}"]
     return "\n".join(lines)
