@@ -30,7 +30,7 @@ def test_their_truth_tables_hold(name, kind):
 
 
 def test_a_bound_is_measured_in_nats_as_it_was_set():
-    found = bounds.bound(adapted(find(LOSS + "dppo_kl"), settings={"clip_ratio": 0.05}), 1.0)
+    found = bounds.bound(adapted(find(LOSS + "dppo_kl"), settings={"clip_ratio_high": 0.05}), 1.0)
     assert found.unit == "nats"
     assert found.value == pytest.approx(0.05, rel=1e-3)
 
@@ -39,9 +39,15 @@ def test_verls_default_cap_and_bound_are_not_dppos():
     found = results("dppo_kl", "dppo")
     assert found["bounds with these settings"].verdict == "differs"
     assert found["cap on weights with these settings"].got == "weight 3"
-    chosen = results("dppo_kl", "dppo", clip_ratio=0.05, clip_ratio_c=20.0)
+    chosen = results("dppo_kl", "dppo", clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=20.0)
     assert chosen["bounds with these settings"].verdict == "passes"
     assert chosen["cap on weights with these settings"].verdict == "passes"
+
+
+def test_verls_clip_ratio_alone_changes_nothing():
+    """Its two sides have defaults of their own, and they win."""
+    found = bounds.bound(adapted(find(LOSS + "dppo_kl"), settings={"clip_ratio": 0.05}), 1.0)
+    assert found.value == pytest.approx(0.2, rel=1e-3)
 
 
 def test_the_mean_of_gmpo_is_the_micro_batchs_own():
