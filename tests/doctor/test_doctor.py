@@ -45,6 +45,14 @@ def test_our_ranges_are_those_of_pyproject():
     assert wanted["torch", ""] == ">=2.13"
     assert wanted["verl", "verl"] == ">=0.9,<1"
     assert requirements.tested()["trl"]["trl"] == "1.16.0"
+    assert requirements.python() == (">=3.11", "3.11")
+
+
+def test_without_a_checkout_the_installed_package_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(requirements, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(requirements.metadata, "requires", lambda name: ["torch>=2.13", "trl>=1.15; extra == 'trl'"])
+    assert [one.package for one in requirements.ours()] == ["torch", "trl"]
+    assert requirements.tested() == {}
 
 
 # ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────────

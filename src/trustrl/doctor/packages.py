@@ -35,8 +35,9 @@ def version_of(package: str) -> str | None:
 def table() -> list[dict[str, str | None]]:
     """One row for each watched package: what is installed, what trustrl declares, what it was tested with."""
     declared = {one.package: str(one) for one in requirements.ours() if one.rules}
+    python, named = requirements.python()
     rows: list[dict[str, str | None]] = [
-        {"package": "python", "installed": platform.python_version(), "declared": _python(), "tested": "3.11"}
+        {"package": "python", "installed": platform.python_version(), "declared": python, "tested": named}
     ]
     environments = requirements.tested()
     for package in WATCHED:
@@ -51,14 +52,6 @@ def table() -> list[dict[str, str | None]]:
             }
         )
     return rows
-
-
-def _python() -> str | None:
-    file = requirements.CHECKOUT / "pyproject.toml"
-    if file.is_file():
-        found = re.search(r'^requires-python = "(.+?)"', file.read_text(), re.M)
-        return found[1] if found else None
-    return None
 
 
 def check() -> list[Finding]:

@@ -91,6 +91,21 @@ def ours() -> list[Requirement]:
     return of_package("trustrl")
 
 
+def python() -> tuple[str | None, str | None]:
+    """The range of Python that trustrl declares, and the versions its classifiers name, from the same place."""
+    project = CHECKOUT / "pyproject.toml"
+    if project.is_file():
+        table = tomllib.loads(project.read_text())["project"]
+        declared, classifiers = table.get("requires-python"), table.get("classifiers", [])
+    elif installed("trustrl"):
+        about = metadata.metadata("trustrl")
+        declared, classifiers = about["Requires-Python"], about.get_all("Classifier") or []
+    else:
+        return None, None
+    named = re.findall(r"Python :: (\d\.\d+)", " ".join(classifiers))
+    return declared, ", ".join(named) or None
+
+
 def of_package(package: str) -> list[Requirement]:
     """What an installed package requires; nothing where it is not installed."""
     try:
