@@ -3,6 +3,7 @@
 torch is installed alone and first: a plain `torch` would pull gigabytes of CUDA packages on a machine without a GPU.
 """
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -10,7 +11,7 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl"]
+nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report"]
 
 TORCH = "torch==2.13.0"
 
@@ -92,7 +93,9 @@ def trl(session: nox.Session) -> None:
     # The last TRL with a DPPO of its own: an oracle.
     session.env["TRUSTRL_TRL_1_8"] = other_release(session, "trl", "1.8.0")
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/trl.md]"
-    session.run("pytest", "-n", "2", "tests/engines/trl", "tests/tasks", "tests/models", guide, *session.posargs)
+    tests = ("tests/engines/trl", "tests/tasks", "tests/models", guide)
+    # A comparison and the runs to kill are trained once for all tests of their file.
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", *tests, *session.posargs)
     oldest = other_release(session, "trl", "1.15.0")
     session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": oldest})
 
@@ -117,6 +120,17 @@ def verl(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "tests/engines/verl", on_ray, guide, *session.posargs)
     oldest = other_release(session, "verl", "0.9.0")
     session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
+
+
+@nox.session(python="3.11")
+def report(session: nox.Session) -> None:
+    """Reports without torch, and their page in a real Chromium, which is installed where there is none."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))
+    session.install("--no-deps", "-e", ".")
+    if shutil.which("chromium") is None:
+        session.run("apt-get", "update", "--quiet=2", external=True)
+        session.run("apt-get", "install", "--yes", "--quiet=2", "chromium", external=True)
+    session.run("pytest", "tests/report", "tests/cli/test_report.py", *session.posargs)
 
 
 @nox.session(python="3.11")

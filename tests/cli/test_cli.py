@@ -1,9 +1,9 @@
 """The command line: exit codes, sentences, stdout for data, and help that is there at once."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,16 +20,13 @@ def test_help_is_instant_and_loads_no_torch(arguments):
         "import sys\nfrom trustrl.cli import main\nended = main(sys.argv[1:])\n"
         "sys.exit(ended or 'torch' in sys.modules or 'numpy' in sys.modules)"
     )
-    times = []
-    for _ in range(5):  # the machine may be busy with something else
-        began = time.perf_counter()
-        process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-        times.append(time.perf_counter() - began)
-        assert process.returncode == 0, process.stderr
-        assert "trustrl" in process.stdout
-        if min(times) < 0.5:
-            break
-    assert min(times) < 0.5, times
+    before = os.times()
+    process = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    after = os.times()
+    assert process.returncode == 0, process.stderr
+    assert "trustrl" in process.stdout
+    seconds = after.children_user + after.children_system - before.children_user - before.children_system
+    assert seconds < 0.5, "CPU seconds: the machine may be busy with something else"
 
 
 def test_a_plan_is_data_on_stdout_and_nothing_on_stderr(capsys):

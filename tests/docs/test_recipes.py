@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from trustrl.cli import main, parser_of
+from trustrl.config.loading import config_to_dict
+from trustrl.recording import Recording
+from trustrl.runner.recipe import RECORD_KEYS
 from trustrl.runner.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +29,8 @@ def default(field):
 def test_the_reference_lists_every_key_with_its_default():
     listed = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", REFERENCE.read_text(), re.M))
     keys = {f"{name}.{one.name}": default(one) for name, table in TABLES.items() for one in fields(table)}
+    recording = config_to_dict(Recording(folder="anywhere"))
+    keys |= {f"records.{key}": f"`{json.dumps(recording[key])}`" for key in RECORD_KEYS}
     assert listed == {"name": "–", **keys}
 
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from trustrl.errors import MissingDataError
 from trustrl.models import cache
 
 
@@ -78,3 +79,13 @@ def test_without_a_variable_it_is_in_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("TRUSTRL_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache.root() == tmp_path / ".cache" / "trustrl"
+
+
+def test_where_only_kept_folders_count_nothing_is_made(empty_cache):
+    made = cache.folder("kept", lambda folder: None)
+    with cache.only_kept():
+        assert cache.folder("kept", lambda folder: None) == made
+        with pytest.raises(MissingDataError, match="must be there already"):
+            cache.folder("missing", lambda folder: None)
+    assert not (empty_cache / "missing").exists()
+    assert cache.folder("missing", lambda folder: None).is_dir()

@@ -6,6 +6,7 @@ import pytest
 
 import trustrl
 from trustrl import models
+from trustrl.models import cache
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,9 @@ def test_a_folder_that_exists_passes_through(tmp_path, monkeypatch):
     [
         pytest.param("tinny", "Did you mean 'tiny'?", id="a typing mistake"),
         pytest.param("smollm2", "Did you mean 'smollm2-135m'?", id="a size left out"),
-        pytest.param("gpt2", "Known: smollm2-135m, tiny, tiny-tied; or a folder that exists, or a hub id", id="others"),
+        pytest.param(
+            "gpt2", "Known: smollm2-135m, tiny, tiny-long, tiny-tied; or a folder that exists, or a hub id", id="others"
+        ),
     ],
 )
 def test_other_names_are_refused_with_the_nearest(name, says):
@@ -45,3 +48,18 @@ def test_a_known_name_means_the_same_in_every_folder(tmp_path, monkeypatch):
         assert models.path("./known") == "./known"
     finally:
         models.MODELS._entries.pop("known")
+
+
+def test_a_known_model_is_local_only_once_it_has_been_made(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRUSTRL_CACHE", str(tmp_path))
+    models.MODELS.register("known")(lambda: cache.folder("known", lambda folder: None))
+    try:
+        assert models.local("known") is None
+        assert list(tmp_path.iterdir()) == []
+        assert models.path("known") == models.local("known") == str(tmp_path / "known")
+    finally:
+        models.MODELS._entries.pop("known")
+
+
+def test_hub_ids_are_left_to_whoever_loads_them():
+    assert models.local("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"

@@ -18,8 +18,8 @@ import torch
 
 import trustrl
 from trustrl.errors import MissingPackageError, RecordError
-from trustrl.recording import COLUMNS, VERSION, Recorder, Recording, read, sequence_ids, writing
-from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema
+from trustrl.recording import COLUMNS, VERSION, QuantileAbove, Recorder, Recording, read, sequence_ids, writing
+from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema, bytes_per_token
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +63,14 @@ def test_a_file_holds_what_the_loss_decided_bit_for_bit(case, tmp_path):
         assert torch.equal(found[name], x.to(dtype)), name
     assert 0 < found["kept"].sum() < len(found["kept"])
     assert trustrl.config_from_dict(found.region) == region
+
+
+def test_a_token_takes_the_bytes_that_plans_count_on(tmp_path):
+    region = trustrl.preset("dppo-topk-tv")
+    made = recorder(tmp_path, region, topk=True, ring_steps=1)
+    batches.give(made, batches.batch(region=region, k=20, proximal=True))
+    ((_, parts),) = made.ring.steps()
+    assert made.ring.nbytes == bytes_per_token(20) * sum(map(len, parts)) > 0
 
 
 def test_faults_are_recorded_as_they_were(tmp_path):
@@ -170,6 +178,30 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert set(read(tmp_path)["step"].tolist()) == {1, 2}
 
 
+def test_a_process_that_begins_at_a_step_takes_back_what_its_rank_recorded_from_there_on(tmp_path):
+    """Not only what it writes again: with other samples a repeated step may have no file."""
+    fires = {"ring_steps": 2, "triggers": (QuantileAbove(of="log_ratio", level=0.0, at_most_every=2),)}
+    for rank in (0, 1):
+        made = recorder(tmp_path, rank=rank, **fires)
+        for step in range(5):
+            batches.give(made, batches.batch(seed=step), step=step)
+
+    def files(rank):
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob(f"*.rank-{rank:04d}.*"))
+
+    before, others = files(0), files(1)
+    assert {"dump-00000002/trigger.rank-0000.json", "dump-00000004/trigger.rank-0000.json"} <= set(before)
+    made = recorder(tmp_path, sample=0.0, **fires)
+    assert files(0) == before
+    b = batches.batch()
+    made.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=3)
+    assert files(0) == [name for name in before if name.split("/")[0].split(".")[0][-8:] < "00000003"]
+    assert files(1) == others
+    recorder(tmp_path, rank=1).add(b.out, b.policy, b.rollout, sequences=b.sequences, step=0)
+    assert files(1) == [] != files(0)
+    assert not (tmp_path / "dump-00000004").exists(), "a folder that nobody has files in"
+
+
 def rewritten(path, metadata=None, drop=()):
     table = pq.read_table(path).drop_columns(list(drop))
     pq.write_table(table.replace_schema_metadata(metadata or table.schema.metadata), path)
@@ -272,6 +304,11 @@ for work in (lambda: read({str(tmp_path)!r}), lambda: Recorder(Recording(folder=
 
 def test_the_core_does_not_import_pyarrow():
     code = "import sys, trustrl, trustrl.recording; assert not any(m.startswith('pyarrow') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_settings_and_triggers_load_without_torch():
+    code = "import sys, trustrl.recording as r; r.Recording(folder='x'); assert 'torch' not in sys.modules; r.Recorder"
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from runner.test_recipe import small
 from trustrl import ConfigError, MissingDataError, UnknownNameError, preset
-from trustrl.runner.figures import draw
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.figures import draw, draw_run, probability_bins, probability_label
 from trustrl.runner.grid import cells, chosen, prepare, run_all
 from trustrl.runner.recipe import load_arms
 from trustrl.runner.table import markdown, spread, t_975, table
@@ -90,7 +91,7 @@ def test_arms_are_regions_of_their_own_and_win_over_presets_of_their_name(tmp_pa
     ("text", "said"),
     [
         ("[ppo]\npreset = 'ppo'\nratoi = 1", "ratoi"),
-        ("['../x']\npreset = 'ppo'", "names a folder"),
+        ("['../x']\npreset = 'ppo'", "It names a folder"),
         ("[ppo]", "ppo must have a preset or a kind"),
         ("ppo = 3", "ppo must be a table"),
         ("[ppo", "must be TOML"),
@@ -176,3 +177,18 @@ def test_pictures_are_drawn_from_the_table_alone(tmp_path):
 def test_a_folder_without_a_table_is_refused(tmp_path):
     with pytest.raises(MissingDataError, match=r"table\.json"):
         draw(tmp_path)
+
+
+def test_a_run_is_drawn_with_its_bins_in_order_and_without_what_was_not_measured(tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    run = RunDirectory(tmp_path)
+    with pytest.raises(MissingDataError, match="measured steps"):
+        draw_run(run)
+    bins = {f"trustrl/masked_share_probability_{name}": 0.2 for name in ("from_0.9", "below_0.1", "from_0.1")}
+    for step in range(1, 5):
+        run.append("metrics", {"step": step, "reward": None if step == 2 else 0.1 * step, **(bins if step > 1 else {})})
+    run.append("evaluation", {"step": 0, "accuracy": 0.3})
+    pixels = image.imread(draw_run(run))
+    assert min(pixels.shape[:2]) > 200
+    assert not math.isclose(float(pixels.std()), 0.0), "an empty picture"
+    assert [probability_label(one) for one in probability_bins(run.rows())] == ["< 0.1", "≥ 0.1", "≥ 0.9"]

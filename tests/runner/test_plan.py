@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from runner.test_recipe import SHIPPED, small
+from runner.test_recipe import SHIPPED, TRIGGERS, small
 from trustrl import ConfigError
 from trustrl.runner.plan import plan, text
 from trustrl.runner.recipe import load
@@ -107,6 +107,15 @@ def test_verl_gets_a_preset_by_name_and_anything_else_in_full():
     assert not any(one.endswith("=null") for one in in_full)
 
 
+def test_verl_gets_the_records_beside_a_preset_s_name(tmp_path):
+    command = plan(small("engine.name=verl", TRIGGERS), tmp_path).engine["command"]
+    loss = "actor_rollout_ref.actor.policy_loss"
+    assert f"{loss}.loss_mode=trustrl-dppo-binary-tv" in command
+    assert f"{loss}._target_=trustrl.engines.verl.RegionLossConfig" in command
+    assert f"+{loss}.recording.folder={tmp_path}/records" in command
+    assert not any(f"{loss}.recording" in one for one in plan(small("engine.name=verl")).engine["command"])
+
+
 def test_verl_gets_the_same_schedule_in_its_own_words():
     parts = plan(small("engine.name=verl", "schedule.update_sees=part")).engine["command"]
     assert {"data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"} <= set(parts)
@@ -130,11 +139,36 @@ def test_an_unknown_size_is_said_and_not_guessed():
     assert "unknown" in text(made)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "per_token"),
+    [
+        pytest.param(["records.sample=0.5"], 53, id="the sampled token"),
+        pytest.param(["records.sample=0.5", "region.preset=dppo-topk-tv"], 53, id="a top-K that is not recorded"),
+        pytest.param(
+            ["records.sample=0.5", "region.preset=dppo-topk-tv", "records.topk=true"], 53 + 8 * 20, id="and one that is"
+        ),
+    ],
+)
+def test_a_plan_says_where_records_go_and_what_they_take(overrides, per_token, tmp_path):
+    made = plan(small(*overrides), tmp_path)
+    assert made.to_dict()["records"] == {"folder": f"{tmp_path}/records", "bytes_per_token": per_token}
+    assert made.engine["TrustRegionGRPOTrainer"]["recording"]["folder"] == f"{tmp_path}/records"
+    for words in (f"in            {tmp_path}/records", "50 % of the sequences", f"up to {per_token} bytes a token"):
+        assert words in text(made)
+
+
+def test_a_plan_without_records_does_not_speak_of_them():
+    made = plan(small())
+    assert made.to_dict()["records"] is None
+    assert "Records" not in text(made)
+
+
 def test_planning_loads_no_torch():
     import subprocess
 
+    recipes = list(map(str, SHIPPED))
     code = (
         "import sys; from trustrl.runner.recipe import load; from trustrl.runner.plan import plan; "
-        f"plan(load({str(SHIPPED[0])!r})); sys.exit('torch' in sys.modules)"
+        f"[plan(load(one)) for one in {recipes!r}]; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,6 +7,7 @@ import pytest
 
 import trustrl
 from trustrl import ConfigError, TrustRLError
+from trustrl.recording import EntropySlope, NonFinite, Recording
 from trustrl.runner import toml
 from trustrl.runner.recipe import Recipe, load
 
@@ -50,6 +51,32 @@ def test_a_recipe_survives_dictionaries_and_toml_with_any_region(name):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert tomllib.loads(recipe.to_toml()) == recipe.to_dict()
     assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
+
+
+TRIGGERS = 'records.triggers=[{kind="entropy-slope", max_fall=0.05}, {kind="non-finite", at_most_every=7}]'
+
+
+def test_records_survive_dictionaries_and_toml_and_go_to_the_run_s_folder():
+    recipe = small("records.sample=0.5", TRIGGERS)
+    triggers = (EntropySlope(max_fall=0.05), NonFinite(at_most_every=7))
+    assert recipe.recording(Path("run")) == Recording(folder="run/records", sample=0.5, triggers=triggers)
+    assert tomllib.loads(recipe.to_toml()) == recipe.to_dict()
+    assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
+    assert recipe.to_dict()["records"]["max_dumps"] == 10, "defaults are written out"
+
+
+def test_an_array_of_tables_in_a_file_is_the_same_as_a_list_on_the_command_line(tmp_path):
+    tables = '[[records.triggers]]\nkind = "entropy-slope"\nmax_fall = 0.05\n'
+    tables += '[[records.triggers]]\nkind = "non-finite"\nat_most_every = 7\n'
+    file = tmp_path / "small.toml"
+    file.write_text(toml.dumps(SMALL) + tables)
+    assert load(file) == small(TRIGGERS)
+
+
+def test_nothing_is_recorded_unless_the_recipe_says_so():
+    assert small().recording(Path("run")) is None
+    assert "records" not in small().to_dict()
+    assert Recipe.from_dict(SMALL | {"records": {}}).records is not None
 
 
 def test_a_preset_keeps_what_is_not_overridden():
@@ -100,6 +127,18 @@ def test_a_region_may_be_described_in_full():
         pytest.param("name=3", "must be a text", id="a number for a name"),
         pytest.param("schedule=3", "must be a table", id="a number for a table"),
         pytest.param("name.x=3", "must be a table", id="a key in a text"),
+        pytest.param("records.smaple=1.0", "Did you mean 'sample'?", id="an unknown key of records"),
+        pytest.param("records.folder=here", "records.folder must be left out", id="another folder for records"),
+        pytest.param("records.sample=2.0", "a share in [0, 1]", id="twice as many records as tokens"),
+        pytest.param("records=true", "must be a table", id="a truth for the records"),
+        pytest.param(
+            'records.triggers=[{kind="non-finit"}]', "Did you mean 'non-finite'?", id="an unknown kind of trigger"
+        ),
+        pytest.param(
+            'records.triggers=[{kind="non-finite", at_most_evry=1}]',
+            "Did you mean 'at_most_every'?",
+            id="an unknown key of a trigger",
+        ),
         pytest.param("schedule.steps", "<table>.<key>=<value>", id="no value"),
         pytest.param("schedule.steps=[1", "must be a TOML value", id="half a list"),
     ],

@@ -8,7 +8,7 @@ from trustrl.audit.summary import BINS, PER_ARM, REPRODUCED, Summary
 from trustrl.audit.verdicts import Arm
 from trustrl.config.loading import config_to_dict
 from trustrl.errors import ConfigError
-from trustrl.recording.reading import opened, part_files
+from trustrl.recording.table import opened, part_files
 
 VERSION = 1
 """Of the object."""

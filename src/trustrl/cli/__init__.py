@@ -1,6 +1,6 @@
 """The command `trustrl`: one file per verb, imported when called, so that `--help` is instant.
 
-Exit codes: 0 ok, 1 the run failed, 2 wrong usage or a setting that does not fit.
+Exit codes: 0 ok, 1 something failed or was found, 2 wrong usage or a setting that does not fit.
 """
 
 import argparse
@@ -14,6 +14,11 @@ VERBS = {
     "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",
+    "report": "what runs did, token by token: in the terminal or as one page that needs no network",
+    "metrics": "what a logged number means, when it is healthy and what to do",
+    "conformance": "what a policy loss does with small batches that have known answers",
+    "doctor": "whether this machine is fit for a run: versions, ports, settings, threads, disk",
+    "probe": "the same tokens through sampler and trainer: how far apart, and why",
     "audit": "what other regions would have stopped, on recorded tokens",
     "calibrate": "the noise between sampler and trainer in records, and the threshold that leaves it alone",
 }
@@ -63,14 +68,14 @@ def console() -> None:
 
 
 def _help() -> str:
-    lines = [f"  {verb:<9} {what}" for verb, what in VERBS.items()]
+    lines = [f"  {verb:<11} {what}" for verb, what in VERBS.items()]
     return "\n".join(
         [
             "trustrl <verb> ...: trust regions for LLM reinforcement learning, one recipe on any engine",
             "",
             *lines,
             "",
-            "`trustrl <verb> --help` says more. Exit codes: 0 ok, 1 the run failed, 2 wrong usage.",
+            "`trustrl <verb> --help` says more. Exit codes: 0 ok, 1 failed or found, 2 wrong usage.",
         ]
     )
 

@@ -1,4 +1,4 @@
-"""`trustrl run RECIPE`: trains a recipe in a folder of its own."""
+"""`trustrl run RECIPE`: trains a recipe in a folder of its own, and draws it."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from trustrl.cli.recipes import add_recipe
+from trustrl.errors import MissingPackageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,4 +27,16 @@ def run(options: argparse.Namespace) -> int:
     result = run_recipe(recipe, folder, resume=options.resume)
     if result:  # on other ranks there is none
         print(json.dumps(result, indent=1))
+        print(_drawn(folder), file=sys.stderr)
     return 0
+
+
+def _drawn(folder: Path) -> str:
+    """Draws the run if that can be done; it has ended well either way."""
+    from trustrl.runner.directory import RunDirectory
+    from trustrl.runner.figures import draw_run
+
+    try:
+        return f"drawn: {draw_run(RunDirectory(folder))}"
+    except MissingPackageError as error:
+        return f"not drawn: {error}"

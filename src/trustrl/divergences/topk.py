@@ -39,9 +39,13 @@ def topk_kl(cells: Cells, log_policy: Float[Tensor, " n"], log_anchor: Float[Ten
 
         D = Σ_S b log(b/π) + m log(m/p);   m = 0 ⇒ the tail's term is 0,   m > 0 = p ⇒ +inf
 
+    A tail that is 1 − Σ is known only to the rounding of what was summed. With p below that, p stands at it: where
+    nearly nothing is left outside, rounding alone would make an infinite divergence.
+
     Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, eq. 16.
     """
     m, p = cells.anchor_tail, cells.policy_tail
+    p = torch.where(m > 0, p.clamp(min=cells.resolution), p)
     on_cells = kl_term(log_anchor, log_policy) + kl_term(cells.log_anchor, cells.log_policy).sum(-1)
     lower = (on_cells + kl_term(torch.log(m), torch.log(p))).clamp(min=0.0)
     return Interval(lower, torch.where(m > 0, torch.inf, lower))

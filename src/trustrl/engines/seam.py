@@ -18,8 +18,18 @@ def version_of(package: str) -> tuple[int, ...]:
         text = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise EngineError(f"{package} must be installed, and it is not. Run `pip install {package}`.") from None
+    return leading_numbers(text)
+
+
+def leading_numbers(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with, which is all that is compared.
+
+    Example:
+        >>> leading_numbers("2.13.0+cpu")
+        (2, 13, 0)
+    """
     numbers = []
-    for part in text.split("."):
+    for part in version.split("."):
         digits = "".join(itertools.takewhile(str.isdigit, part))
         if not digits:
             break

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from trustrl.errors import UnknownNameError
+from trustrl.errors import MissingDataError, UnknownNameError
 from trustrl.registry import Registry, nearest
 
-__all__ = ["MODELS", "path"]
+__all__ = ["MODELS", "local", "path"]
 
 MODELS: Registry[Callable[[], Path]] = Registry("model")
 """How to make or find the folder of each named model."""
@@ -77,3 +77,18 @@ def path(name: str | os.PathLike[str]) -> str:
         f"Unknown model {name!r}.{nearest(name, MODELS)} Known: {', '.join(sorted(MODELS))}; "
         "or a folder that exists, or a hub id with a slash, such as 'Qwen/Qwen3-0.6B'."
     )
+
+
+def local(name: str | os.PathLike[str]) -> str | None:
+    """What `path` returns, or None for a known name that would first have to be trained or fetched.
+
+    Raises:
+        UnknownNameError: as `path`.
+    """
+    from trustrl.models import cache
+
+    try:
+        with cache.only_kept():
+            return path(name)
+    except MissingDataError:
+        return None

@@ -1,14 +1,30 @@
 """Where downloaded and trained models are kept, and how they get there: whole or not at all."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from trustrl.errors import MissingDataError
+
+_ONLY_KEPT: ContextVar[bool] = ContextVar("only_kept", default=False)
 
 
 def root() -> Path:
     """The folder `TRUSTRL_CACHE` names, or `~/.cache/trustrl`."""
     return Path(os.environ.get("TRUSTRL_CACHE") or Path.home() / ".cache" / "trustrl")
+
+
+@contextmanager
+def only_kept() -> Iterator[None]:
+    """While active, `folder` makes nothing: a missing one is a MissingDataError."""
+    before = _ONLY_KEPT.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_KEPT.reset(before)
 
 
 def folder(name: str, make: Callable[[Path], object]) -> Path:
@@ -20,6 +36,8 @@ def folder(name: str, make: Callable[[Path], object]) -> Path:
     target = root() / name
     if target.is_dir():
         return target
+    if _ONLY_KEPT.get():
+        raise MissingDataError(f"{target} must be there already, and it is not.")
     root().mkdir(parents=True, exist_ok=True)
     # Beside the target, since a rename is atomic only within one file system.
     with TemporaryDirectory(prefix=f".{name}-", dir=root()) as scratch:

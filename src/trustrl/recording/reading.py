@@ -1,8 +1,6 @@
-"""Records back from disk, after a look at who wrote them."""
+"""Records back from disk, as tensors."""
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from trustrl.errors import RecordError
 from trustrl.packages import need
-from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.table import part_files, read_table
 
 _EMPTY = {torch.float32: float("nan"), torch.int32: -1, torch.int64: -1, torch.bool: False}
 
@@ -54,8 +52,8 @@ def read(path: str | Path) -> Records:
     files = part_files(path)
     tables, regions = [], []
     for file in files:
-        with opened(file) as (parquet, region):
-            tables.append(parquet.read([column.name for column in COLUMNS]).replace_schema_metadata(None))
+        table, region = read_table(file)
+        tables.append(table)
         regions.append(region)
     for file, region in zip(files, regions, strict=True):
         if region != regions[0]:
@@ -64,59 +62,6 @@ def read(path: str | Path) -> Records:
                 f"`{file.name}`. Read them one by one."
             )
     return Records(pa.concat_tables(tables), regions[0])
-
-
-def part_files(path: str | Path) -> list[Path]:
-    """The file itself, or all part files of a folder by step and rank; dumps are folders of their own.
-
-    Raises:
-        RecordError: there is none.
-    """
-    path = Path(path)
-    files = sorted(path.glob("step-*.parquet")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
-        raise RecordError(f"`{path}` must be a file of records or a folder with some, got none. See trustrl.recording.")
-    return files
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A part file as a `pyarrow.parquet.ParquetFile`, and its region's settings; only its footer has been read.
-
-    Raises:
-        RecordError: it is not of ours, of a newer trustrl, or turns out to be broken while it is read.
-        MissingPackageError: pyarrow is not installed.
-    """
-    pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
-    try:
-        with pq.ParquetFile(file) as parquet:
-            found = parquet.schema_arrow
-            metadata = found.metadata or {}
-            _check_version(file, metadata.get(VERSION_KEY))
-            expected = arrow_schema()
-            for column in COLUMNS:
-                wanted = expected.field(column.name).type
-                if column.name not in found.names or found.field(column.name).type != wanted:
-                    got = found.field(column.name).type if column.name in found.names else "none"
-                    raise RecordError(f"`{file}` must have a column {column.name} of {wanted}, got {got}.")
-            region = json.loads(metadata.get(REGION_KEY, b""))
-            if not isinstance(region, dict):
-                raise RecordError(f"`{file}` must name its region's settings, got {region!r}.")
-            yield parquet, region
-    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"`{file}` must be a whole Parquet file of trustrl's records, got: {error}.") from error
-
-
-def _check_version(file: Path, given: bytes | None) -> None:
-    if given is None or not given.isdigit():
-        raise RecordError(
-            f"`{file}` must be written by trustrl.recording, got a Parquet file "
-            f"{'without its mark' if given is None else f'of version {given!r}'}."
-        )
-    if int(given) > VERSION:
-        raise RecordError(
-            f"`{file}` must have a schema of version {VERSION} or below, got {int(given)}. Install a newer trustrl."
-        )
 
 
 def tensor_of(array: Any) -> Tensor:

@@ -15,12 +15,14 @@ from trustrl.diagnostics import Sums
 from trustrl.errors import TrustRLWarning
 from trustrl.objective import LossOutput
 from trustrl.packages import need
+from trustrl.recording.facts import facts_of
+from trustrl.recording.files import about_name, dump_name, remove_from, remove_unfinished
 from trustrl.recording.ring import Ring
 from trustrl.recording.rows import HostCopy, Rows, copied_to_host
 from trustrl.recording.sequences import is_sampled
 from trustrl.recording.settings import Recording
-from trustrl.recording.triggers import Facts, Trigger, facts_of
-from trustrl.recording.writing import PartWriter, remove_unfinished, write_json
+from trustrl.recording.triggers import Facts, Trigger
+from trustrl.recording.writing import PartWriter, write_json
 from trustrl.records import PolicyTokens, RolloutTokens
 
 
@@ -29,6 +31,9 @@ class Recorder:
 
     Memory on the host: the ring (`ring_bytes`), one micro-batch in transit, and the step's sampled rows that are not
     yet a row group. A full disk ends the recording with a warning, not the training.
+
+    What an earlier process of the same rank wrote of the first step and of later ones is removed: a resumed run
+    measures it again.
     """
 
     def __init__(self, settings: Recording, region: Region, *, rank: int) -> None:
@@ -57,7 +62,7 @@ class Recorder:
         self._facts: deque[Facts] = deque(maxlen=max([trigger.num_steps for trigger in settings.triggers], default=1))
         self._fired_at: dict[Trigger, int] = {}
         self._num_dumps = 0
-        self._stopped = False
+        self._began = self._stopped = False
 
     def add(
         self,
@@ -79,6 +84,8 @@ class Recorder:
             step: the training step.
             update: the optimiser step inside it.
         """
+        if not self._began:
+            self._begin(step)
         if self._stopped:
             return
         copy = copied_to_host(
@@ -114,6 +121,14 @@ class Recorder:
         self._part = None
         self._num_tokens = self._num_sampled = 0
         return dumps
+
+    def _begin(self, step: int) -> None:
+        """Takes back what this process will record again."""
+        self._began = True
+        try:
+            remove_from(self._folder, step, self._rank)
+        except OSError as error:
+            self._stop(error)
 
     def _absorb(self) -> None:
         """Files what the last `add` sent to the host; by now it has arrived."""
@@ -156,7 +171,7 @@ class Recorder:
 
     def _dump(self, step: int, fired: list[dict[str, Any]]) -> Path:
         """Every step in the ring as a part file; the JSON comes last, so where it is, the dump is whole."""
-        folder = self._folder / f"dump-{step:08d}"
+        folder = self._folder / dump_name(step)
         folder.mkdir(exist_ok=True)
         kept = {}
         for at, parts in self.ring.steps():
@@ -171,7 +186,7 @@ class Recorder:
                 raise
             kept[at] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(at, 0)}
         about = {"step": step, "fired": fired, "steps": kept, "ring_bytes": self.ring.nbytes, "region": self._region}
-        write_json(folder / f"trigger.rank-{self._rank:04d}.json", about)
+        write_json(folder / about_name(self._rank), about)
         return folder
 
     def _stop(self, error: OSError) -> None:

@@ -49,6 +49,16 @@ COLUMNS = (
 )
 """Every column, in the order of the file."""
 
+SHARED = ("step", "update", "rank")
+"""Columns that all tokens of a micro-batch have in common; in memory they are held once."""
+
+_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bool": 1, "list<int32>": 4, "list<float32>": 4}
+
+
+def bytes_per_token(topk: int) -> int:
+    """The most a recorded token takes in host memory, with so many ids of a top-K; 0 where none is recorded."""
+    return sum(_BYTES[c.kind] * (topk if c.kind.startswith("list") else 1) for c in COLUMNS if c.name not in SHARED)
+
 
 def arrow_schema(metadata: dict[bytes, bytes] | None = None) -> Any:
     """The table as pyarrow describes it.

@@ -11,7 +11,6 @@ from typing import ClassVar, Literal, NamedTuple
 
 from trustrl.config import checks
 from trustrl.config.loading import KINDS
-from trustrl.diagnostics import Sums
 from trustrl.errors import ConfigError
 from trustrl.metrics import HALF, quantile
 
@@ -30,19 +29,6 @@ class Facts(NamedTuple):
 
     faults: dict[str, int]
     """Tokens that were NaN, infinite or impossible, by kind; only kinds that occurred."""
-
-
-def facts_of(step: int, sums: Sums) -> Facts:
-    """The facts in a step's totals; waits for the device, once for the sums that are read."""
-    added = sums.added
-    histograms = {name: added[f"histogram/{name}"].tolist() for name in OF if f"histogram/{name}" in added}
-    faults = {name.removeprefix("fault/"): int(x) for name, x in added.items() if name.startswith("fault/")}
-    entropy = None
-    if "entropy/kept" in added:
-        measured = float(added["entropy/kept_measured"] + added["entropy/stopped_measured"])
-        if measured:
-            entropy = float(added["entropy/kept"] + added["entropy/stopped"]) / measured
-    return Facts(step, histograms, entropy, {name: count for name, count in faults.items() if count})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trustrl.packages import need
+from trustrl.recording.files import part_name
 from trustrl.recording.rows import Rows
-from trustrl.recording.schema import COLUMNS, REGION_KEY, STEP_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.schema import COLUMNS, REGION_KEY, SHARED, STEP_KEY, VERSION, VERSION_KEY, arrow_schema
 
 ROWS_PER_GROUP = 65_536
 """A row group's largest size: about 4 MB in memory, 12 MB with a top-20."""
@@ -19,17 +20,6 @@ ROWS_PER_GROUP = 65_536
 _DICTIONARY = ["step", "update", "rank", "sequence", "advantage", "sampler_version"]
 """Columns with few values; the floats are split into bytes instead, which zstd packs better."""
 _SPLIT = [c.name for c in COLUMNS if c.kind == "float32" and c.name not in _DICTIONARY]
-
-
-def part_name(step: int, rank: int) -> str:
-    """The file of one step on one rank."""
-    return f"step-{step:08d}.rank-{rank:04d}.parquet"
-
-
-def remove_unfinished(folder: Path, rank: int) -> None:
-    """Deletes what a killed process of this rank has left behind."""
-    for path in folder.glob(f".step-*.rank-{rank:04d}.parquet.tmp"):
-        path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -94,11 +84,10 @@ class PartWriter:
 def _batch(rows: Rows, schema: Any) -> Any:
     """A record batch on the tensors' own memory."""
     pa = need("pyarrow", extra="records")
-    shared = {"step": rows.step, "update": rows.update, "rank": rows.rank}
     num, arrays = len(rows), []
     for field in schema:
-        if field.name in shared:
-            arrays.append(_array(pa, torch.full((num,), shared[field.name], dtype=torch.int32), field.type))
+        if field.name in SHARED:
+            arrays.append(_array(pa, torch.full((num,), getattr(rows, field.name), dtype=torch.int32), field.type))
         elif field.name in rows.columns:
             arrays.append(_array(pa, rows.columns[field.name], field.type))
         else:

@@ -5,7 +5,9 @@ environment.json    Python, platform, packages, commit
 metrics.jsonl       one object per training step, written as it ends
 evaluation.jsonl    held-out accuracy: step 0 is before training
 checkpoints/        the engine's own
+records/            tokens, where the recipe asks for them
 result.json         only in finished runs
+run.png             drawn from these, where matplotlib is installed
 """
 
 import json
@@ -147,7 +149,7 @@ def write_json(file: Path, data: Any) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    scratch.write_text(text)
+    scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, file)
 
 

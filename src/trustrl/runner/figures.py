@@ -1,4 +1,4 @@
-"""A comparison as pictures, from its `table.json` alone."""
+"""A run as a picture, and a comparison as two, from its `table.json` alone."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,12 @@ from typing import Any
 
 from trustrl.errors import MissingDataError
 from trustrl.packages import need
-from trustrl.runner.summary import windows
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.summary import mean_of, windows
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":")
+PROBABILITY = "trustrl/masked_share_probability_"
 
 
 def draw(folder: Path) -> list[Path]:
@@ -26,6 +28,63 @@ def draw(folder: Path) -> list[Path]:
     found = json.loads(file.read_text())
     need("matplotlib", extra="plots").use("Agg")
     return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
+
+
+def draw_run(directory: RunDirectory) -> Path:
+    """Draws `run.png` into a run's folder: what it learned, what the region did, and to which tokens.
+
+    Raises:
+        MissingDataError: no step was measured.
+        MissingPackageError: matplotlib is not installed.
+    """
+    rows = directory.rows()
+    if not rows:
+        raise MissingDataError(
+            f"{directory.path} must hold measured steps, and it has none. `trustrl run` writes them."
+        )
+    need("matplotlib", extra="plots").use("Agg")
+    plt = need("matplotlib.pyplot", extra="plots")
+    figure, (learned, acted, where) = plt.subplots(1, 3, figsize=(11, 3.3))
+    steps, width = [row["step"] for row in rows], max(1, len(rows) // 20)
+    rewards = [row.get("reward") or 0.0 for row in rows]
+    learned.plot(steps, windows(rewards, width), color=COLOURS[0], label="reward of the batch")
+    evaluations = directory.rows("evaluation")
+    marks = {"color": COLOURS[1], "marker": "o", "linestyle": "none", "label": "held-out accuracy"}
+    learned.plot([row["step"] for row in evaluations], [row["accuracy"] for row in evaluations], **marks)
+    learned.set_ylim(0, 1.02)
+    learned.legend(frameon=False, fontsize=8)
+    for name, line in (("masked", "-"), ("projected", "--")):
+        shares = [row.get(f"trustrl/{name}_share") for row in rows]
+        if any(share is not None for share in shares):
+            acted.plot(steps, [share or 0.0 for share in shares], line, color=COLOURS[0], label=name, linewidth=1.2)
+            acted.legend(frameon=False, fontsize=8)
+    acted.set_ylabel("share of tokens")
+    for axis in (learned, acted):
+        axis.set_xlabel("step (update of the weights)")
+    _by_probability(where, rows)
+    for axis, title in ((learned, "what it learned"), (acted, "what the region did"), (where, "to which tokens")):
+        axis.set_title(title, fontsize=10, loc="left")
+    return _saved(figure, (learned, acted, where), directory.path / "run.png")
+
+
+def probability_bins(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The metrics of masked tokens by the probability they were sampled with, from rare to frequent."""
+    names = {name for row in rows for name in row if name.startswith(PROBABILITY)}
+    return sorted(names, key=lambda name: ("below" not in name, float(name.rpartition("_")[2])))
+
+
+def probability_label(name: str) -> str:
+    """What a bin is called in a picture."""
+    side, _, edge = name.removeprefix(PROBABILITY).partition("_")
+    return f"{'<' if side == 'below' else '≥'} {edge}"
+
+
+def _by_probability(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    names = probability_bins(rows)
+    axis.barh(range(len(names)), [mean_of(rows, name) or 0.0 for name in names], color=COLOURS[0])
+    axis.set_yticks(range(len(names)), list(map(probability_label, names)), fontsize=8)
+    axis.set_xlabel("masked share of such tokens")
+    axis.set_ylabel("probability when sampled")
 
 
 def _styles(regions: Sequence[str]) -> dict[str, tuple[str, str]]:

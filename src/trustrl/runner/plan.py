@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.config.loading import config_to_dict
+from trustrl.recording.schema import bytes_per_token
+from trustrl.recording.settings import Recording
 from trustrl.runner import trl_settings, verl_settings
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.roles import Roles, roles
@@ -28,6 +30,9 @@ class Plan:
     roles: Roles
     counts: dict[str, int]
     memory: dict[str, int | None]
+    records: dict[str, Any] | None
+    """Where recorded tokens go, and the most that one takes in memory; None where nothing is recorded."""
+
     engine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -37,6 +42,7 @@ class Plan:
             "roles": self.roles.to_dict(),
             "counts": self.counts,
             "memory_bytes_per_rank": self.memory,
+            "records": self.records,
             "engine": self.engine,
         }
 
@@ -50,7 +56,14 @@ def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
     shape = shape_of(recipe.model)
     found = roles(recipe, shape.hidden_size)
     counts = _counts(recipe)
-    return Plan(recipe, found, counts, _memory(recipe, found, counts), engine_settings(recipe, folder))
+    return Plan(
+        recipe,
+        found,
+        counts,
+        _memory(recipe, found, counts),
+        _records(recipe.recording(folder), recipe.region.needs().topk),
+        engine_settings(recipe, folder),
+    )
 
 
 def _counts(recipe: Recipe) -> dict[str, int]:
@@ -97,6 +110,12 @@ def _memory(recipe: Recipe, found: Roles, counts: dict[str, int]) -> dict[str, i
     return found_bytes | {"total": sum(known) if len(known) == len(found_bytes) else None}
 
 
+def _records(recording: Recording | None, topk: int) -> dict[str, Any] | None:
+    if recording is None:
+        return None
+    return {"folder": str(recording.folder), "bytes_per_token": bytes_per_token(topk if recording.topk else 0)}
+
+
 def _times(count: int | None, factor: float) -> int | None:
     return None if count is None else round(count * factor)
 
@@ -113,12 +132,14 @@ def engine_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """The engine's own configuration, and how it is started."""
     if recipe.engine.name == "verl":
         return {"name": "verl", "command": verl_settings.command(recipe, folder, recipe.model.name)}
+    recording = recipe.recording(folder)
     return {
         "name": "trl",
         "GRPOConfig": trl_settings.grpo_fields(recipe, str(folder / "checkpoints")),
         "TrustRegionGRPOTrainer": {
             **trl_settings.trainer_arguments(recipe),
             "region": config_to_dict(recipe.region),
+            "recording": None if recording is None else config_to_dict(recording),
         },
         "launcher": launcher(recipe),
     }
@@ -160,9 +181,25 @@ def text(made: Plan) -> str:
         "Forward passes beside the engine's own, for each batch",
         *(f"  {one}" for one in made.roles.passes or ("none",)),
         "",
+        *_records_text(made),
         *_engine_text(made.engine),
     ]
     return "\n".join(lines)
+
+
+def _records_text(made: Plan) -> list[str]:
+    recording = made.recipe.records
+    if recording is None or made.records is None:
+        return []
+    return [
+        "Records",
+        f"  in            {made.records['folder']}",
+        f"  on disk       {100 * recording.sample:g} % of the sequences of every step, at most "
+        f"{recording.max_rows_per_step:,} tokens of it on each rank",
+        f"  in memory     the last {recording.ring_steps} steps on each rank, at most {_size(recording.ring_bytes)}; "
+        f"up to {made.records['bytes_per_token']} bytes a token",
+        "",
+    ]
 
 
 def _engine_text(engine: dict[str, Any]) -> list[str]:

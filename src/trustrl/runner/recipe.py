@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,17 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict, config_to_dict
 from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
+from trustrl.recording.settings import Recording
 from trustrl.registry import nearest
 from trustrl.runner import tables, toml
 from trustrl.runner.tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+RECORDS = "records"
+"""Where in a run's folder its records are."""
+
+RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
+"""What [records] may say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,8 @@ class Recipe:
     schedule: Schedule
     sampler: Sampler = field(default_factory=Sampler)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    records: Recording | None = None
+    """Which tokens the run writes down; none unless told. Its `folder` is not read: the run's own has one for them."""
 
     def __post_init__(self) -> None:
         tables.text("name", self.name)
@@ -86,10 +94,18 @@ class Recipe:
                 "sampler.kind must be 'vllm' for verl on GPUs, got 'transformers', which is its sampler on a CPU."
             )
 
+    def recording(self, folder: Path) -> Recording | None:
+        """What is recorded where, of a run in `folder`; None where nothing is."""
+        return None if self.records is None else replace(self.records, folder=folder / RECORDS)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back to an equal recipe; the region in full."""
         plain = {name: _plain(getattr(self, name)) for name in TABLES}
-        return {"name": self.name, **plain, "region": _without_none(config_to_dict(self.region))}
+        plain["region"] = _without_none(config_to_dict(self.region))
+        if self.records is not None:
+            given = _without_none(config_to_dict(self.records))
+            plain["records"] = {key: given[key] for key in RECORD_KEYS}
+        return {"name": self.name, **plain}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
@@ -99,9 +115,11 @@ class Recipe:
             ConfigError: a key is unknown or missing, or a value does not fit.
             UnknownNameError: no such preset or kind of region.
         """
-        _refuse_unknown("A recipe", data, ["name", *TABLES, "region"])
+        _refuse_unknown("A recipe", data, ["name", *TABLES, "region", "records"])
         _refuse_missing("A recipe", data, cls)
         given = {name: _table(name, kind, data[name]) for name, kind in TABLES.items() if name in data}
+        if "records" in data:
+            given["records"] = _records(data["records"])
         return cls(name=data["name"], region=_region(data["region"]), **given)
 
     def to_toml(self) -> str:
@@ -129,7 +147,9 @@ def load_arms(path: str | Path) -> dict[str, Region]:
     arms = {name: _region(data, name) for name, data in _read("The arms", path).items()}
     for name in arms:
         if not NAME.fullmatch(name):
-            raise ConfigError(f"An arm's name must be letters, digits, '.', '_' and '-', got {name!r}: it names a folder.")
+            raise ConfigError(
+                f"An arm's name must be letters, digits, '.', '_' and '-', got {name!r}. It names a folder."
+            )
     return arms
 
 
@@ -154,6 +174,16 @@ def _region(data: Any, where: str = "region") -> Region:
         region = config_from_dict(_laid_over(config_to_dict(preset(data["preset"])), more, data["preset"]))
     checks.instance(where, region, (Region,))
     return region
+
+
+def _records(data: Any) -> Recording:
+    tables.mapping("records", data)
+    if "folder" in data:
+        raise ConfigError(
+            f"records.folder must be left out, got {data['folder']!r}. Records are in `{RECORDS}` of the run's folder."
+        )
+    _refuse_unknown("[records]", data, list(RECORD_KEYS))
+    return Recording.of({"folder": RECORDS, **data})
 
 
 def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -198,9 +228,9 @@ def _plain(table: Any) -> dict[str, Any]:
     return {one.name: value for one in fields(table) if (value := getattr(table, one.name)) is not None}
 
 
-def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in data.items()
-        if value is not None
-    }
+def _without_none(data: Any) -> Any:
+    if isinstance(data, list):
+        return list(map(_without_none, data))
+    if not isinstance(data, Mapping):
+        return data
+    return {key: _without_none(value) for key, value in data.items() if value is not None}

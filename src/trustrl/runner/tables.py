@@ -247,7 +247,7 @@ TABLES: dict[str, type] = {
     "model": Model, "task": TaskChoice, "engine": Engine, "sampler": Sampler, "optimiser": Optimiser,
     "schedule": Schedule, "evaluation": Evaluation,
 }  # fmt: skip
-"""Every table but [region], which has the settings of regions."""
+"""Every table but [region] and [records], which have the settings of regions and of `trustrl.recording.Recording`."""
 
 
 def text(where: str, value: Any) -> None:

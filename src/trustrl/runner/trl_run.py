@@ -113,6 +113,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
         processing_class=_tokenizer(folder),
         callbacks=[_watcher(recipe, directory, progress)] if main else [],
         region=recipe.region,
+        recording=recipe.recording(directory.path),
         **trainer_arguments(recipe),
     )
     trainer.remove_callback(PrinterCallback)  # it writes to stdout, which is for data

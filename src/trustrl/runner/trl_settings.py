@@ -59,7 +59,7 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
 
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
-    """What `TrustRegionGRPOTrainer` takes beside TRL's own arguments, but for the region itself."""
+    """What `TrustRegionGRPOTrainer` takes beside TRL's own arguments, but for region and recording."""
     found: dict[str, Any] = {"behavior": behavior_of(recipe)}
     if recipe.sampler.kind == "vllm":
         found |= {"measure_mismatch": True, "vllm_options": {"dtype": recipe.sampler.dtype}}

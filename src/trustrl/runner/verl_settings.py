@@ -56,7 +56,7 @@ def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
         f"{ROLLOUT}.seed": schedule.seed,
         f"{ROLLOUT}.val_kwargs.temperature": recipe.evaluation.temperature,
         f"{ROLLOUT}.val_kwargs.do_sample": recipe.evaluation.temperature > 0,
-        **_region(recipe),
+        **_policy_loss(recipe, folder),
         f"{ACTOR}.loss_agg_mode": "token-mean" if recipe.region.needs().reduction is None else "seq-mean-token-mean",
         f"{ACTOR}.ppo_mini_batch_size": schedule.prompts_per_step,
         f"{ACTOR}.ppo_epochs": updates if schedule.update_sees == "batch" else 1,
@@ -99,17 +99,17 @@ def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
     }
 
 
-def _region(recipe: Recipe) -> dict[str, Any]:
-    """A preset by its name; anything else in full."""
-    for name in presets():
-        if preset(name) == recipe.region:
-            return {f"{LOSS}.loss_mode": f"trustrl-{name}"}
-    region = {f"+{LOSS}.region.{key}": value for key, value in _flat(config_to_dict(recipe.region))}
-    return {
-        f"{LOSS}._target_": "trustrl.engines.verl.RegionLossConfig",
-        f"{LOSS}.loss_mode": "trustrl",
-        **{key: value for key, value in region.items() if value is not None},
-    }
+def _policy_loss(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """The region, by its name if it is a preset and in full otherwise, and what is recorded."""
+    name = next((one for one in presets() if preset(one) == recipe.region), None)
+    region = {} if name else {f"region.{key}": value for key, value in _flat(config_to_dict(recipe.region))}
+    recording = recipe.recording(folder)
+    records = {} if recording is None else config_to_dict(recording)
+    more = region | {f"recording.{key}": value for key, value in records.items() if key != "kind"}
+    found: dict[str, Any] = {f"{LOSS}.loss_mode": f"trustrl-{name}" if name else "trustrl"}
+    if more:  # verl's configuration is typed: new keys need a new type
+        found[f"{LOSS}._target_"] = "trustrl.engines.verl.RegionLossConfig"
+    return found | {f"+{LOSS}.{key}": value for key, value in more.items() if value is not None}
 
 
 def _flat(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,6 +129,8 @@ def _hydra(value: Any) -> str:
             return str(value)
         case list() | tuple():
             return f"[{','.join(map(_hydra, value))}]"
+        case Mapping():
+            return f"{{{','.join(f'{key}:{_hydra(one)}' for key, one in value.items())}}}"
         case str() | Path() if any(sign in str(value) for sign in " ,:{}[]()=$'\"\\"):
             return json.dumps(str(value))
         case _:

@@ -1,43 +1,31 @@
-"""`trustrl run` and `trustrl compare` with the real TRL: whole runs, killed and resumed runs, a grid."""
+"""`trustrl run` with the real TRL: whole runs, killed and resumed runs."""
 
 import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("trl")
+pytest.importorskip("pyarrow")
 
-from engines.rendezvous import own_environment
+from trl_commands import command, environment, run
+
+from trustrl import config_from_dict, preset
+from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.trl_run import COMPLETE, last_checkpoint
 
-ROOT = Path(__file__).parents[3]
-STEPS = 6
+pytestmark = pytest.mark.xdist_group("runs")
+STEPS = 12
 SMALL = [
-    f"schedule.steps={STEPS}", "schedule.checkpoint_every=2", "evaluation.count=16", "evaluation.every=3",
+    f"schedule.steps={STEPS}", "schedule.checkpoint_every=4", "evaluation.count=16", "evaluation.every=3",
     "optimiser.learning_rate=3e-3",
 ]  # fmt: skip
 OWN_CLOCK = {"seconds"}
-
-
-def command(verb, *arguments):
-    return [sys.executable, "-m", "trustrl.cli", verb, str(ROOT / "recipes/sanity.toml"), *map(str, arguments)]
-
-
-def environment():
-    return own_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT / "src"))
-
-
-def run(*arguments):
-    return subprocess.run(
-        command(*arguments), env=environment(), capture_output=True, text=True, check=False, timeout=400
-    )
 
 
 def measured(folder):
@@ -45,6 +33,17 @@ def measured(folder):
     directory = RunDirectory(folder)
     rows = [{key: value for key, value in row.items() if key not in OWN_CLOCK} for row in directory.rows()]
     return rows, directory.rows("evaluation")
+
+
+def files_of_records(folder):
+    return sorted(str(path.relative_to(folder)) for path in (folder / "records").rglob("*"))
+
+
+def assert_same(folder, uninterrupted):
+    """Metrics, evaluations and every recorded token."""
+    assert measured(folder) == measured(uninterrupted)
+    assert files_of_records(folder) == files_of_records(uninterrupted)
+    assert read(folder / "records").table.equals(read(uninterrupted / "records").table)
 
 
 @pytest.fixture(scope="module", params=["dppo-binary-tv", "troll"])
@@ -62,7 +61,7 @@ def test_a_run_writes_every_step_and_evaluates_before_between_and_after(whole):
     _, folder = whole
     rows, evaluations = measured(folder)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert [row["step"] for row in evaluations] == [0, 3, STEPS]
+    assert [row["step"] for row in evaluations] == [0, 3, 6, 9, STEPS]
     for row in rows:
         assert {"reward", "loss", "grad_norm", "learning_rate", "trustrl/ratio_mean"} <= row.keys()
         assert row["trustrl/tokens"] > 0
@@ -72,50 +71,72 @@ def test_a_run_writes_every_step_and_evaluates_before_between_and_after(whole):
     assert abs(rows[1]["trustrl/ratio_max"] - 1) > 1e-3, "the second is off-policy"
 
 
-def killed_after(settings, folder, seconds):
-    """A run that is killed, with no chance to tidy up; True unless it was done by then."""
+def test_the_records_hold_every_token_of_every_step(whole):
+    """The recipe asks for all sequences; TRL counts the updates that are done, so its step 0 is our 1."""
+    settings, folder = whole
+    records = read(folder / "records")
+    rows, _ = measured(folder)
+    assert records["step"].unique().tolist() == list(range(STEPS))
+    for row in rows:
+        now = records["step"] == row["step"] - 1
+        assert now.sum() == row["trustrl/tokens"]
+        assert records["entropy"][now].mean().item() == pytest.approx(row["entropy"], rel=1e-5)
+    assert config_from_dict(records.region) == preset(settings[0].removeprefix("region.preset="))
+
+
+def killed_when(settings, folder, reached):
+    """A run that is killed, with no chance to tidy up, soon after `reached()`; True unless it was done by then."""
     process = subprocess.Popen(
         command("run", *settings, "--out", folder, "--resume"), env=environment(), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    until_training = time.monotonic() + 120
-    while process.poll() is None and not (folder / "evaluation.jsonl").exists() and time.monotonic() < until_training:
-        time.sleep(0.02)
-    time.sleep(seconds)
+    while process.poll() is None and not reached():
+        time.sleep(0.005)
     os.kill(process.pid, signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
 
 
-def test_a_run_killed_at_random_moments_and_resumed_ends_as_if_nothing_had_happened(whole, tmp_path):
+def killed_after(settings, folder, rows, seconds):
+    """A run that is killed so many seconds after it has written so many rows of metrics and evaluations."""
+    directory, file = RunDirectory(folder), folder / "metrics.jsonl"
+    before = file.stat().st_ino if file.exists() else None
+
+    def reached():
+        if not file.exists() or file.stat().st_ino == before:
+            return False  # a run that is resumed begins with a file of its own: the rows it goes on from
+        if len(directory.rows()) + len(directory.rows("evaluation")) < rows:
+            return False
+        time.sleep(seconds)
+        return True
+
+    return killed_when(settings, folder, reached)
+
+
+def test_a_run_killed_at_five_random_moments_and_resumed_ends_as_if_nothing_had_happened(whole, tmp_path):
+    """From its start to two thirds of its steps; later it might be done before it can be killed."""
     settings, uninterrupted = whole
-    moments = random.Random(uninterrupted.parent.name)
-    kills = [killed_after(settings, tmp_path / "run", moments.uniform(0.0, 2.0)) for _ in range(3)]
-    assert any(kills), "no run was still going on when it was killed"
+    draw = random.Random(uninterrupted.parent.name)
+    moments = sorted((draw.randint(0, STEPS - 1), draw.uniform(0.0, 0.1)) for _ in range(5))
+    kills = [killed_after(settings, tmp_path / "run", *moment) for moment in moments]
+    assert all(kills), f"a run was done before it was killed: {moments}"
     done = run("run", *settings, "--out", tmp_path / "run", "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert measured(tmp_path / "run") == measured(uninterrupted)
+    assert_same(tmp_path / "run", uninterrupted)
 
 
 def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_path):
     """Not at a random moment: the checkpoint must have been used."""
     settings, uninterrupted = whole
     folder = tmp_path / "run"
-    process = subprocess.Popen(
-        command("run", *settings, "--out", folder), env=environment(), stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    marker = folder / "checkpoints" / "checkpoint-4" / COMPLETE
-    while process.poll() is None and not marker.exists():
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    if process.wait() != -signal.SIGKILL:
+    marker = folder / "checkpoints" / "checkpoint-8" / COMPLETE
+    if not killed_when(settings, folder, marker.exists):
         pytest.skip("it was done before it could be killed")
-    (folder / "checkpoints" / "checkpoint-6").mkdir(exist_ok=True)  # as a kill while it is written would leave it
-    (folder / "checkpoints" / "checkpoint-6" / COMPLETE).unlink(missing_ok=True)
+    (folder / "checkpoints" / "checkpoint-12").mkdir(exist_ok=True)  # as a kill while it is written would leave it
+    (folder / "checkpoints" / "checkpoint-12" / COMPLETE).unlink(missing_ok=True)
     done = run("run", *settings, "--out", folder, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "goes on after step 4" in done.stderr
-    assert measured(folder) == measured(uninterrupted)
+    assert "goes on after step 8" in done.stderr
+    assert_same(folder, uninterrupted)
 
 
 def test_half_a_checkpoint_is_not_resumed_from(tmp_path):
@@ -161,24 +182,17 @@ def test_settings_that_trl_or_the_region_refuse_end_with_2(tmp_path, setting, sa
     assert "Traceback" not in done.stderr
 
 
-def test_a_grid_of_two_regions_and_two_seeds(tmp_path):
-    """At a learning rate this high an unconstrained update moves further than one inside a tight region."""
-    settings = [
-        *SMALL, "schedule.updates_per_batch=3", "schedule.checkpoint_every=3",
-        "evaluation.every=0",
-    ]  # fmt: skip
-    more = ["--regions", "pg-is,dppo-binary-tv", "--seeds", "2", "--out", tmp_path / "grid"]
-    done = run("compare", *settings, *more)
+def test_two_ranks_train_one_run_that_the_first_of_them_writes(tmp_path):
+    """Started as the plan says; each rank records the tokens it trained on."""
+    folder = tmp_path / "run"
+    settings = ["engine.ranks_per_node=2", "schedule.steps=2", "evaluation.count=16"]
+    done = run("run", *settings, "--out", folder, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "grid" / "table.json").read_text())
-    assert [(run["region"], run["seed"], run["finished"]) for run in found["runs"]] == [
-        ("pg-is", 0, True), ("dppo-binary-tv", 0, True), ("pg-is", 1, True), ("dppo-binary-tv", 1, True),
-    ]  # fmt: skip
-    assert found["regions"]["pg-is"]["masked_share"]["mean"] == 0.0
-    assert found["regions"]["dppo-binary-tv"]["masked_share"]["mean"] > 0.0
-    first = {run["region"]: run["curves"]["reward"][0] for run in found["runs"] if run["seed"] == 0}
-    assert first["pg-is"] == first["dppo-binary-tv"], "the same seed samples the same first batch"
-    assert done.stdout == (tmp_path / "grid" / "table.md").read_text()
-    again = run("compare", *settings, *more)
-    assert again.returncode == 0
-    assert "4 runs, 4 of them finished already" in again.stderr
+    assert json.loads(done.stdout) == RunDirectory(folder).result()
+    rows, evaluations = measured(folder)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in evaluations] == [0, 2]
+    records = read(folder / "records")
+    assert records["rank"].unique().tolist() == [0, 1]
+    for row in rows:
+        assert (records["step"] == row["step"] - 1).sum() == row["trustrl/tokens"]

@@ -8,7 +8,9 @@ pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
+from verl.utils.config import omega_conf_to_dataclass
 
+from trustrl.engines.verl.region import recording_of, region_of
 from trustrl.engines.verl_cpu.defaults import with_defaults
 from trustrl.runner.recipe import load
 from trustrl.runner.verl_settings import command
@@ -41,6 +43,16 @@ def test_verl_composes_the_command_of_every_recipe(file, overrides, tmp_path):
         assert actor.policy_loss.region.anchor == "proximal"
     else:
         assert actor.policy_loss.loss_mode.startswith("trustrl-")
+
+
+def test_verl_reads_the_recipe_s_records(tmp_path):
+    triggers = '[{kind="quantile-above", of="divergence", level=0.3}, {kind="entropy-slope", max_fall=0.05}]'
+    overrides = [f"records.triggers={triggers}", "records.sample=0.5"]
+    recipe, config = composed(ROOT / "recipes/verl-tour.toml", overrides, tmp_path)
+    policy_loss = config.actor_rollout_ref.actor.policy_loss
+    assert recording_of(policy_loss) == recipe.recording(tmp_path)
+    assert recording_of(omega_conf_to_dataclass(policy_loss)) == recipe.recording(tmp_path)
+    assert region_of(policy_loss.loss_mode, policy_loss) == recipe.region
 
 
 def test_a_setting_that_verl_does_not_have_is_refused_by_verl(tmp_path):

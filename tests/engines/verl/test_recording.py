@@ -7,11 +7,13 @@ pytest.importorskip("pyarrow")
 
 import torch
 import verl_world as world
+from verl.workers.engine_workers import TrainingWorker
 from verl_launch import on_ranks
 
 from engines import regions_oracle as oracle
+from trustrl import preset
 from trustrl.engines.seam import version_of
-from trustrl.engines.verl import check_settings
+from trustrl.engines.verl import RegionWorker, check_settings
 from trustrl.engines.verl.region import recording_of
 from trustrl.errors import ConfigError
 from trustrl.recording import QuantileAbove, Recording, read
@@ -50,6 +52,26 @@ def test_each_rank_writes_what_its_loss_decided_and_gradients_stay_as_they_are(t
 
 def trained_steps(records):
     return records["step"].unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("folder", "done"),
+    [
+        pytest.param("checkpoints/global_step_12/actor", 12, id="as verl names them"),
+        pytest.param(
+            "global_step_3-again/checkpoints/global_step_120/actor", 120, id="in a folder with a name like it"
+        ),
+        pytest.param("weights/actor", 0, id="weights of nobody's run"),
+        pytest.param(None, 0, id="a run that begins"),
+    ],
+)
+def test_a_resumed_worker_counts_on_from_its_checkpoint(folder, done, monkeypatch, tmp_path):
+    """verl tells its workers no step. The loading itself is verl's, and left out."""
+    worker = object.__new__(RegionWorker)
+    worker._rank, worker._region = 0, preset("dppo-binary-tv")
+    monkeypatch.setattr(TrainingWorker, "load_checkpoint", lambda self, local_path: None)
+    worker.load_checkpoint(folder and str(tmp_path / folder))
+    assert worker._num_steps == done
 
 
 def test_settings_are_looked_at_before_the_start():

@@ -133,7 +133,7 @@ class RegionWorker(TrainingWorker):
         out = super().load_checkpoint(local_path, *args, **kwargs)
         if local_path and (steps := re.findall(r"global_step_(\d+)", str(local_path))):
             self._num_steps = int(steps[-1])
-        if self._region is not None:
+        if self._region is not None and local_path:
             checkpoints.say_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
         return out
 

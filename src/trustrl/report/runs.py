@@ -1,0 +1,163 @@
+"""A run's folder as a report sees it: what was asked for, what was measured, how far it came.
+
+Nothing in a folder is trusted to be there or to be whole but `recipe.toml`, which makes it a run's.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trustrl.config.axes import Region
+from trustrl.config.loading import config_from_dict
+from trustrl.errors import ConfigError, RecordError, TrustRLError
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.grid import LAST_WORDS
+from trustrl.runner.recipe import RECORDS
+from trustrl.runner.summary import summary
+
+Status = Literal["finished", "unfinished", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run."""
+
+    path: Path
+    label: str
+    """What tells it from the other runs of the same report."""
+
+    recipe: dict[str, Any]
+    """As the file has it."""
+
+    region: Region | None
+    """None where it is somebody's own and not registered here: then only its settings are shown."""
+
+    rows: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    verdict: dict[str, Any]
+    """What it amounts to so far, by the rules of `trustrl.runner.summary`."""
+
+    status: Status
+    last_words: str
+    """The end of its log, where it has one and did not finish."""
+
+    seconds: float | None
+
+    @property
+    def name(self) -> str:
+        """What its recipe is called."""
+        return str(self.recipe.get("name", self.path.name))
+
+    @property
+    def steps(self) -> int:
+        """How far it came."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def steps_planned(self) -> int | None:
+        """How far it was meant to go."""
+        return self.table("schedule").get("steps")
+
+    @property
+    def records(self) -> Path:
+        """Where its tokens are, if it recorded any."""
+        return self.path / RECORDS
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """One table of the recipe; empty where it has none."""
+        found = self.recipe.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders.
+
+    Raises:
+        ConfigError: one is no run's folder, or given twice.
+        RecordError: a file of one cannot be read.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for folder in folders:
+        if not (folder / "recipe.toml").is_file():
+            raise ConfigError(f"RUN must be a folder that `trustrl run` made, got {folder}, which has no recipe.toml.")
+        if resolved.count(folder.resolve()) > 1:
+            raise ConfigError(f"RUN must be given once for each run, got {folder} twice.")
+    recipes = [_recipe(folder) for folder in folders]
+    labels = short_labels([str(recipe.get("name", "run")) for recipe in recipes], folders)
+    return [_run(*one) for one in zip(folders, labels, recipes, strict=True)]
+
+
+def _run(folder: Path, label: str, recipe: dict[str, Any]) -> Run:
+    directory = RunDirectory(folder)
+    try:
+        rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
+        verdict = summary(rows, evaluations)
+        result = directory.result() if directory.finished else {}
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise RecordError(f"The files in {folder} must be JSON as `trustrl run` writes it, got: {error!r}.") from None
+    status, words = _ending(folder, finished=directory.finished)
+    return Run(folder, label, recipe, _region(recipe), rows, evaluations, verdict, status, words, result.get("seconds"))
+
+
+def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: int(row["step"]))
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise RecordError(f"{folder / 'recipe.toml'} must be TOML, and it is not: {error}.") from None
+
+
+def _region(recipe: Mapping[str, Any]) -> Region | None:
+    try:
+        found = config_from_dict(recipe["region"])
+    except (TrustRLError, TypeError, KeyError):
+        return None
+    return found if isinstance(found, Region) else None
+
+
+def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
+    """How it ended, and the last lines of the log that `trustrl compare` keeps beside the folder."""
+    if finished:
+        return "finished", ""
+    log = folder.resolve().with_suffix(".log")
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
+    except OSError:
+        lines = []
+    failed = any(line.startswith(("error:", "Traceback")) for line in lines)
+    return "failed" if failed else "unfinished", "\n".join(lines)
+
+
+def short_labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Names without the words that all of them begin or end with; the folder's name where two are alike.
+
+    Example:
+        >>> short_labels(["stale-ppo-7", "stale-dppo-topk-tv-7"], [Path("a"), Path("b")])
+        ['ppo', 'dppo-topk-tv']
+    """
+    if len(names) == 1:
+        return list(names)
+    words = [name.split("-") for name in names]
+    while all(len(one) > 1 and one[0] == words[0][0] for one in words):
+        words = [one[1:] for one in words]
+    while all(len(one) > 1 and one[-1] == words[0][-1] for one in words):
+        words = [one[:-1] for one in words]
+    labels = ["-".join(one) for one in words]
+    alike = [labels.count(label) > 1 for label in labels]
+    return [
+        f"{label} ({folder.name})" if two else label for label, two, folder in zip(labels, alike, folders, strict=True)
+    ]
+
+
+def read_json(file: Path) -> Any:
+    """A small JSON file, or None where it cannot be read."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,94 @@
+"""A report for a terminal: a few lines for each run, with sparklines."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trustrl.report.charts import Chart
+from trustrl.report.data import Report, summary_of
+from trustrl.report.text import visible
+
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+WIDTH = 32
+ASCII = str.maketrans(
+    {
+        "→": "->", "·": "-", "−": "-", "–": "-", "π": "pi", "μ": "mu", "≤": "<=", "‖": "||", "×": "x", "½": "1/2",
+        "²": "^2", "∞": "inf", "\u0302": "^", "‘": "'", "’": "'", "⏎": "\\n", "⇥": "\\t", "…": "...", "◌": "o",
+        **dict(zip(BARS, ASCII_BARS, strict=True)),
+    }
+)  # fmt: skip
+"""What stands for each sign where the terminal is not UTF-8."""
+
+
+def text(report: Report, *, unicode: bool) -> str:
+    """The whole report for people."""
+    blocks = [_block(report, at, one) for at, one in enumerate(summary_of(report)["runs"])]
+    whole = "\n\n".join("\n".join(block) for block in blocks)
+    return whole if unicode else whole.translate(ASCII).encode("ascii", "backslashreplace").decode()
+
+
+def _block(report: Report, at: int, one: dict[str, Any]) -> list[str]:
+    planned = "" if one["steps_planned"] is None else f" of {one['steps_planned']}"
+    took = "" if one["seconds"] is None else f", {one['seconds']:.0f} s"
+    collapsed = ", COLLAPSED" if one["collapsed"] else ""
+    lines = [
+        f"{visible(one['name'])}: {one['status']}, step {one['steps']}{planned}{took}{collapsed}",
+        f"  {visible(one['region'], 500)}",
+        f"  {' · '.join(f'{name} {visible(value)}' for name, value in one['facts'].items())}",
+    ]
+    if one["accuracy_before"] is not None:
+        after = "" if one["accuracy_after"] is None else f" → {percent(one['accuracy_after'])}"
+        lines.append(f"  {'held-out accuracy':<30}{percent(one['accuracy_before'])}{after}")
+    for chart in report.charts:
+        line = next((line for line in chart.lines if line.run == at), None)
+        if line is not None and chart.key != "accuracy":
+            lines.append(_metric(chart, [value for _, value in line.points]))
+    tokens = one["tokens"]
+    if tokens is not None:
+        counts = ", ".join(f"{count:,} {name}" for name, count in tokens["verdicts"].items() if count)
+        lines.append(f"  records: {tokens['recorded']:,} tokens × updates: {counts}")
+        if tokens["most_stopped"]:
+            listed = ", ".join(f"‘{row['text']}’ {row['stopped']}" for row in tokens["most_stopped"][:8])
+            lines.append(f"  stopped most often: {listed}")
+    lines += [f"  {visible(note, 300)}" for note in one["notes"]]
+    if one["last_words"]:
+        lines += ["  last words:", *(f"    {visible(line, 200)}" for line in one["last_words"].splitlines())]
+    return lines
+
+
+def _metric(chart: Chart, values: Sequence[float | None]) -> str:
+    finite = [value for value in values if value is not None]
+    show = percent if chart.percent else number
+    ends = f"{show(finite[0])} → {show(finite[-1])}" if finite else "never finite"
+    most = f", highest {show(max(finite))}" if finite else ""
+    missing = f", {len(values) - len(finite)} not finite" if len(finite) < len(values) else ""
+    unit = "" if chart.percent or chart.key == "reward" else f" ({chart.unit})"
+    title = chart.title if chart.title[1].isupper() else chart.title[0].lower() + chart.title[1:]
+    return f"  {title:<30}{sparkline(values)}  {ends}{most}{unit}{missing}"
+
+
+def sparkline(values: Sequence[float | None], width: int = WIDTH) -> str:
+    """The values as bars of eight heights, from their lowest to their highest; a blank where none is finite.
+
+    Example:
+        >>> sparkline([0.0, 1.0, None, 0.5])
+        '▁█ ▅'
+    """
+    per = max(1, -(-len(values) // width))
+    means = []
+    for start in range(0, len(values), per):
+        some = [value for value in values[start : start + per] if value is not None]
+        means.append(sum(some) / len(some) if some else None)
+    finite = [mean for mean in means if mean is not None]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if mean is None else BARS[int((mean - low) * scale + 0.5)] for mean in means)
+
+
+def percent(share: float) -> str:
+    """A share for people."""
+    return f"{100 * share:.1f} %"
+
+
+def number(x: float) -> str:
+    """Three digits of a number."""
+    return f"{x:.3g}"

@@ -1,0 +1,108 @@
+"""`trustrl report`: data on stdout, talk on stderr, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from report.folders import run_folder, steps, write_records
+from trustrl.cli import main
+
+
+def test_a_summary_goes_to_stdout(tmp_path, capsys):
+    assert main(["report", str(run_folder(tmp_path / "a"))]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("small: finished, step 8 of 8")
+    assert said.err == ""
+
+
+def test_json_is_the_summary_as_data(tmp_path, capsys):
+    folders = [
+        run_folder(tmp_path / "a", name="s-a"),
+        run_folder(tmp_path / "b", name="s-b", rows=steps(8)[:2], finished=False),
+    ]
+    assert main(["report", *map(str, folders), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert (first["status"], first["accuracy_after"], first["metrics"]["reward"]["last"]) == ("finished", 0.75, 1.0)
+    assert (second["status"], second["steps"], second["tokens"]) == ("unfinished", 2, None)
+
+
+def test_a_page_is_written_and_its_path_printed(tmp_path, capsys):
+    out = tmp_path / "new" / "report.html"
+    assert main(["report", str(run_folder(tmp_path / "a")), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def test_a_page_and_json_go_together(tmp_path, capsys):
+    out = tmp_path / "report.html"
+    assert main(["report", str(run_folder(tmp_path / "a")), "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][0]["name"] == "small"
+    assert out.exists()
+
+
+def test_records_that_cannot_be_read_end_with_1_and_the_rest_of_the_report(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    folder = run_folder(tmp_path / "a")
+    (folder / "records").mkdir()
+    (folder / "records" / "step-00000000.rank-0000.parquet").write_bytes(b"no Parquet")
+    assert main(["report", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert "cannot be read" in said.err
+    assert "small: finished" in said.out
+
+
+def test_records_without_pyarrow_name_the_extra(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("pyarrow")
+    folder = run_folder(tmp_path / "a")
+    write_records(folder / "records", {"token_id": [1]})
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["report", str(folder)]) == 1
+    assert "trustrl[records]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        pytest.param([], "RUN", id="no run"),
+        pytest.param(["nowhere"], "must be a folder that `trustrl run` made", id="no folder"),
+    ],
+)
+def test_wrong_usage_ends_with_2(arguments, said, capsys):
+    assert main(["report", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_broken_file_ends_with_1(tmp_path, capsys):
+    folder = run_folder(tmp_path / "a")
+    (folder / "metrics.jsonl").write_text("nothing\n")
+    assert main(["report", str(folder)]) == 1
+    assert "must be JSON" in capsys.readouterr().err
+
+
+def test_neither_curves_nor_tokens_load_torch(tmp_path):
+    pytest.importorskip("pyarrow")
+    folder = run_folder(tmp_path / "a")
+    write_records(folder / "records", {"token_id": [1]})
+    code = (
+        "import sys\nsys.modules['transformers'] = None\nfrom trustrl.cli import main\n"
+        "ended = main(sys.argv[1:])\nsys.exit(ended or 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, "report", str(folder), "--out", str(tmp_path / "report.html")]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
+def test_an_ascii_terminal_gets_ascii_and_a_page_in_utf8(tmp_path):
+    folder = run_folder(tmp_path / "a", name="π")
+    code = "import sys\nfrom trustrl.cli import main\nsys.exit(main(sys.argv[1:]) or main([*sys.argv[1:], '--out', 'report.html']))"
+    process = subprocess.run(
+        [sys.executable, "-c", code, "report", str(folder)], capture_output=True, check=False, cwd=tmp_path,
+        env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert b"25.0 % -> 75.0 %" in process.stdout
+    assert process.stdout.startswith(b"pi: finished")
+    assert "<h1>π</h1>" in (tmp_path / "report.html").read_text(encoding="utf-8")

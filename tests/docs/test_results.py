@@ -1,0 +1,34 @@
+"""Every number on a page of results follows from the committed data: the commands write the same pages again."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = [
+    ["answers.py"], ["clipping.py", "page"], ["smollm2_masks.py", "page"], ["smollm2_clipping.py", "page"],
+    ["smollm2_mismatch.py", "page"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_the_pages_are_what_their_command_writes(tmp_path, command):
+    for folder in ("benchmarks/evidence", "docs/results", "recipes/evidence"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    script, *rest = command
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "benchmarks/evidence" / script), *rest],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = sorted((ROOT / "docs/results").glob("*.md"))
+    assert pages
+    for page in pages:
+        assert (tmp_path / "docs/results" / page.name).read_text() == page.read_text(), page.name

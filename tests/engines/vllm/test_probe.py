@@ -1,0 +1,45 @@
+"""`trustrl probe` with a real vLLM as the sampler, and faults planted in it.
+
+Each probe runs in a process of its own, as a user's would: an engine that ends takes other engines' groups with it.
+"""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from engines.vllm.tiny import save_model
+
+    folder = tmp_path_factory.mktemp("probe")
+    save_model(folder, tied=True)
+    return folder
+
+
+def probe(model, *options):
+    command = [sys.executable, "-m", "trustrl.cli", "probe", str(model), "--sampler", "vllm", "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.stdout, done.stderr[-2000:]
+    return done.returncode, json.loads(done.stdout)["verdict"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "cause"),
+    [
+        pytest.param(["--dtype", "float32"], 0, "agreement", id="the same precision"),
+        pytest.param(["--dtype", "bfloat16"], 0, "rounding", id="bf16"),
+        pytest.param(["--dtype", "float32", "--top-k", "20"], 1, "truncation", id="top-k"),
+        pytest.param(
+            ["--dtype", "float32", "--temperature", "0.7", "--logprobs", "raw"], 1, "raw log-probs", id="raw log-probs"
+        ),
+    ],
+)
+def test_a_fault_of_the_sampler_is_named(options, code, cause, model):
+    found, verdict = probe(model, *options)
+    assert (found, verdict["cause"]) == (code, cause)
