@@ -1,7 +1,7 @@
 """What a run amounts to, from its metrics alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 COLLAPSE = (
@@ -48,7 +48,7 @@ def steps_to(rows: Sequence[dict[str, Any]], threshold: float) -> int | None:
     return None
 
 
-def mean_of(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """A metric's mean over the steps that have it."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return sum(values) / len(values) if values else None
