@@ -127,7 +127,8 @@ def question_e() -> None:
 
 
 def question_f() -> None:
-    page, arms, settings = RESULTS / "f-direction.md", ("dppo-binary-tv", "ipo"), ("mismatch", "stale-4", "stale")
+    page, arms = RESULTS / "f-direction.md", ("dppo-binary-tv", "ipo")
+    settings = ("mismatch", "stale-4", "stale", "both")
     found = {setting: difference(setting, *arms) for setting in settings}
     fill(page, "verdict", bullets(settings, *arms) + "\n\n" + _growth(found))
     fill(page, "table", "\n".join([*rows(settings, arms), "", *differences(settings, [arms])]))

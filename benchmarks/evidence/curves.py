@@ -12,11 +12,13 @@ from findings import over_seeds, runs, steps
 from trustrl.runner.figures import COLOURS, LINES
 from trustrl.runner.summary import windows
 
+MOST_BANDS = 4
 FIGURES = Path(__file__).parents[2] / "docs/results/figures"
 
 
 def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
-    """Saves the figure; a line is the mean over seeds, its band their range."""
+    """Saves the figure; a line is the mean over seeds, its band their range where there are not too many."""
+    columns = min(len(arms), 2 * len(settings), 4)
     figure, axes = plt.subplots(
         2, len(settings), figsize=(3.9 * len(settings) + 1.2, 4.6 + 0.22 * len(arms)), squeeze=False, sharey="row",
         height_ratios=[3, 0.6 + 0.33 * len(arms)],
@@ -24,21 +26,21 @@ def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
     for top, bottom, setting in zip(*axes, settings, strict=True):
         top.set_title(setting, fontsize=11)
         top.set_xlabel("step (update of the weights)")
-        bottom.set_xlabel("held-out accuracy after training")
+        bottom.set_xlabel("held-out accuracy, 95 % interval; grey: before")
         for at, arm in enumerate(arms):
             colour, line = COLOURS[at % len(COLOURS)], LINES[at % len(LINES)]
-            _curve(top, setting, arm, colour, line)
+            _curve(top, setting, arm, colour, line, band=len(arms) <= MOST_BANDS)
             _accuracy(bottom, setting, arm, at, colour)
         bottom.set_yticks(range(len(arms)), arms)
         bottom.set_ylim(len(arms) - 0.5, -0.5)
         bottom.set_xlim(-0.02, 1.02)
     axes[0][0].set_ylabel("reward, mean of 16 steps")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=min(len(arms), 4), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=9)
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout(rect=(0, 0, 1, 0.95 - 0.035 * ((len(arms) - 1) // 4)))
+    figure.tight_layout(rect=(0, 0, 1, 0.95 - 0.035 * ((len(arms) - 1) // columns)))
     FIGURES.mkdir(parents=True, exist_ok=True)
     file = FIGURES / f"{name}.png"
     figure.savefig(file, dpi=110)
@@ -46,14 +48,15 @@ def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
     return file
 
 
-def _curve(axis, setting: str, arm: str, colour: str, line: str) -> None:
+def _curve(axis, setting: str, arm: str, colour: str, line: str, *, band: bool) -> None:
     made = list(steps().get((setting, arm), {}).values())
     if not made:
         return
     at_each = list(zip(*(windows([row["reward"] for row in rows], 16) for rows in made), strict=True))
     at = [row["step"] for row in made[0]]
     axis.plot(at, [sum(v) / len(v) for v in at_each], line, color=colour, label=arm, linewidth=1.8)
-    axis.fill_between(at, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.09, linewidth=0)
+    if band:
+        axis.fill_between(at, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.09, linewidth=0)
 
 
 def _accuracy(axis, setting: str, arm: str, at: int, colour: str) -> None:
