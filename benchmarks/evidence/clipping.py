@@ -42,7 +42,7 @@ def counts(folder: Path, max_gap: float) -> dict:
     def by_bin(chosen: torch.Tensor) -> list[int]:
         return torch.bincount(at[chosen], minlength=len(EDGES) - 1).tolist()
 
-    ids = Counter(records["token_id"][stopped["ppo"]].tolist()).most_common(MOST)
+    ids = Counter(records["token_id"][stopped["ppo"]].tolist()).most_common()
     return {
         "tokens": by_bin(moves),
         "stopped": {name: by_bin(one) for name, one in stopped.items()},
