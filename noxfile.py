@@ -134,6 +134,18 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def results(session: nox.Session) -> None:
+    """Every table, verdict and figure of docs/results, made again from the committed data; not in CI, a test is."""
+    install_core(session, "test")
+    for script, *steps in (
+        ("answers",), ("clipping", "page"), ("smollm2_masks", "draw", "page"), ("smollm2_clipping", "draw", "page"),
+        ("smollm2_mismatch", "draw", "page"),
+    ):  # fmt: skip
+        for step in steps or [""]:
+            session.run("python", f"benchmarks/evidence/{script}.py", *filter(None, [step]))
+
+
+@nox.session(python="3.11")
 def vocabulary(session: nox.Session) -> None:
     """The pass over the vocabulary beside three bare products and other libraries' heads. Half an hour; not in CI."""
     session.install(TORCH)
