@@ -16,9 +16,10 @@ def both(name, dtype, seed, drift):
     region = trustrl.preset(name)
     needs = region.needs()
     w = world(seed, rows=16, width=32, vocabulary=70, drift=drift, peak=3.0)
-    # TROLL floors a tail that it has to derive at the resolution of the record's dtype, which a float64 copy of bf16
-    # numbers no longer shows; with tails given, both sides are the same numbers.
-    rollout = w.rollout(needs.anchor, dtype=dtype, k=needs.topk or K, with_tails=name == "troll")
+    # TROLL and the KL over a top K floor a tail that they have to derive at the resolution of the record's dtype, which
+    # a float64 copy of bf16 numbers no longer shows; with tails given, both sides are the same numbers.
+    floors = name in ("troll", "dppo-topk-kl", "trm")
+    rollout = w.rollout(needs.anchor, dtype=dtype, k=needs.topk or K, with_tails=floors)
     policy = w.policy_tokens(rollout, dtype=dtype)
     exact = [mapped(x, lambda t: t.double() if t.is_floating_point() else t) for x in (policy, rollout)]
     reduction = trustrl.SequenceMeanTokenMean(num_sequences=16) if name == "gspo" else trustrl.TokenMean(num_tokens=400)
