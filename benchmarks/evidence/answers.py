@@ -86,7 +86,6 @@ def question_a() -> None:
         "table",
         "\n".join([*rows(SETTINGS, TIER_1), "", *differences(SETTINGS, [(a, "pg-is") for a in TIER_1[1:]])]),
     )
-    draw("a-no-region", SETTINGS, TIER_1)
 
 
 def question_b() -> None:
