@@ -16,8 +16,8 @@ def printable(text: str, longest: int = 16) -> str:
     r"""Text from a tokenizer or model without anything a terminal would act on: controls come as escapes.
 
     Example:
-        >>> printable("a\x1b[31m\n\u202e")
-        'a\\x1b[31m\\n\\u202e'
+        >>> printable("a\x1b[1m\n")
+        'a\\x1b[1m\\n'
     """
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return safe if len(safe) <= longest else safe[: longest - 1] + "…"
