@@ -93,7 +93,8 @@ def trl(session: nox.Session) -> None:
     # The last TRL with a DPPO of its own: an oracle.
     session.env["TRUSTRL_TRL_1_8"] = other_release(session, "trl", "1.8.0")
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/trl.md]"
-    tests = ("tests/engines/trl", "tests/tasks", "tests/models", guide)
+    probe = ("tests/probe", "tests/cli/test_probe.py")  # with a network of transformers on both sides
+    tests = ("tests/engines/trl", "tests/tasks", "tests/models", *probe, guide)
     # A comparison and the runs to kill are trained once for all tests of their file.
     session.run("pytest", "-n", "2", "--dist", "loadgroup", *tests, *session.posargs)
     oldest = other_release(session, "trl", "1.15.0")
