@@ -135,6 +135,19 @@ def test_pre_training_gives_the_same_weights_bit_for_bit():
     assert not same(first, pretrain.trained(replace(settings, seed=1))[0].state_dict())
 
 
+def test_digits_have_their_own_shares_in_turn():
+    settings = replace(SHORT, corrupted=(0.4, 0.0), batch_size=20_000)
+    ids, prompt = next(pretrain._batches(settings, tiny.tokenizer(settings.model.vocab_size)))
+    rows = settings.task.rows("train")
+    right = {row["prompt"]: row["answer"] for row in rows}
+    tokenizer = tiny.tokenizer(settings.model.vocab_size)
+    texts = tokenizer.batch_decode(ids[:4000], skip_special_tokens=True)
+    wrong = [[a != b for a, b in zip(text[prompt:], right[text[:prompt]], strict=True)] for text in texts]
+    shares = torch.tensor(wrong).float().mean(0)
+    assert shares[0] == pytest.approx(0.4, abs=0.03)
+    assert shares[1] == 0.0
+
+
 def test_the_share_of_corrupted_digits_is_the_one_asked_for():
     settings = replace(SHORT, corrupted=0.3, batch_size=20_000)
     tokenizer = tiny.tokenizer()
@@ -178,7 +191,7 @@ def test_what_is_loaded_is_what_was_trained(empty_cache):
 
 
 def test_an_interrupted_training_leaves_nothing(empty_cache, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pretrain, "sampled_accuracy", interrupted)  # the weights are written by then
@@ -203,7 +216,9 @@ def test_every_setting_has_its_own_place_in_the_cache(changed):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        pytest.param({"corrupted": 1.0}, "share in [0, 1), got 1.0", id="nothing right"),
+        pytest.param({"corrupted": 1.0}, "share in [0, 1) or several of them, got 1.0", id="nothing right"),
+        pytest.param({"corrupted": (0.1, -0.1)}, "got (0.1, -0.1)", id="one share below 0"),
+        pytest.param({"corrupted": ()}, "got ()", id="no share"),
         pytest.param({"steps": 0}, "whole number ≥ 1, got 0", id="no steps"),
         pytest.param(
             {"model": "tiny"},

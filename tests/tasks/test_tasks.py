@@ -262,3 +262,12 @@ def test_the_rewards_name_is_what_trainers_log():
 def test_a_dataset_without_answers_is_refused():
     with pytest.raises(trustrl.MissingDataError, match="the column 'answer', got completion_ids, solution"):
         Arithmetic().reward(prompts=["07+45="], completions=["052"], completion_ids=[[1]], solution=["052"])
+
+
+def test_numbers_may_have_more_digits_than_a_machine_word():
+    rows = tasks.load("arithmetic", digits=20).rows("train", 50)
+    assert len({row["prompt"] for row in rows}) == 50
+    for row in rows:
+        a, b = row["prompt"].removesuffix("=").split("+")
+        assert len(a) == len(b) == 20
+        assert row["answer"] == f"{int(a) + int(b):021d}"
