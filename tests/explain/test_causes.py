@@ -74,6 +74,15 @@ def test_a_ratio_below_one_by_as_much_as_the_gap_is_truncated_support(tmp_path):
     assert names(folder(tmp_path / "run", lambda row: {MISMATCH: 0.03, RATIO: 0.971})) == ["truncated support"]
 
 
+def test_a_ratio_far_below_one_with_a_gap_of_nats_is_no_truncation(tmp_path):
+    assert names(folder(tmp_path / "run", lambda row: {MISMATCH: 1.5, RATIO: 0.1})) == ["tied head not synced"]
+
+
+def test_a_gap_that_outgrows_its_own_start_is_stale_in_half_precision_too(tmp_path):
+    path = folder(tmp_path / "run", lambda row: {MISMATCH: 0.001 + 0.004 * batch(row)}, dtype="bfloat16")
+    assert names(path) == ["stale weights"]
+
+
 def test_truncation_shows_below_the_noise_of_half_precision(tmp_path):
     path = folder(tmp_path / "run", lambda row: {MISMATCH: 0.01, RATIO: 0.992}, dtype="bfloat16")
     assert names(path) == ["truncated support"]
@@ -112,6 +121,14 @@ def test_records_show_a_temperature_of_any_size(tmp_path, temperature):
     (found,) = explain(path)
     assert found.name == "wrong temperature"
     assert found.confidence > 0.5
+
+
+def test_records_show_a_temperature_below_the_noise_of_half_precision(tmp_path):
+    pytest.importorskip("pyarrow")
+    path = folder(tmp_path / "run", lambda row: {MISMATCH: 0.03}, dtype="bfloat16")
+    assert names(path) == []
+    write_records(path / "records", sampled(1 / 0.9))
+    assert names(path) == ["wrong temperature"]
 
 
 @pytest.mark.parametrize("noise", [0.5, 2.0])

@@ -4,6 +4,8 @@ k = π'/μ, Δ = log k, over tokens that μ sampled. Where the two are one polic
 and which sign it has tell the causes apart; a run's records, where it has them, tell a temperature from other weights.
 """
 
+import math
+
 from trustrl.explain.evidence import Evidence, Point, middle, points
 from trustrl.explain.findings import Finding, Number, Order, confidence
 from trustrl.explain.tokens import line_of
@@ -14,11 +16,17 @@ GAP, RATIO, ENTROPY = "trustrl/mismatch_abs_mean", "trustrl/mismatch_ratio_mean"
 HALF_PRECISION = 0.04
 """Mean |Δ| in nats that a sampler in half precision may have: the upper end of the metric dictionary's band."""
 
-GROWTH = 3.0
-"""A gap that was not there at the start has grown at least this much."""
+HALF_PRECISION_STARTS = 0.01
+"""The lower end of that band: what a gap must reach at least before its growth counts."""
+
+GROWTH = 5.0
+"""By what factor a gap has grown that was not there at the start: rounding changes little while a policy sharpens."""
 
 ONE_SIDED = 0.5
 """Share of the mean |Δ| by which the mean of k falls short of 1. Where μ covers what π' allows, k averages 1."""
+
+HALF_OF_THE_MASS = math.log(2)
+"""The largest mean |Δ| that truncation makes: a sampler keeps at least half of the mass, so Δ ≥ −log 2."""
 
 UNSEEN = 0.5
 """What is left of the confidence where temperature and weights are told apart without looking at tokens."""
@@ -30,7 +38,7 @@ def stale_weights(run: Evidence) -> Finding | None:
     if len(gaps) < 2:
         return None
     later = gaps[len(gaps) // 2 :]
-    limit = max(_limit(run), GROWTH * gaps[0][1])
+    limit = max(EXACT if _is_exact(run) else HALF_PRECISION_STARTS, GROWTH * gaps[0][1])
     if gaps[0][1] > _limit(run) or middle(later) <= limit or _one_sided(run):
         return None
     numbers = (Number(GAP, later[0][0], middle(later), limit, "above", "median of the batches in the second half"),)
@@ -75,10 +83,14 @@ def tied_head_not_synced(run: Evidence) -> Finding | None:
 
 def _from_the_start(run: Evidence, cause: str) -> Finding | None:
     gaps = _gaps(run)
-    if not gaps or _one_sided(run) or min(gaps[0][1], middle(gaps)) <= _limit(run):
+    if not gaps or _one_sided(run) or min(gaps[0][1], middle(gaps)) <= EXACT:
         return None
-    numbers = (Number(GAP, gaps[0][0], gaps[0][1], _limit(run), "above", "at the first batch"),)
     line = line_of(run)
+    # Rounding draws no line: where there is one, the gap is real below the noise of half precision too.
+    limit = EXACT if line is not None and line.is_temperature else _limit(run)
+    if min(gaps[0][1], middle(gaps)) <= limit:
+        return None
+    numbers = (Number(GAP, gaps[0][0], gaps[0][1], limit, "above", "at the first batch"),)
     if line is not None:
         temperature = line.is_temperature
         how = (
@@ -103,8 +115,12 @@ def _gaps(run: Evidence) -> list[Point]:
 
 
 def _limit(run: Evidence) -> float:
-    exact = run.recipe.model.dtype == run.recipe.sampler.dtype == "float32"
-    return EXACT if exact else HALF_PRECISION
+    return EXACT if _is_exact(run) else HALF_PRECISION
+
+
+def _is_exact(run: Evidence) -> bool:
+    """Whether both sides compute in float32."""
+    return run.recipe.model.dtype == run.recipe.sampler.dtype == "float32"
 
 
 def _shortfall(run: Evidence) -> float:
@@ -114,4 +130,5 @@ def _shortfall(run: Evidence) -> float:
 
 
 def _one_sided(run: Evidence) -> bool:
-    return _shortfall(run) > EXACT and _shortfall(run) >= ONE_SIDED * middle(_gaps(run))
+    short = _shortfall(run)
+    return short > EXACT and ONE_SIDED * middle(_gaps(run)) <= short and middle(_gaps(run)) <= HALF_OF_THE_MASS
