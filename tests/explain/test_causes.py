@@ -62,6 +62,10 @@ def test_nothing_is_found_in_a_run_without_a_step(tmp_path):
     assert names(tmp_path / "run") == []
 
 
+def test_a_mismatch_that_was_never_finite_breaks_no_rule(tmp_path):
+    assert names(folder(tmp_path / "run", lambda row: {MISMATCH: math.nan, RATIO: 0.5})) == []
+
+
 def test_a_gap_that_grows_from_nothing_is_stale_weights(tmp_path):
     assert names(folder(tmp_path / "run", lambda row: {MISMATCH: 0.01 * batch(row)})) == ["stale weights"]
 

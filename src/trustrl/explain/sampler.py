@@ -130,5 +130,5 @@ def _shortfall(run: Evidence) -> float:
 
 
 def _one_sided(run: Evidence) -> bool:
-    short = _shortfall(run)
-    return short > EXACT and ONE_SIDED * middle(_gaps(run)) <= short and middle(_gaps(run)) <= HALF_OF_THE_MASS
+    short, gaps = _shortfall(run), _gaps(run)
+    return bool(gaps) and short > EXACT and ONE_SIDED * middle(gaps) <= short and middle(gaps) <= HALF_OF_THE_MASS
