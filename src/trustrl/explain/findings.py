@@ -11,7 +11,7 @@ HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
     "loss": "finite",
     "grad_norm": "finite",
     "reward": "rises, or stays near its best",
-    "entropy change": "below .1 from one update to the next",
+    "entropy change": "below .3 for the three largest",
     "frac_reward_zero_std": "below .5",
 }
 """Of each number a finding may name: the metric dictionary's band, and words for what engines log themselves."""
