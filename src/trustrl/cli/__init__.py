@@ -15,6 +15,7 @@ VERBS = {
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",
     "report": "what runs did, token by token: in the terminal or as one page that needs no network",
+    "explain": "why a run went wrong: ranked causes with the numbers behind each, or nothing found",
     "metrics": "what a logged number means, when it is healthy and what to do",
     "conformance": "what a policy loss does with small batches that have known answers",
     "doctor": "whether this machine is fit for a run: versions, ports, settings, threads, disk",
