@@ -60,7 +60,7 @@ def test_pitfall_2_a_huge_ratio_is_dropped_or_capped_and_counted_never_clamped_i
 
 
 def test_pitfall_3_binary_kl_in_bf16_is_not_inf():
-    """1 − 1e-7 rounds to 1 in bf16, so a token with true KL .020 would be masked at .05 through +inf."""
+    """1 − 1e-7 rounds to 1 in bf16, so that a KL of .222 nats would come out as +inf."""
     anchor, policy = torch.tensor(-0.02).bfloat16(), torch.tensor(-1e-7).bfloat16()
     b, p = (x.double() for x in (anchor, policy))
     true = float(b.exp() * (b - p) + (-torch.expm1(b)) * (log1mexp(b) - log1mexp(p)))

@@ -1,6 +1,15 @@
 """Numbers reach a page from their data, never by hand: a page marks the blocks that a command writes."""
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
+
+
+def command(about: str, **steps: Callable[[], None]) -> None:
+    """Runs the step that the command line names; `about` is the script's docstring."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("what", choices=list(steps))
+    steps[parser.parse_args().what]()
 
 
 def fill(page: Path, name: str, text: str) -> None:

@@ -6,12 +6,11 @@
 Both read what `smollm2_masks.py run` has written.
 """
 
-import argparse
 from collections import Counter
 
 import numpy as np
 import torch
-from pages import fill
+from pages import command, fill
 from smollm2_masks import RESULTS, UPDATES, load, percent, setting, share
 
 import trustrl
@@ -152,11 +151,5 @@ def visible(text: str) -> str:
     return text.replace(" ", "␣").replace("\n", "⏎").replace("|", "\\|").replace("<", "&lt;")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["draw", "page"])
-    {"draw": draw, "page": page}[parser.parse_args().what]()
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, draw=draw, page=page)

@@ -8,18 +8,18 @@ The run writes docs/results/data/smollm2-masks.parquet, one row per token and up
 settings. Drawing and the page's numbers come from these two files alone.
 """
 
-import argparse
 import functools
 import json
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from pages import fill
+from pages import command, fill
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 DATA = RESULTS / "data/smollm2-masks.parquet"
@@ -435,47 +435,40 @@ def spread(data: dict) -> str:
 SHOWN = ("binary", 1, 4, 16, 20, 64, 256, 1024, 4096, 49152)
 
 
-def recall_table(data: dict, kind: str) -> str:
-    """Recall at the lower end; precision is 1 throughout, which `verdict` checks."""
-    names = ["Binary", *(f"K = {k:,}" for k in SHOWN[1:])]
-    lines = [f"| updates | bound | stopped by exact | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
+def table(data: dict, kind: str, cell: Callable[[dict], str], head: str = "", first: Callable | None = None) -> str:
+    """A row for each update and bound, a cell for Binary and each K; `first` is a column of its own before them."""
+    names = [*([head] if head else []), "Binary", *(f"K = {k:,}" for k in SHOWN[1:])]
+    lines = [f"| updates | bound | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     for update in UPDATES:
         for bound in BOUNDS[kind]:
             found = [compared(data, update, kind, bound, str(name)) for name in SHOWN]
-            cells = " | ".join(percent(c["recall"]) for c in found)
-            lines.append(f"| {update} | {bound:g} | {found[0]['exact']} of {found[0]['tokens']} | {cells} |")
-    return "\n".join(lines)
-
-
-def upper_table(data: dict) -> str:
-    """Precision at the TV's upper end, where recall is 1."""
-    names = ["Binary", *(f"K = {k:,}" for k in SHOWN[1:])]
-    lines = [f"| updates | bound | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
-    for update in UPDATES:
-        for bound in BOUNDS["tv"]:
-            found = [compared(data, update, "tv", bound, str(name)) for name in SHOWN]
-            assert all(c["upper_recall"] in (None, 1.0) for c in found[:-1])
-            cells = " | ".join(f"{percent(c['upper_precision'])} of {c['upper']}" for c in found)
-            lines.append(f"| {update} | {bound:g} | {cells} |")
-    return "\n".join(lines)
-
-
-def undecided_table(data: dict) -> str:
-    """The share of all tokens whose bound lies inside the TV's interval."""
-    names = ["Binary", *(f"K = {k:,}" for k in SHOWN[1:])]
-    lines = [f"| updates | bound | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
-    for update in UPDATES:
-        for bound in BOUNDS["tv"]:
-            cells = [percent(compared(data, update, "tv", bound, str(name))["undecided"]) for name in SHOWN]
+            cells = [*([first(found[0])] if first else []), *map(cell, found)]
             lines.append(f"| {update} | {bound:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["run", "draw", "page"])
-    {"run": lambda: run(Settings()), "draw": draw, "page": page}[parser.parse_args().what]()
+def recall_table(data: dict, kind: str) -> str:
+    """Recall at the lower end; precision is 1 throughout, which `verdict` checks."""
+    stopped_by_exact = ("stopped by exact", lambda c: f"{c['exact']} of {c['tokens']}")
+    return table(data, kind, lambda c: percent(c["recall"]), *stopped_by_exact)
+
+
+def upper_table(data: dict) -> str:
+    """Precision at the TV's upper end, where recall is 1."""
+    found = [
+        compared(data, update, "tv", bound, str(name))
+        for update in UPDATES
+        for bound in BOUNDS["tv"]
+        for name in SHOWN[:-1]
+    ]
+    assert all(c["upper_recall"] in (None, 1.0) for c in found)
+    return table(data, "tv", lambda c: f"{percent(c['upper_precision'])} of {c['upper']}")
+
+
+def undecided_table(data: dict) -> str:
+    """The share of all tokens whose bound lies inside the TV's interval."""
+    return table(data, "tv", lambda c: percent(c["undecided"]))
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, run=lambda: run(Settings()), draw=draw, page=page)

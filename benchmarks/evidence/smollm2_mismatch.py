@@ -9,7 +9,6 @@ docs/results/data/smollm2-mismatch.json (settings, and figures over all tokens) 
 each sampler in smollm2-mismatch.parquet.
 """
 
-import argparse
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from pages import fill
+from pages import command, fill
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 DATA = RESULTS / "data/smollm2-mismatch.parquet"
@@ -383,11 +382,5 @@ def bands(samplers: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=["run", "draw", "page"])
-    {"run": lambda: run(Settings()), "draw": draw, "page": page}[parser.parse_args().what]()
-
-
 if __name__ == "__main__":
-    main()
+    command(__doc__, run=lambda: run(Settings()), draw=draw, page=page)

@@ -8,6 +8,7 @@ from trustrl.audit.summary import BINS, PER_ARM, REPRODUCED, Summary
 from trustrl.audit.verdicts import Arm
 from trustrl.config.loading import config_to_dict
 from trustrl.errors import ConfigError
+from trustrl.recording.files import RECORDS
 from trustrl.recording.table import opened, part_files
 
 VERSION = 1
@@ -27,7 +28,7 @@ def record_files(paths: Sequence[str | Path]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
-        inside = path / "records"
+        inside = path / RECORDS
         for file in part_files(inside if inside.is_dir() else path):
             found[file.resolve()] = None
     return list(found)

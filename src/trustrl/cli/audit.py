@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from trustrl.cli.regions import add_regions, regions_of
 from trustrl.errors import ConfigError
 
 
@@ -22,8 +23,7 @@ def add_records(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's own arguments."""
     add_records(parser)
-    parser.add_argument("--regions", metavar="a,b,c", default="", help="presets or arms to replay (every arm)")
-    parser.add_argument("--arms", type=Path, metavar="FILE", help="more regions: a TOML file with one table each")
+    add_regions(parser, "replay")
     parser.add_argument("--top", type=int, default=10, help="most stopped ids of each region (10)")
     parser.add_argument("--tokenizer", metavar="NAME", help="shows ids as text: a model's name or folder")
 
@@ -38,15 +38,9 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.audit.text import text
     from trustrl.audit.verdicts import COLUMNS, arm
     from trustrl.config import checks
-    from trustrl.runner.grid import chosen
-    from trustrl.runner.recipe import load_arms
 
     checks.whole("--top", options.top, low=0)
-    arms_file = load_arms(options.arms) if options.arms else {}
-    names = [name.strip() for name in options.regions.split(",") if name.strip()]
-    if not names and not arms_file:
-        names = list(DEFAULT_REGIONS)
-    arms = [arm(name, region) for name, region in chosen(names, arms_file).items()]
+    arms = [arm(name, region) for name, region in regions_of(options, otherwise=DEFAULT_REGIONS).items()]
     check_names(arms)
     text_of = None if options.tokenizer is None else _text_of(options.tokenizer)
     files = record_files(options.records)

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 
 from trustrl.cli.recipes import add_recipe
+from trustrl.cli.regions import add_regions, regions_of
 from trustrl.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's own arguments."""
     add_recipe(parser, required=False)
-    parser.add_argument("--regions", metavar="a,b,c", default="", help="presets or arms to compare (every arm)")
-    parser.add_argument("--arms", type=Path, metavar="FILE", help="more regions: a TOML file with one table each")
+    add_regions(parser, "compare")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each, from the recipe's seed on (5)")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
     parser.add_argument("--threshold", type=float, default=0.5, help="reward whose first step is reported (0.5)")
@@ -27,14 +27,12 @@ def run(options: argparse.Namespace) -> int:
     if options.recipe is None or options.out is None or not (options.regions or options.arms):
         raise ConfigError("A comparison must have RECIPE, --regions or --arms, and --out, or --draw alone. See --help.")
     from trustrl.runner.directory import write_json, write_whole
-    from trustrl.runner.grid import chosen, prepare, run_all
-    from trustrl.runner.recipe import load, load_arms
+    from trustrl.runner.grid import prepare, run_all
+    from trustrl.runner.recipe import load
     from trustrl.runner.table import markdown, table
 
     recipe = load(options.recipe, options.settings)
-    names = [name.strip() for name in options.regions.split(",") if name.strip()]
-    regions = chosen(names, load_arms(options.arms) if options.arms else {})
-    cells = prepare(recipe, regions, options.seeds, options.out)
+    cells = prepare(recipe, regions_of(options), options.seeds, options.out)
     failures = run_all(cells, options.workers, lambda line: print(line, file=sys.stderr, flush=True))
     found = table(cells, failures, options.threshold)
     write_json(options.out / "table.json", found)

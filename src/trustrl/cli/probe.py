@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SAMPLERS = ("vllm", "transformers")
+from trustrl.probe.samples import SAMPLERS
+
 PROMPTS = (
     "The capital of France is",
     "12+30=",

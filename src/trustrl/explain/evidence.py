@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any
 
 from trustrl.errors import ConfigError, RecordError
+from trustrl.recording.files import RECORDS
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.recipe import RECORDS, Recipe, load
+from trustrl.runner.recipe import Recipe, load
 from trustrl.runner.summary import summary
 
 EQUAL = "frac_reward_zero_std"

@@ -25,7 +25,7 @@ ENTROPY_LEFT = 0.1
 
 def non_finite_values(run: Evidence) -> Finding | None:
     """Rewards, advantages, log-probs or losses that are NaN or infinite: one is enough; it is counted, not guessed."""
-    inputs, outputs = (tuple(one for name in names if (one := _broken(run, name))) for names in (INPUTS, OUTPUTS))
+    inputs, outputs = (tuple(one for name in names if (one := broken(run, name))) for names in (INPUTS, OUTPUTS))
     if not inputs and not outputs:
         return None
     dropped = [one for one in points(run.rows, DROPPED) if one[1] > 0]
@@ -84,7 +84,7 @@ def entropy_left(run: Evidence) -> Number | None:
     return Number(ENTROPY, last[0][0], middle(last), limit, "below", "median of the last tenth, against the first step")
 
 
-def _broken(run: Evidence, name: str) -> Number | None:
+def broken(run: Evidence, name: str) -> Number | None:
     """The first step at which a value was not finite, or a count of faults above 0."""
     for row in run.rows:
         if name in row and row[name] is None:

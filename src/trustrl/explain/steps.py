@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from trustrl.explain.evidence import Evidence, Point, middle, points
 from trustrl.explain.findings import Finding, Number, Order, confidence
-from trustrl.explain.signal import entropy_left
+from trustrl.explain.signal import broken, entropy_left
 
 KL, MASKED, ENTROPY = "trustrl/kl_k3", "trustrl/masked_share", "trustrl/entropy"
 
@@ -95,11 +95,7 @@ def harms(run: Evidence) -> list[Number]:
         left = entropy_left(run)
         if left is not None:
             found.append(left)
-    for name in ("loss", "grad_norm"):
-        broken = [row["step"] for row in run.rows if name in row and row[name] is None]
-        if broken:
-            found.append(Number(name, broken[0], None, 0.0, "above", "not finite"))
-    return found
+    return found + [one for name in ("loss", "grad_norm") if (one := broken(run, name)) is not None]
 
 
 def _one_update(run: Evidence) -> Number | None:

@@ -3,6 +3,9 @@
 from contextlib import suppress
 from pathlib import Path
 
+RECORDS = "records"
+"""Where in a run's folder its records are."""
+
 
 def part_name(step: int, rank: int) -> str:
     """The file of one step on one rank."""

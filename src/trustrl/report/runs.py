@@ -13,9 +13,9 @@ from typing import Any, Literal
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import ConfigError, RecordError, TrustRLError
+from trustrl.recording.files import RECORDS
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.grid import LAST_WORDS
-from trustrl.runner.recipe import RECORDS
 from trustrl.runner.summary import summary
 
 Status = Literal["finished", "unfinished", "failed"]

@@ -12,15 +12,13 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict, config_to_dict
 from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
+from trustrl.recording.files import RECORDS
 from trustrl.recording.settings import Recording
 from trustrl.registry import nearest
 from trustrl.runner import tables, toml
 from trustrl.runner.tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-RECORDS = "records"
-"""Where in a run's folder its records are."""
-
 RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
 """What [records] may say."""
 
