@@ -140,7 +140,7 @@ def results(session: nox.Session) -> None:
     install_core(session, "test")
     for command in (
         "answers.py", "clipping.py page", "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw",
-        "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page",
+        "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "why.py draw",
     ):  # fmt: skip
         script, *what = command.split()
         session.run("python", f"benchmarks/evidence/{script}", *what)

@@ -24,8 +24,7 @@ TINY = ["schedule.steps=64", "schedule.checkpoint_every=64", "evaluation.count=2
 SMOLLM2 = [
     "schedule.steps=12",
     "schedule.checkpoint_every=12",
-    "schedule.completions_per_prompt=4",
-    "schedule.max_completion_tokens=16",
+    "schedule.prompts_per_step=2",
     "optimiser.warmup_steps=0",
     "evaluation.count=16",
 ]
