@@ -16,6 +16,7 @@ from findings import Difference, difference, differences, over_seeds, rows, runs
 from pages import fill
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
+README = RESULTS.parents[1] / "README.md"
 TIER_1 = ("pg-is", "ppo", "cispo", "dppo-binary-tv", "dppo-topk-tv", "troll", "drpo", "ipo")
 SETTINGS = ("stale", "mismatch", "both")
 SEEDS = range(5)
@@ -151,6 +152,23 @@ def question_g() -> None:
     draw("g-drpo", ["stale"], arms)
 
 
+def accuracies(settings: Sequence[str], arms: Sequence[str]) -> str:
+    """Held-out accuracy after training: a row for each region, a column for each setting."""
+    lines = [f"| region | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
+    for arm in arms:
+        cells = []
+        for setting in settings:
+            after = over_seeds(setting, arm, "accuracy_after")
+            if not after["n"]:
+                cells.append("–")
+                continue
+            fallen = sum(run["collapsed"] for run in runs()[setting, arm].values())
+            half = "" if after["low"] is None else f" ± {(after['high'] - after['low']) / 2:.3f}"
+            cells.append(f"{after['mean']:.3f}{half}{f', {fallen} collapsed' if fallen else ''} ({after['n']})")
+        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def overview() -> None:
     """All that was run, what is missing, and which thresholds were chosen."""
     page = RESULTS / "index.md"
@@ -158,19 +176,8 @@ def overview() -> None:
     settings = [s for s in ("on-policy", "stale-4", *SETTINGS) if any(key[0] == s for key in made)]
     extra = sorted({arm for _, arm in made} - set(TIER_1))
     present = [f"{len(made.get((s, a), {}))}" for s in settings for a in (*TIER_1, *extra)]
-    lines = [f"| region | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
-    for arm in (*TIER_1, *extra):
-        cells = []
-        for setting in settings:
-            after = over_seeds(setting, arm, "accuracy_after")
-            if not after["n"]:
-                cells.append("–")
-                continue
-            fallen = sum(run["collapsed"] for run in made[setting, arm].values())
-            half = "" if after["low"] is None else f" ± {(after['high'] - after['low']) / 2:.3f}"
-            cells.append(f"{after['mean']:.3f}{half}{f', {fallen} collapsed' if fallen else ''} ({after['n']})")
-        lines.append(f"| `{arm}` | {' | '.join(cells)} |")
-    fill(page, "overview", "\n".join(lines))
+    fill(page, "overview", accuracies(settings, (*TIER_1, *extra)))
+    fill(README, "results", accuracies(SETTINGS, ("pg-is", "ppo", "dppo-binary-tv", "troll")))
     missing = [
         f"{setting}: `{arm}`, seed {seed}"
         for setting in SETTINGS
