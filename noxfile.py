@@ -118,7 +118,8 @@ def verl(session: nox.Session) -> None:
         session.env["TRUSTRL_VLLM_PYTHON"] = str(vllm)
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
     on_ray = "tests/audit/test_mapreduce.py"  # audits through Ray Data, which no other environment has
-    session.run("pytest", "-n", "2", "tests/engines/verl", on_ray, guide, *session.posargs)
+    # Each run is trained once for all tests of its file.
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", "tests/engines/verl", on_ray, guide, *session.posargs)
     oldest = other_release(session, "verl", "0.9.0")
     session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
 

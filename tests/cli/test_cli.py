@@ -72,6 +72,20 @@ def test_a_missing_engine_ends_with_1_and_names_what_to_install(tmp_path, capsys
     assert 'pip install "trustrl[trl]"' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_only_verbs_that_train_say_how_to_go_on_after_an_interrupt(verb, capsys, monkeypatch):
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"trustrl.cli.{verb}.run", interrupted)
+    given = {"plan": [TOUR], "run": [TOUR], "conformance": ["package.module:loss"]}
+    for name in ("report", "explain", "probe", "audit", "calibrate"):
+        given[name] = ["somewhere"]
+    assert main([verb, *given.get(verb, [])]) == 1
+    hints = {"run": "the same command with --resume goes on.", "compare": "the same command goes on."}
+    assert capsys.readouterr().err == f"error: interrupted{'; ' + hints[verb] if verb in hints else '.'}\n"
+
+
 def test_a_table_that_is_not_there_ends_with_1(tmp_path, capsys):
     assert main(["compare", "--draw", str(tmp_path)]) == 1
     assert "table.json" in capsys.readouterr().err

@@ -17,7 +17,7 @@ def test_the_list_has_one_line_for_each_metric(capsys):
     assert all(f"{metric.formula} [{metric.unit}]" in line for line, metric in zip(lines, METRICS, strict=True))
 
 
-@pytest.mark.parametrize("name", ["ratio_mean", "trustrl/ratio_mean"])
+@pytest.mark.parametrize("name", ["ratio_mean", "trustrl/ratio_mean", "actor/trustrl/ratio_mean"])
 def test_an_entry_says_what_it_is_and_what_to_do(name, capsys):
     assert main(["metrics", name]) == 0
     said = capsys.readouterr()

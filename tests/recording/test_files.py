@@ -19,6 +19,7 @@ import torch
 import trustrl
 from trustrl.errors import MissingPackageError, RecordError
 from trustrl.recording import COLUMNS, VERSION, QuantileAbove, Recorder, Recording, read, sequence_ids, writing
+from trustrl.recording.rows import Rows
 from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema, bytes_per_token
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +124,20 @@ def test_row_groups_are_bounded_and_the_file_says_what_was_left_off(tmp_path, mo
     for b in many:  # no sequence is cut
         for name, mask in zip(b.sequences.tolist(), b.rollout.in_loss, strict=True):
             assert (found["sequence"] == name).sum() in (0, mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("room", "fitting"),
+    [
+        pytest.param(2, [], id="not even the first"),
+        pytest.param(3, [7, 7, 7], id="the first, around the second"),
+        pytest.param(4, [7, 7, 7], id="half of the second"),
+        pytest.param(5, [7, 9, 7, 9, 7], id="two that interleave"),
+    ],
+)
+def test_a_bound_on_rows_cuts_no_sequence_that_packed_tokens_interleave(room, fitting):
+    packed = Rows(0, 0, 0, {"sequence": torch.tensor([7, 9, 7, 9, 7, 3])})
+    assert packed.whole_sequences(room).columns["sequence"].tolist() == fitting
 
 
 def test_the_same_sequences_are_in_at_every_update_and_on_every_rank(tmp_path):

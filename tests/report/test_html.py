@@ -190,13 +190,13 @@ def test_only_an_edge_that_the_sampled_token_decides_is_drawn(region, edge, tmp_
     assert data_of(found)["tokens"][0]["edge"] == edge
 
 
-@pytest.mark.parametrize(("engine", "step"), [("trl", 4), ("verl", 6)])
-def test_recorded_steps_are_shown_as_the_curves_count_them(engine, step, tmp_path):
+@pytest.mark.parametrize(("engine", "update", "step"), [("trl", 0, 4), ("verl", 0, 5), ("verl", 1, 6)])
+def test_recorded_steps_are_shown_as_the_curves_count_them(engine, update, step, tmp_path):
     """TRL records count the updates that are done, verl's the batches, here of two updates."""
     folder = run_folder(tmp_path / "a")
     recipe = (folder / "recipe.toml").read_text()
     (folder / "recipe.toml").write_text(recipe.replace('name = "trl"', f'name = "{engine}"'))
-    write_records(folder / "records", {"token_id": [1]}, step=3)
+    write_records(folder / "records", {"token_id": [1], "update": [update]}, step=3)
     found, _ = seen(folder)
     (tokens,) = data_of(found)["tokens"]
     assert tokens["sequences"][0]["step"] == step

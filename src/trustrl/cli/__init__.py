@@ -23,6 +23,9 @@ VERBS = {
     "audit": "what other regions would have stopped, on recorded tokens",
     "calibrate": "the noise between sampler and trainer in records, and the threshold that leaves it alone",
 }
+GOES_ON = {"run": "the same command with --resume goes on", "compare": "the same command goes on"}
+"""What an interrupted verb that trains has kept; the others are started again."""
+
 OK, FAILED, WRONG = 0, 1, 2
 
 
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrustRLError as error:
         return _complain(str(error), FAILED)
     except KeyboardInterrupt:
-        return _complain("interrupted; the same command with --resume goes on.", FAILED)
+        return _complain(f"interrupted; {GOES_ON[verb]}." if verb in GOES_ON else "interrupted.", FAILED)
 
 
 def console() -> None:

@@ -17,7 +17,7 @@ PREFIX = "trustrl/"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's own arguments."""
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a metric, with or without `trustrl/`; all where left out"
+        "name", metavar="NAME", nargs="?", help="a metric, alone or as an engine logs it; all where left out"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _named(name: str) -> Metric:
     known = {metric.name: metric for metric in METRICS}
-    bare = name.removeprefix(PREFIX)
+    bare = name.rpartition(PREFIX)[2]  # engines put words of their own before it
     if bare not in known:
         raise UnknownNameError(f"Unknown metric {name!r}.{nearest(bare, known)} `trustrl metrics` lists all of them.")
     return known[bare]

@@ -36,11 +36,15 @@ class Rows:
         return replace(self, columns={name: x[index] for name, x in self.columns.items()})
 
     def whole_sequences(self, room: int) -> "Rows":
-        """As many leading sequences as fit into `room` rows; none is cut."""
+        """As many leading sequences as fit into `room` rows; none is cut, even where packed tokens interleave them."""
         if len(self) <= room:
             return self
-        ends = torch.unique_consecutive(self.columns["sequence"], return_counts=True)[1].cumsum(0)
-        return self.at(slice(0, int(ends[ends <= room].max()) if (ends <= room).any() else 0))
+        _, sequence, lengths = torch.unique(self.columns["sequence"], return_inverse=True, return_counts=True)
+        places = torch.arange(len(self))
+        first = torch.full_like(lengths, len(self)).scatter_reduce_(0, sequence, places, "amin")
+        order = first.argsort()
+        fits = order[lengths[order].cumsum(0) <= room]
+        return self.at(torch.isin(sequence, fits).nonzero().squeeze(1))
 
 
 @dataclass(frozen=True, slots=True)

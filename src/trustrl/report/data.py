@@ -133,13 +133,15 @@ def _token_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any
         return {"text": packed("i", places), **{name: packed(kinds.get(name, "f"), x) for name, x in there.items()}}
 
     names = ("position", "token_id", "verdict", *NUMBERS)
+    points = dict(tokens.points)
+    steps, updates = points.pop("step"), points.pop("update")
     return {
         "mu": tokens.mu,
         "edge": edge_of(run),
-        "points": columns({**tokens.points, "step": [measured_step(run, step) for step in tokens.points["step"]]}),
+        "points": columns({**points, "step": [measured_step(run, *at) for at in zip(steps, updates, strict=True)]}),
         "sequences": [
             {
-                "name": f"{one.sequence:x}"[:8], "step": measured_step(run, one.step), "update": one.update,
+                "name": f"{one.sequence:x}"[:8], "step": measured_step(run, one.step, one.update),
                 "stopped": one.num_stopped, "tokens": one.num_tokens,
             }
             for one in tokens.shown
@@ -148,11 +150,16 @@ def _token_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any
     }  # fmt: skip
 
 
-def measured_step(run: Run, step: int) -> int:
-    """The step of `metrics.jsonl` that a recorded step is: TRL's records count updates before it, verl's batches."""
-    if run.table("engine").get("name") == "verl":
-        return step * int(run.table("schedule").get("updates_per_batch", 1))
-    return step + 1
+def measured_step(run: Run, step: int, update: int | None = None) -> int:
+    """The update of the weights that a record belongs to, counted from 1 as `metrics.jsonl` does.
+
+    TRL's records count the updates before it. verl's count batches, and the updates inside them from 0; without one, the
+    batch's last.
+    """
+    if run.table("engine").get("name") != "verl":
+        return step + 1
+    updates = int(run.table("schedule").get("updates_per_batch", 1))
+    return step * updates if update is None else (step - 1) * updates + update + 1
 
 
 def edge_of(run: Run) -> dict[str, Any] | None:

@@ -59,7 +59,7 @@ class Tokens:
     """How many of those read, by verdict."""
 
     points: Mapping[str, list[Any]]
-    """A sample of them: `mu`, `pi` (log-probs), `verdict`, `token_id`, `step`."""
+    """A sample of them: `mu`, `pi` (log-probs), `verdict`, `token_id`, `step`, `update`."""
 
     mu: str
     """Whose log-prob `mu` is: μ, or π' where no sampler's is recorded."""
@@ -74,7 +74,7 @@ class _Seen:
     """What accumulates file by file."""
 
     points: dict[str, list[Any]] = field(
-        default_factory=lambda: {k: [] for k in ("mu", "pi", "verdict", "token_id", "step")}
+        default_factory=lambda: {k: [] for k in ("mu", "pi", "verdict", "token_id", "step", "update")}
     )
     verdicts: Counter[int] = field(default_factory=Counter)
     tokens: dict[int | None, list[float]] = field(default_factory=dict)
@@ -165,6 +165,7 @@ def _take_in(seen: _Seen, file: Path, places: list[int]) -> None:
         ("verdict", "verdict"),
         ("token_id", "token_id"),
         ("step", "step"),
+        ("update", "update"),
     ):
         seen.points[name] += chosen[column].to_pylist()
     for one in pc.value_counts(table["verdict"]).to_pylist():

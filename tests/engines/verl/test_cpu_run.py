@@ -1,8 +1,8 @@
-"""verl's `main_ppo` on Ray, end to end: the sampler starts from random weights, so every ratio of 1 is a sync that worked."""
+"""Recipes on verl's `main_ppo` and Ray, end to end: the sampler starts from random weights, so every ratio of 1 is a sync
+that worked; and what the tools that read a run's folder say about them."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,82 +10,113 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("verl")
+pytest.importorskip("pyarrow")
 
 from engines.vllm.tiny import save_model
+from trustrl.cli import main
 from trustrl.engines.seam import version_of
 from trustrl.engines.verl_cpu.vllm_environment import VARIABLE
-from trustrl.engines.verl_data import write_parquet
+from trustrl.runner.directory import RunDirectory
 
+ROOT = Path(__file__).parents[3]
 STEPS = 3
+SMALL = [
+    f"schedule.steps={STEPS}", f"schedule.checkpoint_every={STEPS}", "schedule.prompts_per_step=8",
+    "schedule.completions_per_prompt=4", "schedule.updates_per_batch=1", "schedule.max_prompt_tokens=16",
+    "schedule.max_completion_tokens=8", "optimiser.learning_rate=3e-3", "evaluation.count=8", "task.problems=64",
+    "records.sample=1",
+    f"engine.settings.reward.custom_reward_function.path={Path(__file__).with_name('verl_letters_reward.py')}",
+]  # fmt: skip
+ACTOR = "engine.settings.actor_rollout_ref.actor"
+CRITIC = [
+    "engine.settings.algorithm.adv_estimator=gae", "engine.settings.critic.model.path={model}",
+    "engine.settings.critic.ppo_mini_batch_size=8", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.entropy_coeff=0.001",
+]  # fmt: skip
+BYPASS = "engine.settings.algorithm.rollout_correction.bypass_mode=true"
+RUNS = {
+    "TROLL: transformers, two ranks, a critic and a reference": [
+        "region.preset=troll", "engine.ranks_per_node=2", *CRITIC,
+    ],
+    "Top-K: vLLM at temperature 0.8": [
+        "region.preset=dppo-topk-tv", "sampler.kind=vllm", "sampler.temperature=0.8", BYPASS,
+    ],
+}  # fmt: skip
+LOGGED = {
+    "troll": {"critic/vf_loss", "actor/kl_loss", "actor/entropy_loss", "actor/trustrl/projected_share"},
+    "dppo": {"actor/trustrl/divergence_mean", "actor/trustrl/undecided_share"},
+}
 
 pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
 
 
-def train(folder, *settings):
-    """Every step's metrics; the model is random and is rewarded for some letters more than for others."""
-    save_model(folder / "model", tied=True)
-    data = {
-        split: write_parquet(folder / f"{split}.parquet", "arithmetic", split, count=64)
-        for split in ("train", "held_out")
-    }
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, id=name, marks=pytest.mark.xdist_group(name)) for name in RUNS]
+)
+def run(request, tmp_path_factory):
+    """The folder of a run; the model is random and is rewarded for some letters more than for others."""
+    settings = RUNS[request.param]
+    if "sampler.kind=vllm" in settings and not os.environ.get(VARIABLE):
+        pytest.skip(f"{VARIABLE} is not set")
+    folder = tmp_path_factory.mktemp("verl")
+    model = folder / "model"
+    save_model(model, tied=True)
     command = [
-        sys.executable, "-m", "trustrl.engines.verl_cpu",
-        f"data.train_files={data['train']}", f"data.val_files={data['held_out']}", "data.train_batch_size=8",
-        "data.max_prompt_length=16", "data.max_response_length=8", "actor_rollout_ref.rollout.n=4",
-        f"actor_rollout_ref.model.path={folder / 'model'}", "--plain-prompts",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('verl_letters_reward.py')}",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.optim.lr=3e-3",
-        "trainer.logger=[file]", f"trainer.total_training_steps={STEPS}",
-        f"hydra.run.dir={folder / 'hydra'}", *settings,
+        sys.executable, "-m", "trustrl.cli", "run", str(ROOT / "recipes/verl-tour.toml"), f"model.name={model}", *SMALL,
+        *(one.format(model=model) for one in settings), "--out", str(folder / "run"),
     ]  # fmt: skip
-    environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(folder / "steps.jsonl"), "HF_HUB_OFFLINE": "1"}
-    # A session of its own: Ray's processes must not outlive a run that hangs.
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        cwd=folder,
-    )  # fmt: skip
+        command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         said, _ = process.communicate(timeout=400)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # verl and Ray end with it
     assert process.returncode == 0, said[-6000:]
-    lines = (folder / "steps.jsonl").read_text().splitlines()
-    return [line["data"] for line in map(json.loads, lines) if "actor/grad_norm" in line["data"]]
+    return folder / "run"
 
 
-LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
-BYPASS = "algorithm.rollout_correction.bypass_mode=True"
-CRITIC = [
-    "algorithm.adv_estimator=gae", "critic.model.path={folder}/model", "critic.ppo_mini_batch_size=8",
-    "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.entropy_coeff=0.001",
-]  # fmt: skip
+def test_every_step_begins_with_the_policy_that_sampled(run):
+    rows = RunDirectory(run).rows()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[0]["grad_norm"] > 1e-3  # so that later ratios are those of weights that moved
+    for row in rows:
+        assert row["trustrl/gap_abs_mean"] < 1e-4
+        assert abs(row["trustrl/ratio_mean"] - 1) < 1e-4
+        assert row["trustrl/kl_k3"] < 1e-4
+        assert row["trustrl/tokens"] > 0
+    said = (run / "verl.log").read_text()
+    for name in LOGGED[RunDirectory(run).result()["region"]["kind"]]:
+        assert said.count(f"{name}:") >= STEPS, name
 
 
-@pytest.mark.parametrize(
-    ("sampler", "settings", "also"),
-    [
-        pytest.param(
-            "transformers_cpu", ["trainer.n_gpus_per_node=2", f"{LOSS}=trustrl-troll", *CRITIC],
-            {"critic/vf_loss", "actor/kl_loss", "actor/entropy_loss", "actor/trustrl/projected_share"},
-            id="TROLL: transformers, two ranks, a critic and a reference",
-        ),
-        pytest.param(
-            "vllm_cpu", ["actor_rollout_ref.rollout.temperature=0.8", f"{LOSS}=trustrl-dppo-topk-tv", BYPASS],
-            {"actor/trustrl/divergence_mean", "actor/trustrl/undecided_share"}, id="Top-K: vLLM at temperature 0.8",
-        ),
-    ],
-)  # fmt: skip
-def test_every_step_begins_with_the_policy_that_sampled(sampler, settings, also, tmp_path):
-    if sampler == "vllm_cpu" and not os.environ.get(VARIABLE):
-        pytest.skip(f"{VARIABLE} is not set")
-    settings = [one.format(folder=tmp_path) for one in settings]
-    steps = train(tmp_path, f"actor_rollout_ref.rollout.name={sampler}", *settings)
-    assert len(steps) == STEPS
-    assert steps[0]["actor/grad_norm"] > 1e-3  # so that later ratios are those of weights that moved
-    for step in steps:
-        assert step["actor/trustrl/gap_abs_mean"] < 1e-4
-        assert abs(step["actor/trustrl/ratio_mean"] - 1) < 1e-4
-        assert abs(step["actor/ppo_kl"]) < 1e-4
-        assert step["actor/trustrl/tokens"] > 0
-        assert also <= step.keys(), sorted(also - step.keys())
+def asked(capsys, verb, folder):
+    """What a verb says about a run, and its exit code."""
+    code = main([verb, str(folder), "--json"])
+    return json.loads(capsys.readouterr().out), code
+
+
+def test_the_tools_that_read_a_run_agree_with_its_metrics(run, capsys):
+    tokens = sum(row["trustrl/tokens"] for row in RunDirectory(run).rows())
+    is_mask = RunDirectory(run).result()["region"]["kind"] == "dppo"
+
+    reported, code = asked(capsys, "report", run)
+    (one,) = reported["runs"]
+    assert (code, one["status"], one["steps"]) == (0, "finished", STEPS)
+    assert one["tokens"]["recorded"] == one["tokens"]["read"] == tokens
+    assert one["tokens"]["verdicts"]["not finite"] == 0
+
+    audited, code = asked(capsys, "audit", run)
+    assert (code, audited["rows"]) == (0, tokens)
+    assert audited["reproduced"]["rows"] == (tokens if is_mask else 0)  # no record tells what TROLL projects
+    assert audited["reproduced"]["kept_differs"] == 0
+    assert audited["regions"]["dppo-binary-tv"]["measured"] == tokens
+    ages = [(one["bin"], one["regions"]["recorded"]["tokens"]) for one in audited["by"]["age"]["bins"]]
+    assert ages == [("0", audited["signed"])]  # one update a batch
+
+    calibrated, code = asked(capsys, "calibrate", run)
+    assert (code, calibrated["noise"]) == (1, tokens)  # too few for a recommendation
+    assert calibrated["noise"] < calibrated["needed"]
+
+    explained, code = asked(capsys, "explain", run)
+    assert (code, explained["findings"]) == (0, [])

@@ -38,9 +38,8 @@ function textOf(tokens) {
     const box = put(area, "article", { class: "sequence" });
     const head = put(box, "h3");
     put(head, "b", {}, `${one.stopped} of ${one.tokens} tokens stopped`);
-    const update = one.update ? `, update ${one.update}` : "";
     const advantage = tokens.rows.advantage[row];
-    head.append(`  ·  step ${one.step}${update}  ·  advantage ${number(advantage)}  ·  sequence ${one.name}`);
+    head.append(`  ·  step ${one.step}  ·  advantage ${number(advantage)}  ·  sequence ${one.name}`);
     return put(box, "div", { class: "tokens", role: "group", "aria-label": `Sequence ${one.name}: arrow keys move between its tokens` });
   }
   more.onclick = portion;
