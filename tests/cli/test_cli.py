@@ -86,6 +86,15 @@ def test_only_verbs_that_train_say_how_to_go_on_after_an_interrupt(verb, capsys,
     assert capsys.readouterr().err == f"error: interrupted{'; ' + hints[verb] if verb in hints else '.'}\n"
 
 
+def test_a_reader_that_has_seen_enough_gets_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trustrl.cli", "metrics"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()  # as `head` does
+    assert process.communicate()[1] == b""
+    assert process.returncode == 1
+
+
 def test_a_table_that_is_not_there_ends_with_1(tmp_path, capsys):
     assert main(["compare", "--draw", str(tmp_path)]) == 1
     assert "table.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The pages about audits and calibrations: every command parses, every key is listed."""
+"""The pages about tools that read runs: every command parses, every key of audits and calibrations is listed."""
 
 import json
 import re
@@ -16,13 +16,20 @@ from trustrl.cli import main, parser_of
 ROOT = Path(__file__).parents[2]
 GUIDES = [ROOT / f"docs/guides/{name}.md" for name in ("audit", "calibrate")]
 REFERENCE = ROOT / "docs/reference/audit.md"
-COMMANDS = [command for page in GUIDES for command in re.findall(r"^trustrl (.+)$", page.read_text(), re.M)]
+COMMANDS = [
+    command
+    for page in (*GUIDES, ROOT / "docs/guides/report.md", ROOT / "docs/guides/explain.md")
+    for command in re.findall(r"^(?:\$ )?trustrl (.+)$", page.read_text().replace("\\\n", ""), re.M)
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_in_the_guides_parses(command):
+def test_every_command_in_the_guides_parses(command, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     verb, *rest = shlex.split(command)
-    assert parser_of(verb).parse_intermixed_args(rest).records
+    options = parser_of(verb).parse_intermixed_args(rest)
+    if verb == "run":  # what a plan accepts, a run of the same recipe and settings begins with
+        assert main(["plan", options.recipe, *options.settings]) == 0
 
 
 @pytest.mark.parametrize("verb", ["audit", "calibrate"])

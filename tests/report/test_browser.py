@@ -157,6 +157,12 @@ def test_tokens_have_numbers_on_hover_and_by_keyboard(opened, tmp_path):
     assert tip.is_hidden()
 
 
+def test_a_sequence_that_was_only_re_weighted_says_so(opened, tmp_path):
+    folder = run_folder(tmp_path / "a", region="troll")
+    write_records(folder / "records", {"token_id": [1, 2], "weight": [2.0, 1.0]}, region="troll")
+    assert opened(folder).locator("#sequences b").text_content() == "1 of 2 tokens re-weighted"
+
+
 def test_charts_can_be_read_by_keyboard_and_as_tables(opened, tmp_path):
     tab = opened(recorded(run_folder(tmp_path / "a"), 200))
     tab.locator("#chart-reward svg").focus()

@@ -4,6 +4,7 @@ Exit codes: 0 ok, 1 something failed or was found, 2 wrong usage or a setting th
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -67,8 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """The console script."""
-    sys.exit(main())
+    """The console script. A reader that has seen enough, such as `head`, ends it without a word."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be written at exit
+        code = FAILED
+    sys.exit(code)
 
 
 def _help() -> str:

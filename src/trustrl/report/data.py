@@ -142,7 +142,7 @@ def _token_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any
         "sequences": [
             {
                 "name": f"{one.sequence:x}"[:8], "step": measured_step(run, one.step, one.update),
-                "stopped": one.num_stopped, "tokens": one.num_tokens,
+                "stopped": one.num_stopped, "changed": one.num_changed, "tokens": one.num_tokens,
             }
             for one in tokens.shown
         ],
@@ -153,8 +153,8 @@ def _token_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any
 def measured_step(run: Run, step: int, update: int | None = None) -> int:
     """The update of the weights that a record belongs to, counted from 1 as `metrics.jsonl` does.
 
-    TRL's records count the updates before it. verl's count batches, and the updates inside them from 0; without one, the
-    batch's last.
+    TRL's records count the updates before it. verl's count batches, and the updates inside them from 0; without such
+    an update, the batch's last.
     """
     if run.table("engine").get("name") != "verl":
         return step + 1

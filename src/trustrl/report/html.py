@@ -228,8 +228,8 @@ text with what the region did to it.</p>
 </section>
 <section id="text" aria-labelledby="text-title">
 <h2 id="text-title">Text</h2>
-<p class="hint">Completions in which most tokens were stopped, each at the update that stopped most. Point at a token,
-or focus a line and use the arrow keys, for its numbers.</p>
+<p class="hint">Completions in which most tokens were stopped or re-weighted, each at the update that did most. Point at
+a token, or focus a line and use the arrow keys, for its numbers.</p>
 <ul class="legend" aria-label="How tokens are marked">{samples}</ul>
 <div id="sequences"></div>
 <button id="more" type="button" hidden>Show more</button>

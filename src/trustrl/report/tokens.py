@@ -43,6 +43,9 @@ class Shown:
     step: int
     update: int
     num_stopped: int
+    num_changed: int
+    """Re-weighted ones."""
+
     num_tokens: int
     columns: Mapping[str, list[Any]]
 
@@ -215,13 +218,13 @@ def _shown(seen: _Seen, max_shown: int) -> Iterator[Shown]:
     for file in dict.fromkeys(best[3] for _, best in chosen):
         rows |= {(file, *key): found for key, found in _rows_of(file, {s for s, best in chosen if best[3] == file})}
     known = set()
-    for sequence, (stopped, _, num_tokens, file, update) in chosen:
+    for sequence, (stopped, changed, num_tokens, file, update) in chosen:
         columns = rows[file, sequence, update]
         text = (file, update, *columns["token_id"])
         if text in known:  # sampled twice for one prompt
             continue
         known.add(text)
-        yield Shown(sequence, columns["step"][0], update, stopped, num_tokens, columns)
+        yield Shown(sequence, columns["step"][0], update, stopped, changed, num_tokens, columns)
 
 
 def _rows_of(file: Path, sequences: set[int]) -> Iterator[tuple[tuple[int, int], dict[str, list[Any]]]]:

@@ -37,7 +37,8 @@ function textOf(tokens) {
   function heading(one) {
     const box = put(area, "article", { class: "sequence" });
     const head = put(box, "h3");
-    put(head, "b", {}, `${one.stopped} of ${one.tokens} tokens stopped`);
+    const done = !one.stopped && one.changed ? `${one.changed} of ${one.tokens} tokens re-weighted` : `${one.stopped} of ${one.tokens} tokens stopped`;
+    put(head, "b", {}, done);
     const advantage = tokens.rows.advantage[row];
     head.append(`  ·  step ${one.step}  ·  advantage ${number(advantage)}  ·  sequence ${one.name}`);
     return put(box, "div", { class: "tokens", role: "group", "aria-label": `Sequence ${one.name}: arrow keys move between its tokens` });
