@@ -11,7 +11,7 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report"]
+nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report", "package"]
 
 TORCH = "torch==2.13.0"
 
@@ -133,6 +133,13 @@ def report(session: nox.Session) -> None:
         session.run("apt-get", "update", "--quiet=2", external=True)
         session.run("apt-get", "install", "--yes", "--quiet=2", "chromium", external=True)
     session.run("pytest", "tests/report", "tests/cli/test_report.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def package(session: nox.Session) -> None:
+    """Wheel and sdist as a user gets them: built, checked, installed without the source, every extra resolved."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "package"))
+    session.run("pytest", "tests/package", *session.posargs, env={"TRUSTRL_PACKAGE_TORCH": TORCH})
 
 
 @nox.session(python="3.11")

@@ -6,7 +6,7 @@ Names are loaded when first used, so that settings, command lines and `--help` d
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.0.1"
+__version__ = "0.1.0"
 
 _HOME = {
     "trustrl.build": ("register_region",),

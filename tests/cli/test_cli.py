@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,27 @@ def test_a_plan_is_data_on_stdout_and_nothing_on_stderr(capsys):
     assert said.err == ""
 
 
+def test_a_shipped_recipe_goes_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "tour", "--json"]) == main(["plan", TOUR, "--json"]) == 0
+    by_name, by_path = re.split(r"^(?=\{)", capsys.readouterr().out, flags=re.M)[1:]
+    assert by_name == by_path
+
+
+def test_recipes_are_listed_with_a_line_each_and_printed_whole(tmp_path, capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
+    assert main(["recipes", "tour"]) == 0
+    mine = tmp_path / "mine.toml"
+    mine.write_text(capsys.readouterr().out)
+    assert mine.read_text() == Path(TOUR).read_text()
+    assert main(["recipes", "--json"]) == main(["recipes", "tour", "--json"]) == 0
+    listed, tour = (json.loads(text) for text in re.split(r"^(?=\{)", capsys.readouterr().out, flags=re.M)[1:])
+    assert listed["tour"].startswith("The tour")
+    assert tour["schedule"]["steps"] == 80
+
+
 def test_a_plan_for_people_names_roles_and_settings(capsys):
     assert main(["plan", TOUR]) == 0
     said = capsys.readouterr().out
@@ -52,6 +74,8 @@ def test_a_plan_for_people_names_roles_and_settings(capsys):
         pytest.param(["paln"], "Did you mean 'plan'?", id="an unknown verb"),
         pytest.param(["plan"], "RECIPE", id="no recipe"),
         pytest.param(["plan", "nowhere.toml"], "must be a TOML file", id="no file"),
+        pytest.param(["plan", "toru"], "Did you mean 'tour'? Known: mismatch, ", id="no recipe of that name"),
+        pytest.param(["recipes", "toru"], "Did you mean 'tour'? Known: mismatch, ", id="no recipe to print"),
         pytest.param(["plan", TOUR, "schedule.stps=3"], "Did you mean 'steps'?", id="an unknown key"),
         pytest.param(["plan", TOUR, "region.preset=pppo"], "Did you mean 'ppo'?", id="an unknown region"),
         pytest.param(["plan", TOUR, "--jsn"], "unrecognized arguments", id="an unknown option"),

@@ -12,6 +12,7 @@ from trustrl.cli import main, parser_of
 from trustrl.config.loading import config_to_dict
 from trustrl.recording import Recording
 from trustrl.runner.recipe import RECORD_KEYS
+from trustrl.runner.shipped import file_of
 from trustrl.runner.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,7 @@ def test_the_reference_lists_every_key_with_its_default():
     assert listed == {"name": "–", **keys}
 
 
-COMMANDS = re.findall(r"^trustrl (.+)$", GUIDE.read_text(), re.M)
+COMMANDS = re.findall(r"^trustrl (.+?)(?: > .+)?$", GUIDE.read_text(), re.M)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -42,8 +43,10 @@ def test_every_command_in_the_guide_parses_and_names_a_recipe_that_exists(comman
     monkeypatch.chdir(ROOT)
     verb, *rest = shlex.split(command)
     options = parser_of(verb).parse_intermixed_args(rest)
-    if options.recipe is not None:
-        assert Path(options.recipe).is_file()
+    if verb == "recipes":
+        assert main([verb, options.name]) == 0
+    elif options.recipe is not None:
+        assert file_of(options.recipe).is_file()
         # What a plan accepts, a run of the same recipe and settings begins with.
         assert main(["plan", options.recipe, *options.settings]) == 0
     if verb == "plan":

@@ -12,6 +12,7 @@ from importlib import import_module
 from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
 
 VERBS = {
+    "recipes": "the recipes that come with trustrl; one of them, to start your own from",
     "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
     "run": "trains a recipe in a folder of its own, or goes on with it",
     "compare": "trains regions × seeds and writes a table and pictures",

@@ -16,6 +16,7 @@ from trustrl.recording.files import RECORDS
 from trustrl.recording.settings import Recording
 from trustrl.registry import nearest
 from trustrl.runner import tables, toml
+from trustrl.runner.shipped import file_of
 from trustrl.runner.tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -126,13 +127,15 @@ class Recipe:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a TOML file, with settings of the form `schedule.steps=50` replaced.
+    """The recipe in a TOML file, or the one of that name that comes with trustrl, with settings replaced.
+
+    An override has the form `schedule.steps=50`.
 
     Raises:
         ConfigError: there is no such file, it is not TOML, or a setting does not fit.
-        UnknownNameError: no such preset or kind of region.
+        UnknownNameError: no such recipe, preset or kind of region.
     """
-    return Recipe.from_dict(toml.override(_read("The recipe", path), overrides))
+    return Recipe.from_dict(toml.override(_read("The recipe", file_of(path)), overrides))
 
 
 def load_arms(path: str | Path) -> dict[str, Region]:

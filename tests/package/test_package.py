@@ -1,0 +1,180 @@
+"""What a user gets: wheel and sdist are built, looked into, and installed where there is no source.
+
+`nox -s package` runs this; anywhere else it is skipped, for it makes an environment with torch of its own.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+TORCH = os.environ.get("TRUSTRL_PACKAGE_TORCH")
+if TORCH is None:
+    pytest.skip("run by `nox -s package`", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+TOGETHER = [("models", "plots", "ray", "records", "report", "tasks", "trl"), ("verl",)]
+"""Extras that one environment has; verl wants other versions of what the others share."""
+
+NEED_MORE = {
+    "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",
+    "trustrl.engines.forward": "transformers",
+    "trustrl.engines.trl": "trl and transformers",
+    "trustrl.engines.verl": "verl",
+    "trustrl.engines.verl_cpu": "verl and ray",
+    "trustrl.engines.vllm.gloo_transfer": "vLLM",
+}
+"""What cannot be imported with the core alone, and why."""
+
+
+@pytest.fixture
+def our_warnings_are_errors():
+    """Takes the place of the fixture for all tests, which imports trustrl: here it is not to be found."""
+
+
+def run(*command, cwd=None):
+    """Its output; what it said where it fails. Neither our source nor our settings of Python reach it."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with the sdist, and the wheel that was made from it."""
+    folder = tmp_path_factory.mktemp("built")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sdist(built):
+    (found,) = built.glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def bin(wheel, tmp_path_factory):
+    """The commands of a new environment: torch first, then the wheel, and nothing else."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    run(folder / "bin/pip", "install", "--quiet", TORCH)
+    run(folder / "bin/pip", "install", "--quiet", wheel)
+    return folder / "bin"
+
+
+def contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return {one.filename: one.CRC for one in archive.infolist()}
+
+
+def test_the_wheel_is_the_package_and_the_shipped_recipes(wheel):
+    code = [file for file in (ROOT / "src").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    expected = {str(file.relative_to(ROOT / "src")) for file in code}
+    expected |= {f"trustrl/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.toml")}
+    assert {"trustrl/py.typed", "trustrl/report/page/main.js", "trustrl/recipes/tour.toml"} <= expected
+    assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected
+
+
+def test_the_sdist_is_what_is_committed(sdist):
+    """So that it has tests and pages, and no caches, runs or notes."""
+    committed = set(run("git", "ls-files", cwd=ROOT).splitlines())
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names - committed == {"PKG-INFO"}
+    assert {name for name in committed - names if not name.startswith(".ci/")} == set()
+
+
+def test_the_source_tree_builds_the_same_wheel_as_the_sdist(wheel, tmp_path):
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT)
+    assert contents(tmp_path / wheel.name) == contents(wheel)
+
+
+def test_the_metadata_is_sound_and_asks_for_torch_and_jaxtyping_alone(wheel, sdist):
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        told = message_from_string(archive.read(name).decode())
+    needed = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == ["jaxtyping", "torch"]
+    assert set(told.get_all("Provides-Extra")) == set(EXTRAS)
+    assert told["Version"] == PROJECT["version"]
+
+
+def test_the_command_runs_where_there_is_no_source(bin, tmp_path):
+    assert "trustrl <verb>" in run(bin / "trustrl", "--help", cwd=tmp_path)
+    assert run(bin / "trustrl", "--version", cwd=tmp_path).strip() == PROJECT["version"]
+    assert "GRPOConfig" in run(bin / "trustrl", "plan", "tour", cwd=tmp_path)
+    listed = run(bin / "trustrl", "recipes", cwd=tmp_path).splitlines()
+    assert [line.split()[0] for line in listed] == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
+
+
+def test_the_first_lines_of_the_readme_run(bin, tmp_path):
+    first = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert "policy_loss" in first[1]
+    assert run(bin / "python", "-c", first[1], cwd=tmp_path)
+
+
+def test_every_other_module_imports_with_the_core_alone(bin, tmp_path):
+    code = (
+        "import importlib, json, pkgutil, trustrl\n"
+        "failed = {}\n"
+        "for found in pkgutil.walk_packages(trustrl.__path__, 'trustrl.', onerror=lambda name: None):\n"
+        "    try:\n"
+        "        importlib.import_module(found.name)\n"
+        "    except ImportError as error:\n"
+        "        failed[found.name] = str(error)\n"
+        "print(json.dumps(failed))"
+    )
+    failed = json.loads(run(bin / "python", "-c", code, cwd=tmp_path))
+    allowed = tuple(NEED_MORE)
+    assert {name: why for name, why in failed.items() if not name.startswith(allowed)} == {}
+    assert {name for name in allowed if not any(one.startswith(name) for one in failed)} == set(), (
+        "the list is out of date"
+    )
+
+
+def test_type_checkers_know_every_public_name(bin, tmp_path):
+    names = json.loads(run(bin / "python", "-c", "import json, trustrl; print(json.dumps(trustrl.__all__))"))
+    (tmp_path / "user.py").write_text("import trustrl\n" + "".join(f"reveal_type(trustrl.{name})\n" for name in names))
+    said = run(sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", bin / "python", "user.py", cwd=tmp_path)
+    found = [one["message"] for one in json.loads(said)["generalDiagnostics"]]
+    assert len(found) == len(names)
+    assert [message for message in found if re.search(r"\bUnknown\b", message)] == []
+
+
+@pytest.mark.parametrize("extras", TOGETHER, ids=",".join)
+def test_extras_can_be_installed_together_and_leave_torch_as_it_is(extras, bin, wheel, tmp_path):
+    """pip finds versions that fit; nothing is installed. What fits together fits for each one alone."""
+    report = tmp_path / "report.json"
+    run(bin / "pip", "install", "--quiet", "--dry-run", "--report", report, f"{wheel}[{','.join(extras)}]")
+    chosen = {plain(one["metadata"]["name"]) for one in json.loads(report.read_text())["install"]}
+    wanted = {plain(re.split(r"[<>=\[]", line)[0]) for extra in extras for line in EXTRAS[extra]}
+    assert wanted <= chosen
+    assert "torch" not in chosen
+
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_extra_is_among_those():
+    assert sorted(extra for extras in TOGETHER for extra in extras) == sorted(EXTRAS)
