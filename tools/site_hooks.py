@@ -1,4 +1,4 @@
-"""mkdocs hooks: the repository's own pages (CONTRIBUTING, CHANGELOG, SECURITY) on the site, with links that work in both.
+"""mkdocs hooks: CONTRIBUTING, CHANGELOG and SECURITY on the site too, with links that work there and in the repository.
 
 A link is written for somebody who reads the repository. Here it is resolved to the file it means there, and then to
 where that file is on the site. What is not on the site is left alone, and the strict build refuses it.

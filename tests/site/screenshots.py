@@ -5,12 +5,7 @@ from itertools import product
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
-from serving import CHROMIUM, SIZES, served
-
-PAGES = (
-    "", "tour/", "guides/choosing-a-region/", "guides/explain/", "concepts/clip-mask-project/", "algorithms/troll/",
-    "engines/verl/", "results/", "results/i-mismatch/", "reference/api/", "reference/metrics/", "scale/",
-)  # fmt: skip
+from serving import CHROMIUM, KINDS, SIZES, served
 
 
 def main(site: str, out: str, *pages: str) -> None:
@@ -19,7 +14,7 @@ def main(site: str, out: str, *pages: str) -> None:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for (size, (width, height)), scheme in product(SIZES.items(), ("light", "dark")):
             context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-            for page in pages or PAGES:
+            for page in pages or KINDS:
                 tab = context.new_page()
                 tab.goto(address + page)
                 tall = min(4 * height, tab.evaluate("document.documentElement.scrollHeight"))

@@ -10,6 +10,12 @@ from threading import Thread
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
+KINDS = (
+    "", "tour/", "guides/choosing-a-region/", "guides/explain/", "concepts/clip-mask-project/", "algorithms/troll/",
+    "engines/verl/", "results/", "results/i-mismatch/", "reference/api/", "reference/metrics/", "scale/",
+    "project/contributing/",
+)  # fmt: skip
+"""A page of each kind."""
 
 
 class Quiet(SimpleHTTPRequestHandler):
