@@ -19,6 +19,7 @@ PLACES = {
 }
 """Files beside docs/, and the pages they are on the site."""
 
+SHORT_CELL = re.compile(r"<td>([^<]{1,10})</td>")
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -42,3 +43,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{link[1]}{os.path.relpath(target, os.path.dirname(place) or '.')}{link[3]}"
 
     return LINK.sub(on_the_site, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keeps numbers such as 1.7e-01 in one piece: a browser would break a narrow column at the hyphen."""
+    return SHORT_CELL.sub(r'<td class="short">\1</td>', html)
