@@ -11,7 +11,9 @@ import nox
 nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report", "package"]
+nox.options.sessions = [
+    "lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report", "docs", "package",
+]  # fmt: skip
 
 TORCH = "torch==2.13.0"
 
@@ -129,10 +131,25 @@ def report(session: nox.Session) -> None:
     """Reports without torch, and their page in a real Chromium, which is installed where there is none."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))
     session.install("--no-deps", "-e", ".")
+    need_chromium(session)
+    session.run("pytest", "tests/report", "tests/cli/test_report.py", *session.posargs)
+
+
+def need_chromium(session: nox.Session) -> None:
+    """Debian's, where there is none."""
     if shutil.which("chromium") is None:
         session.run("apt-get", "update", "--quiet=2", external=True)
         session.run("apt-get", "install", "--yes", "--quiet=2", "chromium", external=True)
-    session.run("pytest", "tests/report", "tests/cli/test_report.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def docs(session: nox.Session) -> None:
+    """The documentation site in build/site, built strictly, and opened in the same Chromium; without torch."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "docs", "browser"))
+    session.install("--no-deps", "-e", ".")
+    need_chromium(session)
+    session.run("mkdocs", "build", "--strict", "--site-dir", "build/site", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("pytest", "tests/site", *session.posargs)
 
 
 @nox.session(python="3.11")

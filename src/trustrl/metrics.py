@@ -63,7 +63,7 @@ class Metric:
 def quantile(bins: list[float], share: float) -> float:
     """The value below which this share of a histogram lies, to the width of a bin (at most 12.5 %).
 
-    Example:
+    Examples:
         >>> bins = [0.0] * NUM_BINS
         >>> bins[HALF] = 1.0
         >>> quantile(bins, 0.5)

@@ -77,7 +77,7 @@ def policy_loss(
         ConfigError: the region cannot be combined with this reduction.
         NonFiniteError: with `on_nonfinite="raise"`.
 
-    Example:
+    Examples:
         >>> logp = torch.tensor([[-0.5, -1.0]], requires_grad=True)
         >>> rollout = RolloutTokens(
         ...     behavior_logp=torch.tensor([[-0.5, -2.5]]),

@@ -46,7 +46,7 @@ class TopK:
     Columns may stand in any order. An id below 0 marks an empty column (samplers return K or K + 1 ids); a repeated
     id counts once.
 
-    Example:
+    Examples:
         >>> TopK(torch.tensor([[7, 7, -1]]), torch.tensor([[-0.1, -0.1, 0.0]])).valid
         tensor([[ True, False, False]])
     """

@@ -82,7 +82,7 @@ def within_kept(
         kept_logp: log π at the kept ids.
         kept: False on columns that pad a shorter kept set.
 
-    Example:
+    Examples:
         >>> half = torch.log(torch.tensor([0.5, 0.25, 0.25]))
         >>> within_kept(half[0], half[:2], torch.tensor([True, True])).exp()
         tensor(0.6667)

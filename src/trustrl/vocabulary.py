@@ -86,7 +86,7 @@ def token_logprobs(
         RecordError: shapes, dtypes or devices do not fit.
         ConfigError: a setting is out of range.
 
-    Example:
+    Examples:
         >>> hidden, head = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
         >>> out = token_logprobs(hidden, head, torch.tensor([0, 1]), gather_ids=torch.tensor([[1], [0]]))
         >>> out.logp, out.tail_logp.exp()

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -37,6 +38,21 @@ def test_every_relative_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), target
+
+
+OWN_MACHINE = re.compile(r"localhost|\.local$|^(?:127|10|192\.168)\.|^\[|^[^.]+$")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_outside_links_are_encrypted_and_lead_to_no_machine_of_ours(page):
+    for target in re.findall(r"\]\(([a-z]+:[^)]+)\)", page.read_text()):
+        assert target.startswith("https://"), target
+        assert not OWN_MACHINE.search(urlsplit(target).netloc), target
+
+
+def test_the_python_reference_lists_every_public_name_once():
+    page = (ROOT / "docs/reference/api.md").read_text()
+    assert sorted(re.findall(r"^::: trustrl\.(\w+)$", page, re.M)) == sorted(set(trustrl.__all__) - {"__version__"})
 
 
 ALGORITHMS = sorted((ROOT / "docs/algorithms").glob("*.md"))

@@ -44,7 +44,7 @@ def config_from_dict(data: Mapping[str, Any]) -> Any:
         ConfigError: `kind` is missing, or a key or value does not fit its class.
         UnknownNameError: no settings are registered under this `kind`.
 
-    Example:
+    Examples:
         >>> config_from_dict({"kind": "dppo", "divergence": {"kind": "binary-tv", "max_increase": 0.2}}).kind
         'dppo'
     """

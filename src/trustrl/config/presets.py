@@ -71,7 +71,7 @@ def preset(name: str, **overrides: Any) -> Region:
         UnknownNameError: no preset has this name; the message suggests the nearest.
         ConfigError: an override does not fit the region.
 
-    Example:
+    Examples:
         >>> preset("dppo-binary-tv", max_ratio=5.0).max_ratio
         5.0
     """

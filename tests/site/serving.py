@@ -1,0 +1,39 @@
+"""The built site on the loopback address, and the browser that looks at it."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
+KINDS = (
+    "", "tour/", "guides/choosing-a-region/", "guides/explain/", "concepts/clip-mask-project/", "algorithms/troll/",
+    "engines/verl/", "results/", "results/i-mismatch/", "reference/api/", "reference/metrics/", "scale/",
+    "project/contributing/",
+)  # fmt: skip
+"""A page of each kind."""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files and says nothing."""
+
+    def log_message(self, format, *args):
+        pass
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """The address of the site while it is served, with a slash at its end."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

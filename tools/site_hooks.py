@@ -1,0 +1,50 @@
+"""mkdocs hooks: CONTRIBUTING, CHANGELOG and SECURITY on the site too, with links that work there and in the repository.
+
+A link is written for somebody who reads the repository. Here it is resolved to the file it means there, and then to
+where that file is on the site. What is not on the site is left alone, and the strict build refuses it.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = {
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "SECURITY.md": "project/security.md",
+}
+"""Files beside docs/, and the pages they are on the site."""
+
+SHORT_CELL = re.compile(r"<td>([^<]{1,10})</td>")
+LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the repository's own pages."""
+    for name, place in PLACES.items():
+        files.append(File.generated(config, place, content=(ROOT / name).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links from the repository's pages into docs/, and from docs/ to them."""
+    place = page.file.src_uri
+    source = {place: name for name, place in PLACES.items()}.get(place, f"docs/{place}")
+
+    def on_the_site(link: re.Match[str]) -> str:
+        meant = os.path.normpath(os.path.join(os.path.dirname(source), link[2]))
+        target = "index.md" if meant == "README.md" else PLACES.get(meant, meant.removeprefix("docs/"))
+        if target == meant:  # neither in docs/ nor one of ours
+            return link[0]
+        return f"{link[1]}{os.path.relpath(target, os.path.dirname(place) or '.')}{link[3]}"
+
+    return LINK.sub(on_the_site, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keeps numbers such as 1.7e-01 in one piece: a browser would break a narrow column at the hyphen."""
+    return SHORT_CELL.sub(r'<td class="short">\1</td>', html)
