@@ -12,7 +12,7 @@ nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = [
-    "lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "report", "docs", "package",
+    "lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "skyrl", "report", "docs", "package",
 ]  # fmt: skip
 
 TORCH = "torch==2.13.0"
@@ -124,6 +124,19 @@ def verl(session: nox.Session) -> None:
     session.run("pytest", "-n", "2", "--dist", "loadgroup", "tests/engines/verl", on_ray, guide, *session.posargs)
     oldest = other_release(session, "verl", "0.9.0")
     session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
+
+
+@nox.session(python="3.11")
+def skyrl(session: nox.Session) -> None:
+    """Regions in SkyRL: its registry and its workers, on Ray; the losses also at the oldest SkyRL we support."""
+    install_engine(session, "skyrl")
+    typed = str(Path("tests/engines/skyrl/python311").resolve())  # without it, Python 3.11 cannot import SkyRL
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/skyrl.md]"
+    tests = ("tests/engines/skyrl", guide)
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *tests, *session.posargs, env={"PYTHONPATH": typed})
+    oldest = other_release(session, "skyrl", "0.2.0")
+    losses = ("tests/engines/skyrl/test_conformance.py", "tests/engines/skyrl/test_losses.py")
+    session.run("pytest", "-n", "2", *losses, env={"PYTHONPATH": f"{oldest}:{typed}"})
 
 
 @nox.session(python="3.11")

@@ -18,8 +18,9 @@ from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
+from trustrl.engines.naming import is_ours
 from trustrl.engines.verl.anchors import SAMPLED_IDS, SAMPLED_LOGP
-from trustrl.engines.verl.region import is_ours, region_of
+from trustrl.engines.verl.region import region_of
 from trustrl.errors import EngineError, MissingDataError
 
 

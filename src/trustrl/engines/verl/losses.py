@@ -21,9 +21,11 @@ from trustrl.config.terms import (
     TokenWeights,
 )
 from trustrl.engines import seam
+from trustrl.engines.averages import averages
+from trustrl.engines.naming import names
 from trustrl.engines.verl import feed
-from trustrl.engines.verl.metrics import averages, under_their_names
-from trustrl.engines.verl.region import names, refuse_more_than_sampled_tokens, region_of
+from trustrl.engines.verl.metrics import under_their_names
+from trustrl.engines.verl.region import refuse_more_than_sampled_tokens, region_of
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 from trustrl.objective import policy_loss
 from trustrl.records import PolicyTokens, RolloutTokens

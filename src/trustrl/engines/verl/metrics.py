@@ -10,28 +10,8 @@ from typing import Any
 
 import torch
 
-from trustrl.diagnostics import Sums, rates
+from trustrl.diagnostics import Sums
 from trustrl.engines.ranks import over_ranks
-from trustrl.metrics import METRICS
-
-AVERAGES = {
-    "masked_share", "masked_share_increase", "masked_share_decrease", "bad_update_share", "gap_mean", "gap_abs_mean",
-    "ratio_mean", "weight_mean", "capped_share", "kl_k1", "kl_k2", "kl_k3", "effective_sample_share", "chi_square",
-    "divergence_mean", "undecided_share", "dropped_share", "tokens",
-    "fault_policy", "fault_behavior", "fault_proximal", "fault_advantage", "fault_overflow",
-}  # fmt: skip
-"""No maxima, minima and quantiles: verl's average of them over micro-batches would be none of a step's."""
-
-
-def averages(sums: Sums) -> dict[str, float]:
-    """Of one micro-batch; where there was no token, 0 as in verl."""
-    found = rates(sums)
-    names = [
-        f"trustrl/{metric.name}"
-        for metric in METRICS
-        if metric.name in AVERAGES and all(part in sums.added for part in metric.reads)
-    ]
-    return {name: found.get(name, 0.0) for name in names}
 
 
 def under_their_names(sums: Sums) -> dict[str, float]:

@@ -26,12 +26,13 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_to_dict
 from trustrl.diagnostics import rates
 from trustrl.engines import checkpoints, invariants, seam
+from trustrl.engines.naming import is_ours
 from trustrl.engines.ranks import share_of_one_rank
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.feed import Feed, feeding
 from trustrl.engines.verl.layout import padded
 from trustrl.engines.verl.metrics import StepSums, under_their_names
-from trustrl.engines.verl.region import is_ours, recording_of, region_of
+from trustrl.engines.verl.region import recording_of, region_of
 from trustrl.engines.verl.settings import check_engine
 from trustrl.engines.verl.vocabulary import VocabularyPass
 from trustrl.errors import ConfigError
