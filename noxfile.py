@@ -64,12 +64,24 @@ def triton(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def real_model(session: nox.Session) -> None:
-    """SmolLM2-135M's own hidden states: bf16 log-probs, their bound, exact divergences."""
-    install_core(session, "test")
+    """SmolLM2-135M's own hidden states: bf16 log-probs, their bound, exact divergences; and the notebooks."""
+    install_notebooks(session)
+    session.run("python", "benchmarks/accuracy.py")
+    session.run("pytest", "tests/real_model", "tests/notebooks")
+
+
+@nox.session(python="3.11")
+def notebooks(session: nox.Session) -> None:
+    """The notebooks run again and written back with their outputs; not in CI, which only runs them."""
+    install_notebooks(session)
+    session.run("python", "tools/run_notebooks.py", *session.posargs)
+
+
+def install_notebooks(session: nox.Session) -> None:
+    """What SmolLM2 needs, and a Jupyter kernel in the same environment."""
+    install_core(session, "test", "notebooks")
     session.install("-r", "benchmarks/smollm2-requirements.txt")
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run("python", "benchmarks/accuracy.py")
-    session.run("pytest", "tests/real_model")
 
 
 def install_engine(session: nox.Session, environment: str) -> None:

@@ -1,0 +1,95 @@
+"""Notebooks that cannot go stale: each runs from top to bottom, asserts its own numbers, and is committed clean.
+
+Running them needs a kernel: `nox -s real_model`. The other tests read the files alone.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LARGEST = 400_000  # bytes, pictures included
+
+every_notebook = pytest.mark.parametrize("file", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
+
+
+def read(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def code_cells(file):
+    return [cell for cell in read(file)["cells"] if cell["cell_type"] == "code"]
+
+
+def texts(value):
+    """Every string anywhere in a notebook but the pictures."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name != "image/png":
+                yield from texts(item)
+
+
+def test_the_notebook_is_there():
+    assert [file.stem for file in NOTEBOOKS] == ["why-the-clip-is-the-wrong-shape"]
+
+
+@every_notebook
+def test_a_notebook_runs_from_top_to_bottom(file):
+    pytest.importorskip("nbclient", reason="needs the dependency group `notebooks`; run by `nox -s real_model`")
+    import run_notebooks
+
+    again = run_notebooks.executed(file)
+    outputs = [output for cell in again.cells for output in cell.get("outputs", [])]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    kept = [output for cell in code_cells(file) for output in cell["outputs"]]
+    assert [output.output_type for output in outputs] == [output["output_type"] for output in kept]
+
+
+@every_notebook
+def test_a_notebook_is_committed_with_its_outputs_in_order(file):
+    cells = code_cells(file)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert all(output["name"] == "stdout" for output in outputs if output["output_type"] == "stream")
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 2
+    assert file.stat().st_size < LARGEST
+
+
+@every_notebook
+def test_a_notebook_asserts_what_it_says(file):
+    """Numbers in the text may not drift from what the cells compute."""
+    assert sum(cell["source"].count("assert") for cell in map(joined, code_cells(file))) >= 8
+
+
+def joined(cell):
+    return {**cell, "source": "".join(cell["source"])}
+
+
+@every_notebook
+def test_nothing_in_a_notebook_tells_where_it_ran(file):
+    found = read(file)
+    assert found["metadata"] == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    assert not any(cell["metadata"] for cell in found["cells"])
+    for text in texts(found):
+        absolute = re.search(r"(?<![\w./:])(?:/(?:home|root|tmp|work|usr|opt|mnt|var|Users)\b|[A-Z]:\\)\S*|~/", text)
+        assert absolute is None, absolute
+
+
+@every_notebook
+def test_every_relative_link_of_a_notebook_leads_somewhere(file):
+    for cell in read(file)["cells"]:
+        if cell["cell_type"] == "markdown":
+            for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", "".join(cell["source"])):
+                assert target.startswith("https://") or (FOLDER / target).exists(), target
