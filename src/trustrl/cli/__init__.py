@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def console() -> None:
     """The console script. A reader that has seen enough, such as `head`, ends it without a word."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # wherever vLLM is loaded: stdout is for data
     try:
         code = main()
         sys.stdout.flush()

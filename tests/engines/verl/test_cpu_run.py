@@ -68,7 +68,7 @@ def run(request, tmp_path_factory):
         command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        said, _ = process.communicate(timeout=400)
+        said, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             process.kill()  # verl and Ray end with it

@@ -4,6 +4,7 @@ Each probe runs in a process of its own, as a user's would: an engine that ends 
 """
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -24,7 +25,8 @@ def model(tmp_path_factory):
 
 def probe(model, *options):
     command = [sys.executable, "-m", "trustrl.cli", "probe", str(model), "--sampler", "vllm", "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    talking = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}  # as vLLM does unless told
+    done = subprocess.run(command, env=talking, capture_output=True, text=True, check=False, timeout=900)
     assert done.stdout, done.stderr[-2000:]
     return done.returncode, json.loads(done.stdout)["verdict"]
 
