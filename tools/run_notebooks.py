@@ -15,7 +15,7 @@ from typing import Any
 
 import nbclient
 import nbformat
-from jupyter_client import AsyncKernelManager
+from jupyter_client.manager import AsyncKernelManager
 from PIL import Image  # matplotlib brings it
 
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
