@@ -15,7 +15,7 @@ from typing import Any
 
 import nbclient
 import nbformat
-from jupyter_client import AsyncKernelManager
+from jupyter_client.manager import AsyncKernelManager
 from PIL import Image  # matplotlib brings it
 
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
@@ -43,12 +43,25 @@ def cleaned(notebook: Any) -> Any:
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number:02}", nbformat.from_dict({})
+        if cell.cell_type == "code":
+            cell.outputs = joined(cell.outputs)
         for output in cell.get("outputs", []):
             if "metadata" in output:
                 output.metadata = nbformat.from_dict({})
             if "image/png" in output.get("data", {}):
                 output.data["image/png"] = smaller(output.data["image/png"])
     return notebook
+
+
+def joined(outputs: list[Any]) -> list[Any]:
+    """Outputs with neighbouring pieces of one stream as one: where it was cut depends on how busy the machine was."""
+    found: list[Any] = []
+    for output in outputs:
+        if found and output.get("name") is not None and found[-1].get("name") == output.name:
+            found[-1].text += output.text
+        else:
+            found.append(output)
+    return found
 
 
 def smaller(png: str) -> str:
