@@ -51,7 +51,7 @@ class RegionLoss:
 
     def __eq__(self, other: object) -> bool:
         """A loss that came back from SkyRL's registry actor is the same loss."""
-        return type(other) is type(self) and other.name == self.name
+        return isinstance(other, RegionLoss) and other.name == self.name
 
     def __hash__(self) -> int:
         return hash(self.name)
