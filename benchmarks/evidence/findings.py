@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 from collect import RUNS, STEPS
 
+from trustrl.runner.comparison import spread
 from trustrl.runner.summary import steps_to
-from trustrl.runner.table import spread
 
 THRESHOLD = 0.6
 """The reward whose first step is the measure of speed."""

@@ -8,11 +8,11 @@ import pytest
 
 from runner.test_recipe import small
 from trustrl import ConfigError, MissingDataError, UnknownNameError, preset
+from trustrl.runner.comparison import markdown, spread, t_975, table
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.figures import draw, draw_run, probability_bins, probability_label
 from trustrl.runner.grid import cells, chosen, prepare, run_all
 from trustrl.runner.recipe import load_arms
-from trustrl.runner.table import markdown, spread, t_975, table
 
 FAKE_RUN = """
 import json, pathlib, sys

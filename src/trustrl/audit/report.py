@@ -9,7 +9,7 @@ from trustrl.audit.verdicts import Arm
 from trustrl.config.loading import config_to_dict
 from trustrl.errors import ConfigError
 from trustrl.recording.files import RECORDS
-from trustrl.recording.table import opened, part_files
+from trustrl.recording.parquet import opened, part_files
 
 VERSION = 1
 """Of the object."""

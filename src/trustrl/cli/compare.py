@@ -26,10 +26,10 @@ def run(options: argparse.Namespace) -> int:
         return _draw(options.draw)
     if options.recipe is None or options.out is None or not (options.regions or options.arms):
         raise ConfigError("A comparison must have RECIPE, --regions or --arms, and --out, or --draw alone. See --help.")
+    from trustrl.runner.comparison import markdown, table
     from trustrl.runner.directory import write_json, write_whole
     from trustrl.runner.grid import prepare, run_all
     from trustrl.runner.recipe import load
-    from trustrl.runner.table import markdown, table
 
     recipe = load(options.recipe, options.settings)
     cells = prepare(recipe, regions_of(options), options.seeds, options.out)

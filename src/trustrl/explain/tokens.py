@@ -11,8 +11,8 @@ import torch
 
 from trustrl.errors import TrustRLError
 from trustrl.explain.evidence import Evidence
+from trustrl.recording.parquet import part_files
 from trustrl.recording.reading import read
-from trustrl.recording.table import part_files
 
 FILES = 8
 """Files of records that are read, from the first on: a gap that was there from the start shows in them."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trustrl.errors import RecordError
 from trustrl.packages import need
-from trustrl.recording.table import part_files, read_table
+from trustrl.recording.parquet import part_files, read_table
 
 _EMPTY = {torch.float32: float("nan"), torch.int32: -1, torch.int64: -1, torch.bool: False}
 

@@ -9,9 +9,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from trustrl.errors import RecordError
+from trustrl.recording.parquet import opened
 from trustrl.recording.reading import tensor_of
 from trustrl.recording.schema import COLUMNS
-from trustrl.recording.table import opened
 
 ROWS = 65_536
 """Rows in a piece; more only where a sequence is longer."""

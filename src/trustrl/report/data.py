@@ -10,8 +10,8 @@ from typing import Any
 from trustrl.errors import TrustRLError
 from trustrl.report.charts import Chart, charts
 from trustrl.report.runs import Run
-from trustrl.report.text import token_texts, visible
 from trustrl.report.tokens import NUMBERS, Tokens, read_tokens, record_files
+from trustrl.report.untrusted import token_texts, visible
 from trustrl.report.verdicts import MEANINGS, VERDICTS
 from trustrl.report.words import facts, region_in_words, statistic_of
 from trustrl.runner.summary import COLLAPSE

@@ -15,8 +15,8 @@ from trustrl.report.charts import Chart
 from trustrl.report.data import Report, edge_of, measured_step, page_data, summary_of
 from trustrl.report.runs import Run
 from trustrl.report.terminal import percent
-from trustrl.report.text import embedded, visible
 from trustrl.report.tokens import Tokens
+from trustrl.report.untrusted import embedded, visible
 from trustrl.report.verdicts import MEANINGS, VERDICTS
 
 SCRIPTS = ("base.js", "lines.js", "scatter.js", "text.js", "main.js")

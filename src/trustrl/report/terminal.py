@@ -5,7 +5,7 @@ from typing import Any
 
 from trustrl.report.charts import Chart
 from trustrl.report.data import Report, summary_of
-from trustrl.report.text import visible
+from trustrl.report.untrusted import visible
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 WIDTH = 32

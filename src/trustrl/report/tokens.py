@@ -15,7 +15,7 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
 from trustrl.packages import need
-from trustrl.recording.table import read_table
+from trustrl.recording.parquet import read_table
 from trustrl.report.runs import read_json
 from trustrl.report.verdicts import DOWN, STOPPED, UP, VERDICTS, with_verdicts
 

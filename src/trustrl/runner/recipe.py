@@ -15,9 +15,9 @@ from trustrl.errors import ConfigError
 from trustrl.recording.files import RECORDS
 from trustrl.recording.settings import Recording
 from trustrl.registry import nearest
-from trustrl.runner import tables, toml
+from trustrl.runner import recipe_tables, toml
+from trustrl.runner.recipe_tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
 from trustrl.runner.shipped import file_of
-from trustrl.runner.tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
@@ -45,7 +45,7 @@ class Recipe:
     """Which tokens the run writes down; none unless told. Its `folder` is not read: the run's own has one for them."""
 
     def __post_init__(self) -> None:
-        tables.text("name", self.name)
+        recipe_tables.text("name", self.name)
         checks.instance("region", self.region, (Region,))
         ranks, sequences = self.engine.ranks, self.schedule.sequences_per_step
         if sequences % ranks:
@@ -164,21 +164,21 @@ def _read(what: str, path: str | Path) -> dict[str, Any]:
 
 
 def _region(data: Any, where: str = "region") -> Region:
-    tables.mapping(where, data)
+    recipe_tables.mapping(where, data)
     if "preset" not in data:
         if "kind" not in data:
             raise ConfigError(f"{where} must have a preset or a kind, as in preset = 'dppo-binary-tv'.")
         region = config_from_dict(data)
     else:
         more = {key: value for key, value in data.items() if key != "preset"}
-        tables.text(f"{where}.preset", data["preset"])
+        recipe_tables.text(f"{where}.preset", data["preset"])
         region = config_from_dict(_laid_over(config_to_dict(preset(data["preset"])), more, data["preset"]))
     checks.instance(where, region, (Region,))
     return region
 
 
 def _records(data: Any) -> Recording:
-    tables.mapping("records", data)
+    recipe_tables.mapping("records", data)
     if "folder" in data:
         raise ConfigError(
             f"records.folder must be left out, got {data['folder']!r}. Records are in `{RECORDS}` of the run's folder."
@@ -203,7 +203,7 @@ def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any], name: str) -> 
 
 
 def _table(name: str, kind: type, data: Any) -> Any:
-    tables.mapping(name, data)
+    recipe_tables.mapping(name, data)
     _refuse_unknown(f"[{name}]", data, [one.name for one in fields(kind)])
     _refuse_missing(f"[{name}]", data, kind)
     return kind(**data)

@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from trustrl.runner.tables import Model
+from trustrl.runner.recipe_tables import Model
 
 KNOWN = {
     "tiny": (722_304, 128, 512),

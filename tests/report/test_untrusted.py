@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from report.folders import HOSTILE, hostile_tokenizer
-from trustrl.report.text import LONGEST, embedded, token_texts, visible
+from trustrl.report.untrusted import LONGEST, embedded, token_texts, visible
 
 
 @pytest.mark.parametrize(
