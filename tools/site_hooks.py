@@ -1,4 +1,4 @@
-"""mkdocs hooks: CONTRIBUTING, CHANGELOG and SECURITY on the site too, with links that work there and in the repository.
+"""mkdocs hooks: CONTRIBUTING, CHANGELOG, SECURITY and the notebooks as pages, with links that work here and there.
 
 A link is written for somebody who reads the repository. Here it is resolved to the file it means there, and then to
 where that file is on the site. What is not on the site is left alone, and the strict build refuses it.
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from notebook_pages import page_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {
@@ -24,9 +25,14 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the repository's own pages."""
+    """Adds the repository's own pages, and the notebooks."""
     for name, place in PLACES.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text()))
+    for notebook in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        text, images = page_of(notebook)
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=text))
+        for name, picture in images.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=picture))
     return files
 
 
@@ -38,6 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def on_the_site(link: re.Match[str]) -> str:
         meant = os.path.normpath(os.path.join(os.path.dirname(source), link[2]))
         target = "index.md" if meant == "README.md" else PLACES.get(meant, meant.removeprefix("docs/"))
+        target = re.sub(r"\.ipynb$", ".md", target)
         if target == meant:  # neither in docs/ nor one of ours
             return link[0]
         return f"{link[1]}{os.path.relpath(target, os.path.dirname(place) or '.')}{link[3]}"

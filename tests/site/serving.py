@@ -13,7 +13,7 @@ SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
 KINDS = (
     "", "tour/", "guides/choosing-a-region/", "guides/explain/", "concepts/clip-mask-project/", "algorithms/troll/",
     "engines/verl/", "results/", "results/i-mismatch/", "reference/api/", "reference/metrics/", "scale/",
-    "project/contributing/",
+    "project/contributing/", "architecture/", "notebooks/why-the-clip-is-the-wrong-shape/",
 )  # fmt: skip
 """A page of each kind."""
 

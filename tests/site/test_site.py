@@ -20,7 +20,8 @@ if not (SITE / "index.html").is_file():
 PATIENCE = 240_000
 """Milliseconds: the machine may be busy with something else."""
 
-WRITTEN = sorted(file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in ROOT.glob("docs/**/*.md"))
+SOURCES = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/notebooks/*.ipynb")]
+WRITTEN = sorted(file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in SOURCES)
 PAGES = [f"{name.removesuffix('index')}/".lstrip("/").replace("//", "/") for name in WRITTEN] + [
     "project/contributing/", "project/changelog/", "project/security/",
 ]  # fmt: skip

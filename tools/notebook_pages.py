@@ -1,0 +1,36 @@
+"""A notebook with its outputs as a page of the site: prose, code, what it printed, and its pictures as files."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+Images = dict[str, bytes]
+"""Pictures by file name."""
+
+FENCE = "````"
+
+
+def page_of(notebook: Path) -> tuple[str, Images]:
+    """The notebook as Markdown, and the pictures it shows."""
+    parts: list[str] = []
+    images: Images = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"{FENCE}python\n{source}\n{FENCE}")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{notebook.stem}-{len(images) + 1}.png"
+                images[name] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![Figure {len(images)} of this page]({name})")
+                continue
+            said = "".join(output.get("text", data.get("text/plain", "")))
+            parts.append(f"{FENCE}text\n{said.rstrip()}\n{FENCE}")
+    first, *rest = parts
+    title, *more = re.split(r"\n+", first, maxsplit=1)
+    about = f"*A notebook: `docs/notebooks/{notebook.name}`, run from top to bottom by a test.*"
+    return "\n\n".join([title, about, *more, *rest]) + "\n", images
