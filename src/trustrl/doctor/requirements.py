@@ -19,6 +19,9 @@ RULE = re.compile(r"(===|==|!=|~=|>=|<=|>|<)\s*([\w.*+!-]+)")
 CHECKOUT = Path(__file__).parents[3]
 """The folder with pyproject.toml, where trustrl is run from its source."""
 
+ENVIRONMENTS = (Path(__file__).parents[1] / "environments", CHECKOUT / "environments")
+"""Where a wheel has the tested environments, and where a checkout does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
@@ -115,9 +118,10 @@ def of_package(package: str) -> list[Requirement]:
 
 
 def tested() -> dict[str, dict[str, str]]:
-    """Version by package by environment, from `environments/` of a source checkout; empty without one."""
+    """Version by package by environment, from the files that describe them, in a wheel or in a checkout."""
     found: dict[str, dict[str, str]] = {}
-    for file in sorted((CHECKOUT / "environments").glob("*.txt")):
+    place = next((one for one in ENVIRONMENTS if one.is_dir()), CHECKOUT)
+    for file in sorted(place.glob("*.txt")):
         lines = (line.partition("==") for line in file.read_text().splitlines() if not line.startswith("#"))
         found[file.stem] = {_plain(name): version for name, _, version in lines if version}
     return found

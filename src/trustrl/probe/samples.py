@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from trustrl.config import checks
@@ -65,11 +66,11 @@ def draw(sampler: str, model: str, prompts: Sequence[list[int]], drawing: Drawin
 
 
 def _by_vllm(model: str, prompts: Sequence[list[int]], drawing: Drawing) -> list[Completion]:
-    from trustrl.engines.vllm.options import cpu_options, set_cpu_environment
+    from trustrl.engines.vllm.options import cpu_options, require_vllm, set_cpu_environment
 
-    need("torch", extra="trl")
+    require_vllm()
     set_cpu_environment()
-    vllm = need("vllm", extra="trl")
+    vllm: Any = import_module("vllm")
     longest = max(map(len, prompts)) + drawing.length
     llm = vllm.LLM(
         model,

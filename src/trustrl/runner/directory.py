@@ -78,7 +78,9 @@ class RunDirectory:
         """
         file = self.path / "recipe.toml"
         if self.finished:
-            raise ConfigError(f"The folder must be a new one, got {self.path}, which holds a finished run.")
+            raise ConfigError(
+                f"The folder must be a new one, got {self.path}, which holds a finished run. Choose another --out."
+            )
         if file.exists():
             if not resume:
                 raise ConfigError(

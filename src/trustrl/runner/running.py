@@ -35,12 +35,13 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, engine: Engine | 
     Raises:
         ConfigError: the folder holds another run or is in use, or the recipe asks for what its engine cannot do.
         EngineError: the engine failed.
+        MissingPackageError: the engine or the sampler is not installed.
     """
     directory = RunDirectory(folder)
     if resume and directory.finished:
         return directory.result()
     plan(recipe, folder)  # what cannot work is refused before anything is written or loaded
-    train = engine or import_module(ENGINES[recipe.engine.name]).train
+    train = engine or _engine(recipe)
     progress, began = Progress(recipe.name, recipe.schedule.steps), time.time()
     if not is_main_process():
         train(recipe, directory, progress)
@@ -50,6 +51,13 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, engine: Engine | 
         train(recipe, directory, progress)
         directory.finish(_result(recipe, directory, time.time() - began))
     return directory.result()
+
+
+def _engine(recipe: Recipe) -> Engine:
+    """The engine a recipe names, once its packages are known to be there."""
+    module = import_module(ENGINES[recipe.engine.name])
+    module.require_packages(recipe)
+    return module.train
 
 
 def _result(recipe: Recipe, directory: RunDirectory, seconds: float) -> dict[str, Any]:

