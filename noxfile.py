@@ -140,15 +140,13 @@ def verl(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def skyrl(session: nox.Session) -> None:
-    """Regions in SkyRL: its registry and its workers, on Ray; the losses also at the oldest SkyRL we support."""
+    """Regions in SkyRL: its registry, its own losses beside ours, and its workers on Ray."""
     install_engine(session, "skyrl")
     typed = str(Path("tests/engines/skyrl/python311").resolve())  # without it, Python 3.11 cannot import SkyRL
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/skyrl.md]"
-    tests = ("tests/engines/skyrl", guide)
-    session.run("pytest", "-n", "2", "--dist", "loadfile", *tests, *session.posargs, env={"PYTHONPATH": typed})
-    oldest = other_release(session, "skyrl", "0.2.0")
-    losses = ("tests/engines/skyrl/test_conformance.py", "tests/engines/skyrl/test_losses.py")
-    session.run("pytest", "-n", "2", *losses, env={"PYTHONPATH": f"{oldest}:{typed}"})
+    session.env["PYTHONPATH"] = typed
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "tests/engines/skyrl", *session.posargs)
+    session.run("pytest", guide)  # in a process of its own: it registers, as the tests have
 
 
 @nox.session(python="3.11")

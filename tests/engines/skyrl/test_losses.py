@@ -1,5 +1,8 @@
 """Our losses inside SkyRL: registered once, chosen by one setting, and a sentence for what does not go with them."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("skyrl")
@@ -49,8 +52,8 @@ def test_a_skyrl_that_reduces_otherwise_is_refused(monkeypatch):
 
 
 def test_an_old_skyrl_is_refused(monkeypatch):
-    monkeypatch.setattr(losses.seam.metadata, "version", lambda name: "0.1.0")
-    with pytest.raises(EngineError, match=r"skyrl must be at least 0\.2, got 0\.1\.0"):
+    monkeypatch.setattr(losses.seam.metadata, "version", lambda name: "0.2.0")
+    with pytest.raises(EngineError, match=r"skyrl must be at least 0\.3, got 0\.2\.0"):
         losses._check_seams()
 
 
@@ -123,8 +126,6 @@ def test_a_region_on_the_trainers_policy_does_not_ask_for_the_samplers():
 
 def test_a_fully_asynchronous_trainer_has_no_proximal_policy():
     asynchronous = config(loss="trustrl-minirl")
-    if not hasattr(asynchronous.trainer.fully_async, "enabled"):
-        pytest.skip("this SkyRL does not say")
     asynchronous.trainer.fully_async.enabled = True
     with pytest.raises(ConfigError, match=r"trainer\.fully_async\.enabled must be False"):
         engine.check_settings(asynchronous)
@@ -188,3 +189,37 @@ def test_every_micro_batch_reports_the_same_names_and_skyrl_reduces_them_as_they
     assert reduced["trustrl/tokens"] == pytest.approx(whole["trustrl/tokens"] / 3)
     assert reduced["trustrl/ratio_max"] == whole["trustrl/ratio_max"]
     assert not any(key.endswith(("_loss", "_min")) for key in reduced)
+
+
+# ── the launcher ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("start", ["trustrl.engines.skyrl", "skyrl.train.entrypoints.main_base"])
+def test_the_launcher_refuses_before_anything_starts(start):
+    """By its own name, and as SkyRL's `override_entrypoint`."""
+    run = subprocess.run(
+        [
+            sys.executable, "-m", start, "trainer.override_entrypoint=trustrl.engines.skyrl",
+            "trainer.algorithm.policy_loss_type=trustrl-dppo-binary-tv", "generator.sampling_params.top_p=0.9",
+        ],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "ConfigError: generator.sampling_params.top_p must be 1.0" in run.stderr
+
+
+def test_the_launcher_hands_a_checked_configuration_to_skyrl(monkeypatch):
+    """SkyRL validates it, starts Ray with it and runs its own entry point."""
+    import ray
+    from skyrl.train.entrypoints import main_base
+
+    seen = []
+    monkeypatch.setattr(
+        sys, "argv", ["skyrl", "trainer.algorithm.policy_loss_type=trustrl-ppo", "trainer.logger=console"]
+    )
+    monkeypatch.setattr("trustrl.engines.skyrl.entrypoint.register", lambda: seen.append("registered"))
+    monkeypatch.setattr(main_base, "initialize_ray", lambda cfg: seen.append(cfg.trainer.algorithm.policy_loss_type))
+    monkeypatch.setattr(main_base.skyrl_entrypoint, "remote", lambda cfg: seen.append(type(cfg.trainer.algorithm)))
+    monkeypatch.setattr(ray, "get", lambda what: what)
+    engine.main()
+    assert seen == ["registered", "trustrl-ppo", engine.RegionAlgorithmConfig]

@@ -1,5 +1,8 @@
 """SkyRL's own workers on Ray: the loss reaches them through its registry actor, and its `forward_backward` calls it."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("skyrl")
@@ -36,6 +39,8 @@ def workers(model, tmp_path_factory):
     """Registered in this process before Ray runs, carried by SkyRL's `sync_registries`, as its `initialize_ray` does."""
     from skyrl_worker import Worker
 
+    here = Path(__file__).parent  # Ray's processes find test modules by what they inherit
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     ray.init(
         address="local", num_cpus=RANKS, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False
     )

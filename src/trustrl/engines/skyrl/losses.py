@@ -23,7 +23,7 @@ from trustrl.errors import DuplicateNameError, EngineError, MissingDataError
 from trustrl.objective import policy_loss
 from trustrl.records import PolicyTokens, RolloutTokens
 
-OLDEST = (0, 2)
+OLDEST = (0, 3)
 CALLED_WITH = ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs")
 MORE = frozenset({"ratio_max", "divergence_max", "mismatch_abs_mean"})
 """SkyRL takes the largest of what ends in `_max`. These are never below 0, which stands for no tokens."""
@@ -125,8 +125,8 @@ def register() -> None:
     taken = set(ppo_utils.PolicyLossRegistry.list_available()) & set(names())
     if taken:
         raise DuplicateNameError(
-            f"SkyRL's policy losses {', '.join(sorted(taken))} are registered already. Remove the others, or do not "
-            f"call {__package__}.register() twice."
+            f"SkyRL's policy loss {min(taken)!r} is registered already. Remove the other one, or do not call "
+            f"{__package__}.register() twice."
         )
     for name in names():
         ppo_utils.PolicyLossRegistry.register(name, RegionLoss(name))
@@ -150,7 +150,7 @@ def registered() -> tuple[str, ...]:
 
 
 def _check_seams() -> None:
-    seam.require_version("skyrl", OLDEST, "its losses average by themselves before")
+    seam.require_version("skyrl", OLDEST, "it was not tried with any before")
     seam.require_parameters(ppo_utils, "ppo_policy_loss", CALLED_WITH)
     seam.require_parameters(ppo_utils, "reduce_loss", ("loss", "loss_mask"))
     for name, expected in {"register": ("name", "func"), "get": ("name",), "list_available": ()}.items():

@@ -41,7 +41,7 @@ def check_settings(config: Any) -> Region:
     anchors = region.needs().anchors
     if "behavior" in anchors:
         _check_behavior(config)
-    if "proximal" in anchors and getattr(config.trainer.fully_async, "enabled", False):
+    if "proximal" in anchors and config.trainer.fully_async.enabled:
         refuse(
             "trainer.fully_async.enabled", "False", True,
             f"{region.kind} needs the trainer's policy at the rollout's weights, which SkyRL does not keep; a region "
