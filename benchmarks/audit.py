@@ -1,6 +1,6 @@
 """How fast `trustrl audit` reads, and how much memory it takes, at 1, 10 and 100 million tokens.
 
-    python benchmarks/audit_records.py --out runs/adding
+    trustrl run tour schedule.updates_per_batch=8 records.sample=1 --out runs/adding
     python benchmarks/audit.py runs/adding/records [--millions 1 10 100] [--workers 2] [--verb calibrate]
 
 The tokens are not real runs of that size: real records are repeated, each log-prob of the policy moved by a little
