@@ -511,6 +511,8 @@ def plain(region: trustrl.Region, model: Any, before: Any, inputs: dict[str, Any
         logp=logp.gather(-1, sampled).squeeze(-1), full_logp=logp if needs.full else None, **more
     )
     reduction = trustrl.TokenMean(num_tokens=int(in_loss.sum()))
+    if needs.reduction is not None:
+        reduction = trustrl.SequenceMeanTokenMean(num_sequences=len(in_loss))
     model.zero_grad()
     out = trustrl.policy_loss(policy, rollout, region, reduction=reduction)
     out.loss.backward()
@@ -534,6 +536,31 @@ ON_ONE_MODEL = {
 }
 RECORDED = [(model, kind, region) for model in MODELS for kind, region in ON_EVERY_MODEL.items()]
 RECORDED += [("qwen", kind, region) for kind, region in ON_ONE_MODEL.items()]
+
+
+NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
+SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full or len(its.anchors) > 1)]
+LITTLE = {"gspo": 2e-4, "trm-sampled": 2e-3}
+"""Where the usual drift takes every sequence out of the region."""
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient(name):
+    region = trustrl.preset(name)
+    average = {"loss_type": "grpo"} if NEEDS[name].reduction else {}
+    trainer, before = world.ours(region, world.tiny_model(), **average), world.tiny_model()
+    inputs = world.sequences()
+    world.draw(before, inputs)
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    recorded = trainer._recorder.record(
+        trainer.model, inputs, version=-1, rows=4, autocast=trainer.accelerator.autocast
+    )
+    world.drift(trainer.model, LITTLE.get(name, DRIFTS["qwen"]))
+    found = world.result(trainer, inputs | recorded)
+    wanted = plain(region, trainer.model, before, inputs)
+    assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
+    assert found.metrics["trustrl/masked_share"] == wanted.metrics["trustrl/masked_share"]
+    assert found.metrics["trustrl/ratio_max"] > 1.0  # something has moved
 
 
 @pytest.mark.parametrize(("name", "kind", "region"), RECORDED, ids=[f"{name}: {kind}" for name, kind, _ in RECORDED])
