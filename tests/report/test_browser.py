@@ -1,15 +1,15 @@
 """The page in a real browser: it draws without an error or a request, hostile text stays text, and it opens at once."""
 
 import random
-import shutil
 import time
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
+pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
 pytest.importorskip("pyarrow")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if CHROMIUM is None:
+import browsing
+
+if browsing.CHROMIUM is None:
     pytest.skip("needs Chromium: `apt-get install chromium`", allow_module_level=True)
 
 from report.folders import HOSTILE, hostile_tokenizer, run_folder, steps, write_records
@@ -17,18 +17,13 @@ from trustrl.report.data import gather
 from trustrl.report.html import page as page_of
 from trustrl.report.runs import read_runs
 
-PATIENCE = 240_000
-"""Milliseconds: the machine may be busy with something else."""
-
 SIZES = {"laptop": (1366, 768), "phone": (390, 844)}
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE)
+    with browsing.started() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
@@ -37,11 +32,8 @@ def opened(browser, tmp_path):
     contexts, wrong, requests = [], [], []
 
     def open_(*folders, size="laptop", scheme="light", text=None):
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        context.set_default_timeout(PATIENCE)
-        contexts.append(context)
-        tab = context.new_page()
+        tab = browsing.blank_tab(browser, SIZES[size], scheme)
+        contexts.append(tab.context)
         tab.on("console", lambda message: wrong.append(message.text))
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("dialog", lambda dialog: wrong.append(dialog.message))

@@ -7,18 +7,17 @@ from urllib.request import urlopen
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
-from serving import CHROMIUM, KINDS, SIZES, served
+pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
+from serving import KINDS, SIZES, served
+
+import browsing
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
-if CHROMIUM is None:
+if browsing.CHROMIUM is None:
     pytest.skip("needs Chromium: `apt-get install chromium`", allow_module_level=True)
 if not (SITE / "index.html").is_file():
     pytest.skip("needs the built site: `nox -s docs`", allow_module_level=True)
-
-PATIENCE = 240_000
-"""Milliseconds: the machine may be busy with something else."""
 
 SOURCES = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/notebooks/*.ipynb")]
 WRITTEN = sorted(file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in SOURCES)
@@ -35,10 +34,8 @@ def address():
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE)
+    with browsing.started() as found:
         yield found
-        found.close()
 
 
 @pytest.fixture
@@ -47,11 +44,8 @@ def opened(browser, address):
     contexts, wrong, requests = [], [], []
 
     def open_(page="", size="laptop", scheme="light"):
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        context.set_default_timeout(PATIENCE)
-        contexts.append(context)
-        tab = context.new_page()
+        tab = browsing.blank_tab(browser, SIZES[size], scheme)
+        contexts.append(tab.context)
         tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         tab.on("pageerror", lambda error: wrong.append(str(error)))
         tab.on("request", lambda request: requests.append(request.url))
