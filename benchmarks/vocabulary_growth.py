@@ -18,7 +18,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from vocabulary import World, peak_memory, say
+from vocabulary_world import World, peak_memory, say
 
 import trustrl
 

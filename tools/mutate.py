@@ -4,7 +4,7 @@
     nox -s mutation -- --sample 50
 
 mutmut makes and runs the mutants (settings in pyproject.toml); this file draws the sample and writes the summary to
-docs/mutation.json. Survivors are explained in docs/mutation.md.
+docs/data/mutation.json. Survivors are explained in docs/mutation.md.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SUMMARY = ROOT / "docs" / "mutation.json"
+SUMMARY = ROOT / "docs/data/mutation.json"
 
 
 def mutmut(*args: str, capture: bool = False) -> str:
