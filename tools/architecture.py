@@ -29,7 +29,7 @@ BANDS = {
         "probe": "sampler and trainer on the same tokens",
     },
     "Somebody else's trainer": {
-        "engines": "TRL, verl, vLLM: checked seams, the rest borrowed",
+        "engines": "TRL, verl, SkyRL, vLLM: seams; the rest borrowed",
     },
     "A small world to train in": {
         "models": "tiny models made here, SmolLM2 from PyPI",

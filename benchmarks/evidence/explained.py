@@ -38,6 +38,7 @@ def judge(runs: Path) -> list[dict[str, Any]]:
         rows.append(
             {
                 "run": name,
+                "since": run.since,
                 "seeded": run.cause or HEALTHY,
                 "severity": run.severity,
                 "model": recipe.model.name,
@@ -114,8 +115,10 @@ def main() -> None:
         DATA.write_text("".join(json.dumps(row) + "\n" for row in judge(options.runs)))
         return
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
-    fill(PAGE, "matrix", f"{verdict(rows)}\n\n{matrix(rows)}")
-    fill(PAGE, "runs", table(rows))
+    first_runs, later = ([row for row in rows if row["since"] == since] for since in (False, True))
+    fill(PAGE, "matrix", f"{verdict(first_runs)}\n\n{matrix(first_runs)}")
+    fill(PAGE, "runs", table(first_runs))
+    fill(PAGE, "since", table(later))
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ class Run:
 
     severity: str = ""
     fault: Fault | None = None
+    since: bool = False
+    """Whether it was made after the first runs were judged, for a rule that was added then."""
 
 
 def tiny(*settings: str, **more: Any) -> Run:
@@ -198,6 +200,28 @@ RUNS = {
     "healthy-10": tiny("sampler.temperature=1.2", "region.preset=drpo", *RECORDS),
     "healthy-11": smollm2(*RECORDS),
     "healthy-12": smollm2("region.preset=ppo"),
+    "nan-5": tiny(
+        since=True,
+        cause=NAN,
+        severity=".5 % of rewards",
+        fault=lambda t, r: broken_reward(t, lambda step, i: r.random() < 0.005),
+    ),
+    "nan-6": tied(
+        FP32,
+        "region.preset=ppo",
+        since=True,
+        cause=NAN,
+        severity="3 % of rewards",
+        fault=lambda t, r: broken_reward(t, lambda step, i: r.random() < 0.03),
+    ),
+    "nan-7": smollm2(
+        since=True,
+        cause=NAN,
+        severity="one reward",
+        fault=lambda t, _: broken_reward(t, lambda s, i: s == 4 and i == 3),
+    ),
+    "healthy-13": tiny("schedule.updates_per_batch=4", "region.preset=troll", since=True),
+    "healthy-14": tied(FP32, since=True),
 }
 
 FIRST_SEED = 700

@@ -21,6 +21,7 @@ def healthy(step, updates):
     update = (step - 1) % updates
     return {
         "step": step, "loss": -0.1, "grad_norm": 0.3, "reward": 0.3 + 0.5 * step / STEPS, "frac_reward_zero_std": 0.1,
+        "frac_reward_nan": 0.0,
         "trustrl/entropy": 0.5 - 0.2 * step / STEPS, "trustrl/kl_k3": 0.001 * update, "trustrl/masked_share": 0.002 * update,
         MISMATCH: 1e-5, RATIO: 1.0, "trustrl/dropped_share": 0.0, "trustrl/fault_advantage": 0.0,
         "trustrl/fault_policy": 0.0,
@@ -167,6 +168,13 @@ def test_a_reward_that_is_no_number_came_in_with_the_batch(tmp_path):
     (found,) = explain(folder(tmp_path / "run", lambda row: {"reward": math.nan} if row["step"] == 3 else {}))
     assert found.name == "non-finite values"
     assert "came in" in found.reason
+
+
+def test_a_reward_that_trl_left_out_came_in_with_the_batch(tmp_path):
+    path = folder(tmp_path / "run", lambda row: {"frac_reward_nan": 0.01 if row["step"] == 21 else 0.0})
+    (found,) = explain(path)
+    assert (found.name, found.order.name, found.confidence) == ("non-finite values", "INPUT", 1.0)
+    assert [(one.metric, one.step, one.value) for one in found.numbers] == [("frac_reward_nan", 21, 0.01)]
 
 
 def test_one_update_that_goes_far_and_a_fallen_reward_are_the_learning_rate(tmp_path):

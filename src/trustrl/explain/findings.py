@@ -13,6 +13,7 @@ HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
     "reward": "rises, or stays near its best",
     "entropy change": "below .3 for the three largest",
     "frac_reward_zero_std": "below .5",
+    "frac_reward_nan": "0",
 }
 """Of each number a finding may name: the metric dictionary's band, and words for what engines log themselves."""
 

@@ -20,7 +20,8 @@ from trustrl.runner.trl_settings import grpo_fields, trainer_arguments
 COMPLETE = "trustrl_complete"
 """In a checkpoint's folder once it is whole: a kill may come while transformers writes it."""
 
-KEPT = ("loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "entropy")
+OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
+KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
 
 
 def require_packages(recipe: Recipe) -> None:
@@ -154,9 +155,8 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
             if "completions/mean_length" in logs:
                 row["completion_length"] = logs["completions/mean_length"]
             # TRL logs what belongs to a rollout at its first update; the others train on the same rollout.
-            of_rollout = ("reward", "reward_std", "frac_reward_zero_std", "completion_length")
             if "reward" in row:
-                self.reward = {name: row[name] for name in of_rollout if name in row}
+                self.reward = {name: row[name] for name in (*OF_ROLLOUT, "completion_length") if name in row}
             row = {**row, **self.reward, "seconds": round(time.time() - began, 2)}
             directory.append("metrics", row)
             progress.step(row)

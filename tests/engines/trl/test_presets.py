@@ -66,6 +66,16 @@ def run_of(name):
     return Run(differences, history, {key: p.detach() for key, p in trainer.model.named_parameters()})
 
 
+def test_completions_without_a_reward_are_counted():
+    """TRL leaves them out of the batch; their share is logged."""
+    trainer = world.ours(trustrl.preset("dppo-binary-tv"), **SETTINGS | {"max_steps": 2, "num_iterations": 1})
+    (reward,) = trainer.reward_funcs
+    trainer.reward_funcs[0] = lambda *args, **kwargs: [None, float("nan"), *reward(*args, **kwargs)[2:]]
+    trainer.train()
+    logged = [entry["frac_reward_nan"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [2 / 8, 2 / 8]
+
+
 @pytest.fixture(scope="module")
 def runs():
     """Each preset trains once, when it is first asked for."""

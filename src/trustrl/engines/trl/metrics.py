@@ -18,6 +18,10 @@ CLIP = "clip_ratio/"
 """TRL's own names for stopped shares; they keep being logged, with what the region did."""
 
 
+UNSCORED = "frac_reward_nan"
+"""Share of completions for which no reward function gave a number: TRL's advantage for them is 0, whatever they say."""
+
+
 class StepMetrics:
     """Adds up one optimiser step, then writes its rates where TRL keeps its own.
 

@@ -1,7 +1,7 @@
 """TRL: any region in `GRPOTrainer`, by one more argument.
 
 Seams:    `_compute_loss(model, inputs)` and `_generate_and_score_completions(inputs)`, both calling super(); their
-          parameters are checked when a trainer is made
+          parameters are checked when a trainer is made. `_calculate_rewards` is only looked at
 Borrowed: everything else. TRL runs its own loss, with the advantages set to 0 and watched: what is left of it are its
           other terms (KL to the reference, entropy, router), and its derivative by the advantages is what it multiplies
           each token's loss with. The region's own terms are added with those coefficients, so TRL's reduction, its
@@ -129,6 +129,13 @@ class TrustRegionMixin(_Trainer):
             ids = rollout["completion_ids"]
             added["trustrl_sequence"] = self._names.of(self.state.global_step, len(ids)).to(ids.device)
         return {**rollout, **added}
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL leaves completions without a reward out and warns; here their share is logged beside its other ones."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode][metrics.UNSCORED].append(rewards.isnan().all(dim=1).double().mean().item())
+        return rewards
 
     # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
 
