@@ -5,6 +5,8 @@ Running them needs a kernel and, for one, SmolLM2: `nox -s real_model`. The othe
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,8 +44,17 @@ def test_both_notebooks_are_there():
     assert [file.stem for file in NOTEBOOKS] == ["dppo-and-troll-on-a-real-model", "why-the-clip-is-the-wrong-shape"]
 
 
+@pytest.fixture(scope="module")
+def fonts(tmp_path_factory):
+    """A cache of matplotlib's own: the user's may name fonts of an installation that is gone, and making one talks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPLCONFIGDIR", str(tmp_path_factory.mktemp("matplotlib")))
+        subprocess.run([sys.executable, "-c", "import matplotlib.font_manager"], check=False, capture_output=True)
+        yield
+
+
 @every_notebook
-def test_a_notebook_runs_from_top_to_bottom(file):
+def test_a_notebook_runs_from_top_to_bottom(file, fonts):
     pytest.importorskip("nbclient", reason="needs the dependency group `notebooks`; run by `nox -s real_model`")
     pytest.importorskip(NEEDS.get(file.stem, "matplotlib"), reason="needs a real model; run by `nox -s real_model`")
     import run_notebooks
