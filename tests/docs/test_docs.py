@@ -83,3 +83,9 @@ def test_pages_name_only_metrics_that_exist(page):
     known = {m.name for m in trustrl.METRICS} | {"band_rise", "<name>", "..."}
     for name in re.findall(r"[`\"\']trustrl/([^`\"\'\s]+)[`\"\']", page.read_text()):
         assert name in known or "{" in name, name
+
+
+def test_ci_runs_every_session_that_nox_runs_unasked():
+    asked = re.findall(r"^\s*run ([a-z_ ]+?)(?: [>|].*| &)?$", (ROOT / ".ci/run").read_text(), re.M)
+    (unasked,) = re.findall(r"nox\.options\.sessions = \[(.*?)\]", (ROOT / "noxfile.py").read_text(), re.S)
+    assert sorted(" ".join(asked).split()) == sorted(re.findall(r'"(\w+)"', unasked))
