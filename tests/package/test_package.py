@@ -30,6 +30,7 @@ TOGETHER = [("models", "plots", "ray", "records", "report", "tasks", "trl"), ("v
 NEED_MORE = {
     "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",
     "trustrl.engines.forward": "transformers",
+    "trustrl.engines.skyrl": "skyrl",
     "trustrl.engines.trl": "trl and transformers",
     "trustrl.engines.verl": "verl",
     "trustrl.engines.verl_cpu": "verl and ray",
