@@ -1,7 +1,8 @@
-"""Packages the core does without, imported when first used; a missing one is named with the extra that brings it."""
+"""What is beside the code: packages the core does without, imported when first used, and folders that come with it."""
 
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingPackageError
@@ -29,6 +30,13 @@ def require(module: str, *, advice: str) -> None:
     """
     if find_spec(module) is None:
         raise _missing(module, advice)
+
+
+def shipped_folder(name: str) -> Path:
+    """A folder that comes with trustrl: inside the package in a wheel, at the top of a checkout."""
+    package = Path(__file__).parent
+    inside = package / name
+    return inside if inside.is_dir() else package.parents[1] / name
 
 
 def _missing(name: str, advice: str) -> MissingPackageError:

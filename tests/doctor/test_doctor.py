@@ -55,7 +55,7 @@ def test_without_a_checkout_the_installed_package_is_asked(tmp_path, monkeypatch
     wheel = tmp_path / "environments"
     wheel.mkdir()
     (wheel / "trl.txt").write_text("# as tested\ntrl==1.99\n")
-    monkeypatch.setattr(requirements, "ENVIRONMENTS", (wheel, tmp_path / "none"))
+    monkeypatch.setattr(requirements, "shipped_folder", lambda name: tmp_path / name)
     assert requirements.tested() == {"trl": {"trl": "1.99"}}
 
 

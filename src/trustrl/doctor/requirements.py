@@ -12,15 +12,13 @@ from importlib import metadata
 from pathlib import Path
 
 from trustrl.engines.seam import leading_numbers
+from trustrl.packages import shipped_folder
 
 FORM = re.compile(r"\s*([A-Za-z0-9][\w.-]*)\s*(?:\[[^\]]*\])?\s*\(?([^;)]*)\)?\s*(?:;\s*(.*))?")
 EXTRA = re.compile(r"""extra\s*==\s*['"]([\w.-]+)['"]""")
 RULE = re.compile(r"(===|==|!=|~=|>=|<=|>|<)\s*([\w.*+!-]+)")
 CHECKOUT = Path(__file__).parents[3]
 """The folder with pyproject.toml, where trustrl is run from its source."""
-
-ENVIRONMENTS = (Path(__file__).parents[1] / "environments", CHECKOUT / "environments")
-"""Where a wheel has the tested environments, and where a checkout does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +116,9 @@ def of_package(package: str) -> list[Requirement]:
 
 
 def tested() -> dict[str, dict[str, str]]:
-    """Version by package by environment, from the files that describe them, in a wheel or in a checkout."""
+    """Version by package by environment, from the files that describe them."""
     found: dict[str, dict[str, str]] = {}
-    place = next((one for one in ENVIRONMENTS if one.is_dir()), CHECKOUT)
-    for file in sorted(place.glob("*.txt")):
+    for file in sorted(shipped_folder("environments").glob("*.txt")):
         lines = (line.partition("==") for line in file.read_text().splitlines() if not line.startswith("#"))
         found[file.stem] = {_plain(name): version for name, _, version in lines if version}
     return found

@@ -5,12 +5,12 @@ from trustrl.explain.findings import Finding, Number, Order, confidence
 
 ENTROPY, DROPPED = "trustrl/entropy", "trustrl/dropped_share"
 
-UNSCORED = "frac_reward_nan"
-"""Share of completions whose reward was no number, which TRL leaves out."""
+MEASURES = ("reward", "loss", "grad_norm")
+"""Numbers that must be finite. All others below count what was not, and must be 0."""
 
 INPUTS = (
     "reward",
-    UNSCORED,
+    "frac_reward_nan",  # completions that TRL left out
     "trustrl/fault_advantage",
     "trustrl/fault_behavior",
     "trustrl/fault_proximal",
@@ -93,6 +93,6 @@ def broken(run: Evidence, name: str) -> Number | None:
     for row in run.rows:
         if name in row and row[name] is None:
             return Number(name, row["step"], None, 0.0, "above", "not finite")
-        if (name.startswith("trustrl/") or name == UNSCORED) and row.get(name, 0) > 0:
+        if name not in MEASURES and row.get(name, 0) > 0:
             return Number(name, row["step"], row[name], 0.0, "above", "first seen")
     return None

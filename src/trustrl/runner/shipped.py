@@ -3,17 +3,13 @@
 from pathlib import Path
 
 from trustrl.errors import UnknownNameError
+from trustrl.packages import shipped_folder
 from trustrl.registry import nearest
-
-_PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE / "recipes", _PACKAGE.parents[1] / "recipes")
-"""Where a wheel has them, and where a checkout does."""
 
 
 def shipped() -> dict[str, Path]:
     """The file of every recipe, by name."""
-    folder = next((place for place in _PLACES if place.is_dir()), _PACKAGE)
-    return {file.stem: file for file in sorted(folder.glob("*.toml"))}
+    return {file.stem: file for file in sorted(shipped_folder("recipes").glob("*.toml"))}
 
 
 def named(name: str) -> Path:
