@@ -47,8 +47,9 @@ def resident(key):
 def main(name):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    folder = oracle.tiny_model(Path(tempfile.mkdtemp()), vocab_size=V, hidden_size=D, max_position_embeddings=256)
-    worker = regions.training_worker(folder, kind=RegionWorker)
+    with tempfile.TemporaryDirectory() as folder:
+        model = oracle.tiny_model(Path(folder), vocab_size=V, hidden_size=D, max_position_embeddings=256)
+        worker = regions.training_worker(model, kind=RegionWorker)
     worker.engine_config.infer_micro_batch_size_per_gpu = 1
     region = trustrl.config_to_dict(trustrl.preset(name))
     config = world.actor("trustrl", policy_loss={"region": region, "startup_checks": False})
