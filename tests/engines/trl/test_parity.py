@@ -563,11 +563,14 @@ def test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient(name)
     assert found.metrics["trustrl/ratio_max"] > 1.0  # something has moved
 
 
+@pytest.mark.parametrize(("weights", "largest_error"), [(torch.float32, 1e-5), (torch.float64, LARGEST_ERROR)])
 @pytest.mark.parametrize(("name", "kind", "region"), RECORDED, ids=[f"{name}: {kind}" for name, kind, _ in RECORDED])
-def test_a_region_on_the_vocabulary_gets_what_plain_logits_give(name, kind, region):
-    """Recorded by the trainer at the rollout weights, then the weights drift."""
-    trainer, before = world.ours(region, MODELS[name]()), MODELS[name]()
+def test_a_region_on_the_vocabulary_gets_what_plain_logits_give(name, kind, region, weights, largest_error):
+    """Recorded by the trainer at the rollout weights, then the weights drift. In float32 two orders of sums differ."""
+    trainer, before = world.ours(region, MODELS[name]().to(weights)), MODELS[name]().to(weights)
     inputs = world.sequences()
+    if name == "gemma":  # in float64 transformers' own attention makes NaN of a row that is padding only
+        inputs["prompt_mask"].fill_(1)
     world.draw(before, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
     trainer._vocabulary.remember_head(trainer.model)
@@ -582,7 +585,7 @@ def test_a_region_on_the_vocabulary_gets_what_plain_logits_give(name, kind, regi
     acting = found.metrics["trustrl/projected_share" if "projection" in kind else "trustrl/masked_share"]
     assert 0.05 < acting < 0.95
     assert found.metrics["trustrl/dropped_share"] == 0
-    assert world.error(found.gradient, wanted.gradient) <= 1e-5
+    assert world.error(found.gradient, wanted.gradient) <= largest_error
     distance = "trustrl/projected_kl_before" if "projection" in kind else "trustrl/divergence_mean"
     assert found.metrics[distance] == pytest.approx(wanted.metrics[distance], rel=1e-4)
 

@@ -18,9 +18,11 @@ from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
+import worlds
 from trustrl import ConfigError, DuplicateNameError, EngineError, UnknownNameError
 from trustrl.engines import verl as engine
 from trustrl.engines.verl import losses
+from trustrl.engines.verl.feed import Feed, feeding
 
 NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
 SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full or len(its.anchors) > 1)]
@@ -260,6 +262,45 @@ def test_a_preset_has_the_cores_verdicts_and_gradient(name):
     assert found.metrics["trustrl/masked_share"] == pytest.approx(
         trustrl.rates(out.sums)["trustrl/masked_share"], abs=1e-12
     )
+
+
+@pytest.mark.parametrize("name", sorted(NEEDS.keys() - set(SAMPLED)))
+def test_a_preset_that_reads_more_has_the_cores_verdicts_and_gradient(name):
+    """The same with what a worker hands over beside verl's tensors: both anchors, the top K, the whole vocabulary."""
+    drift = 0.22 if name.startswith("trm") else 0.5  # it stops whole sequences: more would stop them all
+    region, needs, w = trustrl.preset(name), NEEDS[name], worlds.world(rows=8, vocabulary=96, drift=drift)
+
+    def tokens(dtype):
+        rollout = w.rollout(needs.anchor, dtype=dtype, k=needs.topk or worlds.K, with_tails=True)
+        return rollout, w.policy_tokens(rollout, dtype=dtype)
+
+    (rollout, policy), taken = tokens(torch.float32), []
+    feed = Feed(
+        region,
+        {"behavior_logp": rollout.behavior_logp, "proximal_logp": rollout.proximal_logp},
+        lambda out, *_: taken.append(out),
+        {"token_ids": rollout.token_ids, "topk": rollout.topk, "full": rollout.full},
+        {"topk_logp": policy.topk_logp, "tail_logp": policy.tail_logp, "full_logp": policy.full_logp},
+    )
+    with feeding(feed):
+        loss, _ = core_algos.get_policy_loss_fn(f"trustrl-{name}")(
+            old_log_prob=rollout.proximal_logp, log_prob=policy.logp, advantages=rollout.advantage,
+            response_mask=rollout.in_loss, config=world.actor(f"trustrl-{name}"),
+        )  # fmt: skip
+    loss.backward()
+    wanted_rollout, wanted = tokens(torch.float64)
+    reduction = trustrl.TokenMean(num_tokens=w.num_tokens)
+    out = trustrl.policy_loss(wanted, wanted_rollout, region, reduction=reduction)
+    out.loss.backward()
+    gradients = [
+        torch.cat([worlds.grad_of(x).double().flatten() for x in (of.logp, of.topk_logp, of.tail_logp, of.full_logp)])
+        for of in (policy, wanted)
+    ]
+    assert world.error(*gradients) <= 1e-6
+    (found,) = taken
+    assert torch.equal(found.decision.keep, out.decision.keep)
+    untouched = torch.isclose(found.decision.logp, policy.logp) if needs.projects else found.decision.keep
+    assert 0.02 < untouched[rollout.in_loss].double().mean() < 0.98  # the region was at work
 
 
 def test_a_mismatch_is_not_counted_twice():
