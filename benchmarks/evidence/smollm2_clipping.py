@@ -3,7 +3,7 @@
     python benchmarks/evidence/smollm2_clipping.py draw
     python benchmarks/evidence/smollm2_clipping.py page
 
-Both read what `smollm2_masks.py run` has written.
+Both read what `smollm2_tokens.py` has written.
 """
 
 from collections import Counter
@@ -11,7 +11,8 @@ from collections import Counter
 import numpy as np
 import torch
 from pages import command, fill
-from smollm2_masks import RESULTS, UPDATES, load, percent, setting, share
+from smollm2_masks import percent, share
+from smollm2_tokens import RESULTS, UPDATES, load, setting
 
 import trustrl
 

@@ -93,7 +93,7 @@ def sampled(options: dict, settings: Settings) -> list[dict]:
     from trustrl.engines.vllm import set_cpu_environment
 
     set_cpu_environment()
-    from smollm2_masks import prompts
+    from smollm2_tokens import prompts
     from vllm import LLM, SamplingParams
 
     from trustrl import models

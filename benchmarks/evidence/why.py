@@ -2,7 +2,7 @@
 
     python benchmarks/evidence/why.py draw
 
-The left side is the rule itself, the right side what `smollm2_masks.py run` has measured.
+The left side is the rule itself, the right side what `smollm2_tokens.py` has measured.
 """
 
 from pathlib import Path
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from pages import command
 from smollm2_clipping import BINS, REGIONS, after, in_bins
-from smollm2_masks import UPDATES, load, share
+from smollm2_masks import share
+from smollm2_tokens import UPDATES, load
 
 import trustrl
 
