@@ -18,8 +18,13 @@ from pages import fill
 RESULTS = Path(__file__).parents[2] / "docs/results"
 README = RESULTS.parents[1] / "README.md"
 TIER_1 = ("pg-is", "ppo", "cispo", "dppo-binary-tv", "dppo-topk-tv", "troll", "drpo", "ipo")
+RIVALS = ("dppo-binary-kl", "dppo-topk-kl", "dppo-full-tv", "cppo", "trm", "gspo", "sapo", "spo", "kpop")
+"""As published, in `stale` only; `minirl`, `tis`, `icepop` and `mis` are PPO there, where nothing mismatches."""
+
 SETTINGS = ("stale", "mismatch", "both")
 SEEDS = range(5)
+VARIED = ("stale", "stale-unscaled", "stale-batch-scaled", "stale-llama")
+"""Question j: the setting as it stands, two other advantages, another family of models."""
 
 
 def judged(setting: str, arm: str, other: str, name: str = "accuracy_after") -> str:
@@ -152,6 +157,26 @@ def question_g() -> None:
     draw("g-drpo", ["stale"], arms)
 
 
+def question_j() -> None:
+    """A verdict holds where the varied setting gives the same one."""
+    page, arms = RESULTS / "j-estimators.md", ("ppo", "dppo-binary-tv", "troll")
+    pairs = {
+        "Binary TV higher than PPO?": ("dppo-binary-tv", "ppo"),
+        "TROLL higher than Binary TV?": ("troll", "dppo-binary-tv"),
+    }
+    said = []
+    for asked, pair in pairs.items():
+        found = [difference(setting, *pair) for setting in VARIED]
+        signs = {one.sign for one in found if one is not None}
+        word = (
+            "not all run" if None in found else "the same verdict in each" if len(signs) == 1 else "the verdict changes"
+        )
+        said.append(f"{asked} **{word.capitalize()}.**\n\n{bullets(VARIED, *pair)}")
+    fill(page, "verdict", "\n\n".join(said))
+    fill(page, "table", "\n".join([*rows(VARIED, arms), "", *differences(VARIED, list(pairs.values()))]))
+    draw("j-estimators", VARIED, arms)
+
+
 def accuracies(settings: Sequence[str], arms: Sequence[str]) -> str:
     """Held-out accuracy after training: a row for each region, a column for each setting."""
     lines = [f"| region | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
@@ -174,9 +199,10 @@ def overview() -> None:
     page = RESULTS / "index.md"
     made = runs()
     settings = [s for s in ("on-policy", "stale-4", *SETTINGS) if any(key[0] == s for key in made)]
-    extra = sorted({arm for _, arm in made} - set(TIER_1))
-    present = [f"{len(made.get((s, a), {}))}" for s in settings for a in (*TIER_1, *extra)]
+    extra = sorted({arm for _, arm in made} - {*TIER_1, *RIVALS})
     fill(page, "overview", accuracies(settings, (*TIER_1, *extra)))
+    against = differences(["stale"], [(arm, "ppo") for arm in RIVALS])
+    fill(page, "rivals", "\n".join([*rows(["stale"], RIVALS), "", *against]))
     fill(README, "results", accuracies(SETTINGS, ("pg-is", "ppo", "dppo-binary-tv", "troll")))
     missing = [
         f"{setting}: `{arm}`, seed {seed}"
@@ -185,7 +211,7 @@ def overview() -> None:
         for seed in SEEDS
         if seed not in made.get((setting, arm), {})
     ]
-    total = sum(map(int, present))
+    total = sum(map(len, made.values()))
     hours = sum(run["seconds"] for one in made.values() for run in one.values()) / 3600
     said = "; ".join(missing) if missing else "none of the 8 regions × 3 settings × 5 seeds"
     fill(page, "missing", f"{total} runs, {hours:.1f} hours of run time (two at a time). Missing: {said}.")
@@ -239,7 +265,17 @@ def _value(region: dict) -> str:
 
 
 def main() -> None:
-    for question in (overview, question_a, question_b, question_c, question_e, question_f, question_g, did_not_work):
+    for question in (
+        overview,
+        question_a,
+        question_b,
+        question_c,
+        question_e,
+        question_f,
+        question_g,
+        question_j,
+        did_not_work,
+    ):
         question()
 
 

@@ -29,7 +29,9 @@ def test_a_folder_that_exists_passes_through(tmp_path, monkeypatch):
         pytest.param("tinny", "Did you mean 'tiny'?", id="a typing mistake"),
         pytest.param("smollm2", "Did you mean 'smollm2-135m'?", id="a size left out"),
         pytest.param(
-            "gpt2", "Known: smollm2-135m, tiny, tiny-long, tiny-tied; or a folder that exists, or a hub id", id="others"
+            "gpt2",
+            "Known: smollm2-135m, tiny, tiny-long, tiny-long-llama, tiny-tied; or a folder that exists, or a hub id",
+            id="others",
         ),
     ],
 )

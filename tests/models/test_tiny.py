@@ -13,6 +13,7 @@ from trustrl import models
 from trustrl.models import pretrain, tiny
 from trustrl.models.pretrain import Pretraining, greedy_accuracy, sampled_accuracy
 from trustrl.models.tiny import Tiny
+from trustrl.runner.shapes import KNOWN
 from trustrl.tasks import Arithmetic
 
 SHORT = Pretraining(
@@ -91,6 +92,28 @@ def test_the_weights_follow_from_the_seed_alone():
     assert not same(tiny.model(Tiny(seed=1)).state_dict(), first)
 
 
+@pytest.mark.parametrize(("family", "normalises"), [("qwen3", True), ("llama", False)])
+def test_the_blocks_are_the_familys(family, normalises):
+    model = tiny.model(Tiny(family=family))
+    assert model.config.model_type == family
+    assert any("q_norm" in name for name, _ in model.named_parameters()) == normalises
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("tiny", Tiny()),
+        ("tiny-tied", Tiny(tied=True)),
+        ("tiny-long", Tiny(num_layers=2)),
+        ("tiny-long-llama", Tiny(num_layers=2, family="llama")),
+    ],
+)
+def test_a_plan_knows_how_large_they_are(name, made):
+    model = tiny.model(made)
+    size = (sum(p.numel() for p in model.parameters()), made.hidden_size, made.vocab_size)
+    assert KNOWN[name] == size
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_head_is_the_embedding_only_where_asked(tied):
     model = tiny.model(Tiny(tied=tied))
@@ -104,6 +127,7 @@ def test_the_head_is_the_embedding_only_where_asked(tied):
     [
         pytest.param({"vocab_size": 50}, "Every character needs an id", id="too few ids"),
         pytest.param({"hidden_size": 100}, "multiple of 64, got 100", id="heads that do not fit"),
+        pytest.param({"family": "gpt2"}, "must be one of 'qwen3', 'llama', got 'gpt2'", id="a family we do not make"),
         pytest.param({"num_layers": 0}, "whole number ≥ 1, got 0", id="no layers"),
     ],
 )

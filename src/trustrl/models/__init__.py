@@ -8,6 +8,7 @@ No framework is imported before it is used.
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from trustrl.errors import MissingDataError, UnknownNameError
 from trustrl.registry import Registry, nearest
@@ -35,16 +36,24 @@ def _tiny_tied() -> Path:
 
 @MODELS.register("tiny-long")
 def _tiny_long() -> Path:
+    return _long("qwen3")
+
+
+@MODELS.register("tiny-long-llama")
+def _tiny_long_llama() -> Path:
+    return _long("llama")
+
+
+def _long(family: Literal["qwen3", "llama"]) -> Path:
     """Adds numbers of twenty digits: answers of 22 tokens, some all but certain, some wrong every seventh time."""
     from trustrl.models.pretrain import Pretraining, pretrained
     from trustrl.models.tiny import Tiny
     from trustrl.tasks import Arithmetic
 
     unsure = (0.15, 0.01, 0.03, 0.08, 0.005, 0.02, 0.01)
+    shape = Tiny(family=family, num_layers=2)
     return pretrained(
-        Pretraining(
-            model=Tiny(num_layers=2), task=Arithmetic(digits=20), corrupted=unsure, steps=2800, learning_rate=2e-3
-        )
+        Pretraining(model=shape, task=Arithmetic(digits=20), corrupted=unsure, steps=2800, learning_rate=2e-3)
     )
 
 

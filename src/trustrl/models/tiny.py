@@ -1,8 +1,8 @@
-"""A language model small enough to train on one CPU core: characters in, four Qwen3 layers, characters out."""
+"""A language model small enough to train on one CPU core: characters in, a few layers, characters out."""
 
 import string
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,7 +23,10 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
-    """The shape of a tiny Qwen3, about 0.7 million parameters as it stands."""
+    """The shape of a tiny language model, about 0.7 million parameters as it stands."""
+
+    family: Literal["qwen3", "llama"] = "qwen3"
+    """Whose blocks: Qwen3 normalises queries and keys, Llama does not."""
 
     vocab_size: int = 512
     """Ids after the characters stand for nothing and exist to make the vocabulary as large as an experiment needs."""
@@ -40,6 +43,7 @@ class Tiny:
     """Of the initial weights."""
 
     def __post_init__(self) -> None:
+        checks.one_of("tiny.family", self.family, ("qwen3", "llama"))
         checks.whole("tiny.num_layers", self.num_layers, low=1)
         checks.whole("tiny.seed", self.seed, low=0)
         smallest = len(SPECIAL) + len(CHARACTERS)
@@ -76,10 +80,14 @@ def tokenizer(vocab_size: int = Tiny.vocab_size) -> Any:
 
 
 def model(settings: Tiny) -> Any:
-    """A Qwen3 with random weights that follow from the settings alone; torch's own random stream is left as it was."""
+    """A network with random weights that follow from the settings; torch's own random stream is left as it was."""
     transformers = need("transformers", extra="models")
     heads = settings.hidden_size // HEAD_DIM
-    config = transformers.Qwen3Config(
+    shape, network = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    }[settings.family]
+    config = shape(
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=2 * settings.hidden_size,
@@ -98,4 +106,4 @@ def model(settings: Tiny) -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(settings.seed)
-        return transformers.Qwen3ForCausalLM(config)
+        return network(config)

@@ -11,6 +11,8 @@ from trustrl.runner.recipe_tables import Model
 KNOWN = {
     "tiny": (722_304, 128, 512),
     "tiny-tied": (656_768, 128, 512),
+    "tiny-long": (426_752, 128, 512),
+    "tiny-long-llama": (426_624, 128, 512),
     "smollm2-135m": (134_515_008, 576, 49_152),
 }
 """Parameters, width and vocabulary of the models `trustrl.models` makes."""
