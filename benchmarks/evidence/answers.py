@@ -249,7 +249,7 @@ def did_not_work() -> None:
     fill(page, "comparison", "\n".join(lines) or "None in the comparison.")
     tuned = json.loads((DATA / "tuning.json").read_text())["tried"]
     fell = [
-        f"- `{arm}` at {_value(one['region'])} ({name}): {one['mean']:.3f}"
+        f"- `{arm}` at {_value(one['region'])} ({name}): {one['before']:.3f} → {one['mean']:.3f}"
         for arm, values in tuned.items()
         for name, one in values.items()
         if one["mean"] <= one["before"]

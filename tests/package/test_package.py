@@ -24,7 +24,7 @@ if TORCH is None:
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOGETHER = [("models", "plots", "ray", "records", "report", "tasks", "trl"), ("verl",)]
+TOGETHER = [("models", "plots", "ray", "records", "tasks", "trl"), ("verl",)]
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {

