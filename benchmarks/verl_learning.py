@@ -103,22 +103,33 @@ def run_all() -> None:
 
 
 def draw() -> None:
-    """Reward and what the region did, by step."""
+    """Reward and what the region did, by step: mean and range over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = dict(zip(REGIONS, ("#0072b2", "#d55e00", "#009e73"), strict=True))
+    from trustrl.runner.summary import windows
+
+    styles = {  # the colours of TRL's figure
+        ("dppo-binary-tv", 1): ("#0072b2", "-"), ("dppo-topk-tv", 1): ("#009e73", "--"),
+        ("troll", 1): ("#d55e00", "-."), ("dppo-topk-tv", 2): ("#555555", ":"),
+    }  # fmt: skip
+    made = json.loads(DATA.read_text())
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for run in json.loads(DATA.read_text()):
-        colour, steps = colours[run["region"]], range(1, STEPS + 1)
-        style = "--" if run["ranks"] == 2 else "-"
-        label = f"{run['region']}{', two ranks' if run['ranks'] == 2 else ''}" if run["seed"] == 1 else None
-        left.plot(steps, run["steps"]["reward"], style, color=colour, lw=1.2, label=label)
-        stopped = run["steps"]["projected_share" if run["region"] == "troll" else "masked_share"]
-        right.plot(steps, [100 * x for x in stopped], style, color=colour, lw=1.2)
-    left.set(xlabel="training step", ylabel="mean reward of 128 completions", ylim=(0, 1), title="Reward")
+    for (region, ranks), (colour, line) in styles.items():
+        runs = [run["steps"] for run in made if (run["region"], run["ranks"]) == (region, ranks)]
+        acted = "projected_share" if region == "troll" else "masked_share"
+        seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+        label = f"{region}, {seeds}{', two ranks' if ranks == 2 else ''}"
+        for axes, name, unit in ((left, "reward", 1), (right, acted, 100)):
+            at_each = list(zip(*(windows([unit * x for x in run[name]], 5) for run in runs), strict=True))
+            steps, mean = range(1, STEPS + 1), [sum(values) / len(values) for values in at_each]
+            axes.plot(steps, mean, line, color=colour, lw=1.6, label=label)
+            axes.fill_between(steps, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.12, lw=0)
+    left.set(
+        xlabel="training step", ylabel="mean reward of 128 completions", ylim=(0, 1), title="Reward, mean of 5 steps"
+    )
     right.set(
         xlabel="training step", ylabel="% of tokens", title="Tokens stopped (DPPO) or projected (TROLL)", ylim=(0, None)
     )

@@ -94,6 +94,8 @@ def draw() -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=8)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("share", fontsize=9)
     for axis in axes[1]:
         axis.set_xlabel("K (Bin: Binary)", fontsize=9)
     figure.tight_layout()

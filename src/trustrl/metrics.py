@@ -360,13 +360,14 @@ _LIST += [
 ]  # fmt: skip
 
 
-def _bin_names(prefix: str, edges: tuple[float, ...]) -> list[str]:
+def bin_names(prefix: str, edges: tuple[float, ...]) -> list[str]:
+    """The bins of these edges, the first and the last open."""
     return [f"{prefix}_below_{edges[0]:g}", *(f"{prefix}_from_{edge:g}" for edge in edges)]
 
 
 def _bin_metrics(key: str, prefix: str, edges: tuple[float, ...], of: str) -> list[Metric]:
     made = []
-    for at, where in enumerate(_bin_names(prefix, edges)):
+    for at, where in enumerate(bin_names(prefix, edges)):
         for name, column, meaning in (("masked_share", 1, "stopped share"), ("gap_abs_mean", 2, "mean |π − b|")):
             made.append(
                 Metric(

@@ -10,7 +10,7 @@ from runner.test_recipe import small
 from trustrl import ConfigError, MissingDataError, UnknownNameError, preset
 from trustrl.runner.comparison import markdown, spread, t_975, table
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.figures import draw, draw_run, probability_bins, probability_label
+from trustrl.runner.figures import draw, draw_run, shares_by_probability
 from trustrl.runner.grid import cells, chosen, prepare, run_all
 from trustrl.runner.recipe import load_arms
 
@@ -184,11 +184,14 @@ def test_a_run_is_drawn_with_its_bins_in_order_and_without_what_was_not_measured
     run = RunDirectory(tmp_path)
     with pytest.raises(MissingDataError, match="measured steps"):
         draw_run(run)
-    bins = {f"trustrl/masked_share_probability_{name}": 0.2 for name in ("from_0.9", "below_0.1", "from_0.1")}
+    bins = {f"trustrl/masked_share_probability_{name}": 0.2 for name in ("from_0.99", "below_0.0001", "from_0.1")}
     for step in range(1, 5):
         run.append("metrics", {"step": step, "reward": None if step == 2 else 0.1 * step, **(bins if step > 1 else {})})
     run.append("evaluation", {"step": 0, "accuracy": 0.3})
     pixels = image.imread(draw_run(run))
     assert min(pixels.shape[:2]) > 200
     assert not math.isclose(float(pixels.std()), 0.0), "an empty picture"
-    assert [probability_label(one) for one in probability_bins(run.rows())] == ["< 0.1", "≥ 0.1", "≥ 0.9"]
+    found = shares_by_probability(run.rows())
+    assert list(found)[::7] == ["0 – 0.0001", "0.99 – 1"]
+    known = {label: share for label, share in found.items() if share is not None}
+    assert known == pytest.approx({"0 – 0.0001": 0.2, "0.1 – 0.5": 0.2, "0.99 – 1": 0.2})

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingDataError
+from trustrl.metrics import PROBABILITY_EDGES, bin_names
 from trustrl.packages import need
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.summary import mean_of, windows
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":")
-PROBABILITY = "trustrl/masked_share_probability_"
 
 
 def draw(folder: Path) -> list[Path]:
@@ -67,22 +68,19 @@ def draw_run(directory: RunDirectory) -> Path:
     return _saved(figure, (learned, acted, where), directory.path / "run.png")
 
 
-def probability_bins(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The metrics of masked tokens by the probability they were sampled with, from rare to frequent."""
-    names = {name for row in rows for name in row if name.startswith(PROBABILITY)}
-    return sorted(names, key=lambda name: ("below" not in name, float(name.rpartition("_")[2])))
-
-
-def probability_label(name: str) -> str:
-    """What a bin is called in a picture."""
-    side, _, edge = name.removeprefix(PROBABILITY).partition("_")
-    return f"{'<' if side == 'below' else '≥'} {edge}"
+def shares_by_probability(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """The masked share of the tokens in each bin of their probability when sampled; None where there are none."""
+    edges = (0.0, *PROBABILITY_EDGES, 1.0)
+    names = bin_names("trustrl/masked_share_probability", PROBABILITY_EDGES)
+    labels = (f"{low:g} – {high:g}" for low, high in pairwise(edges))
+    return {label: mean_of(rows, name) for label, name in zip(labels, names, strict=True)}
 
 
 def _by_probability(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    names = probability_bins(rows)
-    axis.barh(range(len(names)), [mean_of(rows, name) or 0.0 for name in names], color=COLOURS[0])
-    axis.set_yticks(range(len(names)), list(map(probability_label, names)), fontsize=8)
+    shares = shares_by_probability(rows)
+    axis.barh(range(len(shares)), [share or 0.0 for share in shares.values()], color=COLOURS[0])
+    labels = [label if share is not None else f"{label} (no token)" for label, share in shares.items()]
+    axis.set_yticks(range(len(shares)), labels, fontsize=8)
     axis.set_xlabel("masked share of such tokens")
     axis.set_ylabel("probability when sampled")
 
