@@ -164,6 +164,19 @@ def test_a_divergence_made_elsewhere_gives_the_same_verdict(kind):
     assert trustrl.rates(out.sums)["trustrl/fault_support"] == w.num_tokens
 
 
+def test_a_total_variation_above_1_is_a_fault():
+    """As when it was measured against the wrong weights."""
+    w = world(2)
+    rollout = replace(w.rollout(), full=None, topk=None)
+    policy = trustrl.PolicyTokens(
+        logp=w.at_token(w.policy), full_divergence=trustrl.FullDivergence(tv=torch.full((4, 16), 1.4))
+    )
+    out = trustrl.policy_loss(policy, rollout, trustrl.preset("dppo-full-tv"), reduction=trustrl.TokenSum())
+    assert trustrl.rates(out.sums)["trustrl/fault_support"] == w.num_tokens
+    with pytest.raises(trustrl.NonFiniteError, match=r"full_divergence.tv must be in \[0, 1\]"):
+        trustrl.check(policy, rollout)
+
+
 @pytest.mark.parametrize(
     ("given", "region", "message"),
     [

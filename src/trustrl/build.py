@@ -110,9 +110,9 @@ def measure(tokens: Tokens, statistic: Statistic) -> Interval:
         case BinaryTV():
             return binary_tv(tokens.log_policy, tokens.log_anchor)
         case BinaryKL():
-            return binary_kl(tokens.log_policy, tokens.log_anchor)
+            return binary_kl(tokens.log_policy, tokens.log_anchor, resolution=tokens.resolution)
         case SymmetricBinaryKL():
-            return symmetric_binary_kl(tokens.log_policy, tokens.log_anchor)
+            return symmetric_binary_kl(tokens.log_policy, tokens.log_anchor, resolution=tokens.resolution)
         case TopKTV() | TopKKL():
             of = topk_tv if isinstance(statistic, TopKTV) else topk_kl
             return _blanked(tokens, of(_detached_cells(tokens), tokens.log_policy, tokens.log_anchor))

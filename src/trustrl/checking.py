@@ -51,10 +51,11 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
         if x is not None:
             wrong += _describe(name, ~(x <= LARGEST_LOGP), in_loss, "a log-prob")
     exact = policy.full_divergence
-    for name in ("tv", "kl"):
+    for name, most, rule in (("tv", 1 + LARGEST_LOGP, "in [0, 1]"), ("kl", torch.inf, "≥ 0")):
         x = None if exact is None else getattr(exact, name)
         if x is not None:
-            wrong += _describe(f"PolicyTokens.full_divergence.{name}", ~(x >= 0), in_loss, "≥ 0")
+            bad = ~((x >= 0) & (x <= most))
+            wrong += _describe(f"PolicyTokens.full_divergence.{name}", bad, in_loss, rule)
     if policy.entropy is not None:
         wrong += _describe("PolicyTokens.entropy", ~policy.entropy.isfinite(), in_loss, "finite")
     wrong += _describe("RolloutTokens.advantage", ~advantage_per_token(rollout).isfinite(), in_loss, "finite")

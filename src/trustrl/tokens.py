@@ -92,6 +92,9 @@ class Tokens:
     log_ratio: Float[Tensor, " n"]
     """log π − log b."""
 
+    resolution: float
+    """The smallest 1 − π and 1 − b that these log-probs can express."""
+
     advantage: Float[Tensor, " n"]
 
     in_loss: Bool[Tensor, " n"]
@@ -137,6 +140,7 @@ def clean_tokens(
     def flat(x: Tensor) -> Tensor:
         return x.detach().reshape(-1).to(double)
 
+    anchor_logp = getattr(rollout, f"{needs.anchor}_logp")
     in_loss = rollout.in_loss.reshape(-1)
     raw = {"policy": flat(policy.logp), "advantage": flat(advantage_per_token(rollout))}
     for name, logp in (("behavior", rollout.behavior_logp), ("proximal", rollout.proximal_logp)):
@@ -172,6 +176,7 @@ def clean_tokens(
         log_policy=clean["policy"].clamp(max=0.0),
         log_anchor=clean[needs.anchor].clamp(max=0.0),
         log_ratio=clean["policy"] - clean[needs.anchor],
+        resolution=_resolution(policy.logp, anchor_logp),
         advantage=clean["advantage"],
         in_loss=in_loss,
         usable=usable,
@@ -312,6 +317,7 @@ def _topk_cells(
     assert token_ids is not None
     if topk.ids.shape[-1] > needs.topk:
         topk, own = _narrow(topk, own, needs.topk)
+    ends_early = topk.ids.shape[-1] < needs.topk
     if needs.own_topk != "none" and policy.topk is not None:
         topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
     width, double = topk.ids.shape[-1], log_anchor.dtype
@@ -344,8 +350,15 @@ def _topk_cells(
     else:
         # Both by subtraction, even if one side knows better: unlike representations differ where policies do not.
         tail_b, tail_p = ((1 - x.exp() - y.sum(-1)).clamp(min=0.0) for x, y in ((log_anchor, b), (logp, p)))
-        resolution = max(torch.finfo(x.dtype).eps for x in (topk.logp, own, FINEST_RECORD))
+        resolution = _resolution(topk.logp, own)
+    if ends_early:  # allowed only where nearly nothing is left
+        good = good & (1 - log_anchor.exp() - b.sum(-1) <= needs.tail_mass)
     return Cells(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
+
+
+def _resolution(*logp: Tensor) -> float:
+    """The smallest 1 − p that log-probs made in these dtypes can express."""
+    return max(torch.finfo(x.dtype).eps for x in (*logp, FINEST_RECORD))
 
 
 def _plausible(logp: Tensor) -> Bool[Tensor, " n"]:
@@ -379,14 +392,15 @@ def _join_own_topk(topk: TopK, own: Tensor, policy: PolicyTokens, *, fill: bool)
 
 
 def _clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:
-    """A divergence made elsewhere, flat; NaN and negative values are faults."""
+    """A divergence made elsewhere, flat; NaN, negative values and a TV above 1, but for rounding, are faults."""
     flat = {}
     good = None
-    for name in ("tv", "kl"):
+    for name, most in (("tv", 1 + LARGEST_LOGP), ("kl", torch.inf)):
         x = getattr(given, name)
         if x is not None:
             flat[name] = x.detach().reshape(-1).to(verdict_dtype(x))
-            good = flat[name] >= 0 if good is None else good & (flat[name] >= 0)
+            fine = (flat[name] >= 0) & (flat[name] <= most)
+            good = fine if good is None else good & fine
     if good is None:
         raise MissingDataError("PolicyTokens.full_divergence must hold tv or kl, got neither.")
     return FullDivergence(of=given.of, **flat), good

@@ -126,13 +126,22 @@ def test_large_noise_raises_the_threshold_to_its_bound():
     assert "recommended δ: 0.33" in text(found)
 
 
-def test_rounding_to_certainty_makes_a_kl_useless_and_leaves_a_tv_alone():
-    """μ = 1 − 1e-7 and π' = 1: nothing has moved, and KL(μ‖π') is infinite."""
-    certain = torch.full((4000,), -1e-7)
+def test_rounding_to_certainty_is_no_noise():
+    """μ = 1 − 1e-6 and π' = 1 in float32: nothing has moved, and taken literally KL(μ‖π') is infinite."""
+    certain = torch.full((4000,), -1e-6)
     found = calibration(noise_of(much(0.0, behavior_logp=certain, policy_logp=torch.zeros(4000))))
     kl, tv = found["statistics"]["kl"], found["statistics"]["tv"]
-    assert (kl["infinite"], kl["recommended"], tv["infinite"], tv["recommended"]) == (1.0, None, 0.0, 0.15)
-    assert "100 % of tokens the noise is infinite" in kl["reason"]
+    assert (kl["infinite"], kl["recommended"], tv["infinite"], tv["recommended"]) == (0.0, 0.05, 0.0, 0.15)
+    assert kl["floor"] < 1e-5
+
+
+def test_no_threshold_leaves_endless_noise_alone():
+    """The sampler calls certain what the trainer calls impossible; a TV and a KL have an end, a ratio has none."""
+    impossible = torch.full((4000,), -800.0)
+    found = calibration(noise_of(much(0.0, behavior_logp=impossible, policy_logp=torch.zeros(4000))))
+    ratio, tv = found["statistics"]["ratio"], found["statistics"]["tv"]
+    assert (ratio["infinite"], ratio["recommended"], tv["infinite"]) == (1.0, None, 0.0)
+    assert "100 % of tokens the noise is endless" in ratio["reason"]
     assert "inf" in text(found)
 
 

@@ -70,6 +70,45 @@ def test_the_soft_gate_takes_the_negative_temperature_at_zero():
     assert value == 0
 
 
+@pytest.mark.parametrize("region", [trustrl.SPO(), trustrl.DRPO()], ids=["spo", "drpo"])
+def test_an_endless_ratio_without_advantage_has_a_weight(region):
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=t(-800.0, -1.0), advantage=t(0.0, 1.0), in_loss=torch.ones(2, dtype=torch.bool)
+    )
+    out = trustrl.policy_loss(trustrl.PolicyTokens(logp=t(-0.1, -1.0)), rollout, region, reduction=trustrl.TokenSum())
+    assert not out.decision.weight.isnan().any()
+
+
+ROUNDED = {
+    "dppo": trustrl.preset("dppo-binary-kl"),
+    "kpop": trustrl.preset("kpop"),
+    "trm": trustrl.TRM(trustrl.BinaryKL()),
+    "cppo": trustrl.CPPO(trustrl.BinaryKL()),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_certainty_that_float32_rounds_to_1_has_not_moved_infinitely_far(name):
+    """In float32 1 − 5e-8 is 1. Token by token both sides are within rounding of each other; the last one did move."""
+    nearly = torch.tensor([[-1.2e-7, -1.9e-6, 0.0, 0.0, -1e-7, math.log(0.5)]])
+    policy = torch.tensor([[0.0, 0.0, -1.2e-7, 0.0, -1e-7, 0.0]])
+    on = torch.ones(1, 6, dtype=torch.bool)
+
+    def kept(upto):
+        rollout = trustrl.RolloutTokens(
+            behavior_logp=nearly, advantage=torch.ones(1), in_loss=on & (torch.arange(6) < upto)
+        )
+        out = trustrl.policy_loss(
+            trustrl.PolicyTokens(logp=policy), rollout, ROUNDED[name], reduction=trustrl.TokenSum()
+        )
+        return out.decision
+
+    still = kept(5)
+    assert still.keep.all()
+    assert still.divergence.lower.max() < 1e-5
+    assert not kept(6).keep[0, -1]
+
+
 def test_certainty_closes_the_kl_interval():
     certain = divergences.binary_kl(t(math.log(0.5)), t(0.0))
     assert certain.upper == certain.lower == pytest.approx(math.log(2))

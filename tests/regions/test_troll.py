@@ -411,6 +411,29 @@ def test_the_papers_fill_is_a_named_option_and_worse_on_heavy_tails():
     assert bucket < 0.5 * fill
 
 
+@pytest.mark.parametrize("rest", ["bucket", "fill"])
+def test_a_record_may_end_early_only_where_nearly_nothing_is_left(rest):
+    """One id recorded of 64 asked for: fine for tokens that are all but certain, a fault for the others."""
+    anchor = torch.log_softmax(torch.tensor([[[14.0, 0.0, 0.0, 0.0], [1.0, 0.9, 0.8, 0.7]]], dtype=torch.float64), -1)
+    top = anchor.topk(1, dim=-1)
+    rollout = trustrl.RolloutTokens(
+        proximal_logp=anchor[..., 0], token_ids=torch.zeros(1, 2, dtype=torch.long), advantage=torch.ones(1),
+        in_loss=torch.ones(1, 2, dtype=torch.bool), topk=trustrl.TopK(top.indices, top.values, of="proximal"),
+    )  # fmt: skip
+    policy = trustrl.PolicyTokens(
+        logp=anchor[..., 0].clone().requires_grad_(), topk_logp=top.values, topk=trustrl.TopK(top.indices, top.values)
+    )
+    out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(rest=rest), reduction=trustrl.TokenSum())
+    out.loss.backward()
+    assert trustrl.rates(out.sums)["trustrl/fault_support"] == 1
+    assert policy.logp.grad[0].ne(0).tolist() == [True, False]
+
+
+def test_a_tail_mass_is_below_1():
+    with pytest.raises(trustrl.ConfigError, match=r"troll\.tail_mass must be a mass below 1, got 5\.0"):
+        trustrl.TROLL(tail_mass=5.0)
+
+
 @pytest.mark.parametrize("side", ["policy", "anchor"])
 def test_an_infinity_on_one_side_does_not_make_a_token_silently_inactive(side):
     p = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).log()

@@ -166,8 +166,8 @@ def _reason(
         )
     if floor is None:
         return (
-            f"No recommendation: at {100 * infinite / num:.3g} % of tokens the noise is infinite. One side has rounded "
-            "a probability to 1 and the other has not, and no threshold leaves such tokens alone. A TV does."
+            f"No recommendation: at {100 * infinite / num:.3g} % of tokens the noise is endless, and no threshold "
+            "leaves such tokens alone. Sampler and trainer do not mean the same distribution: `trustrl probe` says why."
         )
     masked = "nothing" if not there["masked"] else f"{100 * there['masked']:.2g} % of tokens with A ≠ 0"
     sure = f"{100 * SHARE:g} % of the noise lies at or below {floor:g} ({100 * CONFIDENCE:g} % sure)"

@@ -375,7 +375,8 @@ class TROLL(AnchoredRegion):
     """How many of the anchor's most probable ids are cells of their own (sparse form)."""
 
     tail_mass: float = field(default=1e-5, kw_only=True)
-    """A recorder may stop before k ids once the anchor's remaining mass is below this, as in the paper."""
+    """A recorder may stop before k ids once the anchor's remaining mass is below this, as in the paper. In a
+    narrower record, tokens with more left are left out and counted as faults of the support."""
 
     anchor: Anchor = field(default="proximal", kw_only=True)
     """π' in the paper; `behavior` projects around what actually sampled."""
@@ -391,6 +392,8 @@ class TROLL(AnchoredRegion):
         checks.real("troll.bound", self.bound, rule="nats in (0, 1e3]", low=0.0, high=1e3)
         checks.non_negative("troll.alpha", self.alpha)
         checks.non_negative("troll.tail_mass", self.tail_mass)
+        if self.tail_mass >= 1:
+            raise ConfigError(f"troll.tail_mass must be a mass below 1, got {self.tail_mass!r}. The paper's is 1e-5.")
         checks.whole("troll.k", self.k, low=1)
         checks.one_of("troll.support", self.support, ("topk", "full"))
         checks.one_of("troll.rest", self.rest, ("bucket", "fill"))

@@ -4,6 +4,8 @@ All arguments are log-probs of the sampled token a, all probabilities are formed
 second in the call and first in the divergence: D(b‖π). r = π/b.
 """
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,7 +34,9 @@ def binary_tv(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "
     return Interval((anchor - policy).abs(), 1 - torch.minimum(anchor, policy))
 
 
-def binary_kl(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
+def binary_kl(
+    policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"], *, resolution: float = 0.0
+) -> Interval:
     r"""KL between "the sampled token" and "any other token", anchor first.
 
         D = b log(b/π) + (1−b) log((1−b)/(1−π)) ≤ KL(b‖π)
@@ -40,17 +44,29 @@ def binary_kl(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "
     A lower bound of the full KL (data processing: it merges all other tokens); the upper end is +inf unless b = 1.
     0 exactly where the two agree, +inf where π is 0 or 1 and b is not.
 
+    A log-prob made in float32 is exactly 0 once the rest is below 1e-7. Taken literally, a token that goes from nearly
+    certain to that has moved infinitely far; with a `resolution` no rest counts as less than it.
+
+    Args:
+        policy_logp: log π.
+        anchor_logp: log b.
+        resolution: The smallest 1 − π and 1 − b that the log-probs can express; 0 if they are exact.
+
     Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, eq. 14.
     """
     policy_logp, anchor_logp = (_double(x).clamp(max=0.0) for x in (policy_logp, anchor_logp))
-    rest = log1mexp(anchor_logp)
-    lower = (kl_term(anchor_logp, policy_logp) + kl_term(rest, log1mexp(policy_logp))).clamp(min=0.0)
+    least = math.log(resolution) if resolution else -math.inf
+    policy_rest, anchor_rest = (log1mexp(x).clamp(min=least) for x in (policy_logp, anchor_logp))
+    lower = (kl_term(anchor_logp, policy_logp) + kl_term(anchor_rest, policy_rest)).clamp(min=0.0)
     return Interval(lower, torch.where(anchor_logp < 0, torch.inf, lower))
 
 
-def symmetric_binary_kl(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
+def symmetric_binary_kl(
+    policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"], *, resolution: float = 0.0
+) -> Interval:
     """The larger of KL_bin(b‖π) and KL_bin(π‖b); a lower bound of the larger of the two full KLs."""
-    forward, reverse = binary_kl(policy_logp, anchor_logp), binary_kl(anchor_logp, policy_logp)
+    forward = binary_kl(policy_logp, anchor_logp, resolution=resolution)
+    reverse = binary_kl(anchor_logp, policy_logp, resolution=resolution)
     return Interval(torch.maximum(forward.lower, reverse.lower), torch.maximum(forward.upper, reverse.upper))
 
 

@@ -94,14 +94,15 @@ class VocabularyForward:
 
         model.forward = types.MethodType(forward, model)
 
-    def remember_head(self, model: nn.Module) -> None:
-        """Keeps a copy of the head as it is now; exact divergences are measured against it."""
+    def remember_head(self, model: nn.Module) -> Head:
+        """Keeps a copy of the head as it is now, and returns it; exact divergences are measured against it."""
         head = read_head(model)
         trained = head.weight.requires_grad
         self.rollout_head = head._replace(
             weight=head.weight.detach().clone() if trained else head.weight.detach(),
             bias=None if head.bias is None else head.bias.detach().clone(),
         )
+        return self.rollout_head
 
     def _run(self, model: Any, wanted: Wanted, *args: Any, **kwargs: Any) -> VocabularyOutput:
         for name in ("labels", "fused_lm_head"):
@@ -175,7 +176,7 @@ def read_head(model: Any) -> Head:
         weight = weight.full_tensor()
         bias = bias.full_tensor() if isinstance(bias, DTensor) else bias
     config = model.config.get_text_config()
-    return Head(weight, bias, logit_scale(config), getattr(config, "final_logit_softcapping", None))
+    return Head(weight, bias, logit_scale(config), softcap(config))
 
 
 def gather_head(model: Any) -> None:
@@ -188,6 +189,14 @@ def gather_head(model: Any) -> None:
     head = None if find is None else find()
     if isinstance(head, FSDPModule):
         head.unshard()
+
+
+def softcap(config: Any) -> float | None:
+    """c, where a model family's logits are c·tanh(logits / c); each has its own word for it."""
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    return None
 
 
 def logit_scale(config: Any) -> float:

@@ -64,5 +64,7 @@ def quadratic_penalty(
     negative: the token is pulled back.
     """
     ratio = torch.exp(log_ratio)
-    weight = ratio * (1 - torch.sign(advantage) * gap / width)
+    # Where A = 0 nothing pulls, not even an endless gap.
+    pull = torch.where(advantage == 0, 0.0, torch.sign(advantage) * gap / width)
+    weight = ratio * (1 - pull)
     return weight, ratio * advantage - advantage.abs() * torch.expm1(log_ratio) * gap / (2 * width)

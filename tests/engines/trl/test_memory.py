@@ -70,7 +70,7 @@ def test_no_tensor_of_tokens_times_vocabulary_reaches_autograd(name):
 
     def step():
         if trainer._needs.full:
-            trainer._vocabulary.remember_head(trainer.model)
+            trainer._remember_head()
         recorded = trainer._recorder.record(
             trainer.model, inputs, version=0, rows=6, autocast=trainer.accelerator.autocast
         )

@@ -11,6 +11,7 @@ pytest.importorskip("trl")
 
 import torch
 import world
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
     CohereConfig,
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 import trustrl
-from trustrl import DPPO, GSPO, PPO, TROLL, FullKL, Ratio, SequenceRatio, TopKKL, TopKTV
+from trustrl import DPPO, GSPO, PPO, TROLL, FullKL, FullTV, Ratio, SequenceRatio, TopKKL, TopKTV
 
 CLASSIC = Ratio(max_decrease=0.2, max_increase=0.2)
 CLIP = PPO(CLASSIC, action="clip")
@@ -266,6 +267,33 @@ def test_the_samplers_mismatch_is_corrected_once(correction):
     assert world.error(found.gradient, uncorrected.gradient) > 0.05
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
     same(found.metrics, wanted.metrics, "clip_ratio/")
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_trls_correction_leaves_a_regions_own_penalty_alone(factor):
+    """With A = 0 only TROLL's pull towards the ball is left, which is no importance-weighted term."""
+    inputs = world.batch(world.tiny_model(), noise=1.0)
+    inputs["advantages"] = torch.zeros(6)
+    found = []
+    for by in (1.0, factor):
+        trainer = world.ours(TROLL(k=20))
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+        inputs["importance_sampling_ratio"] = torch.full_like(inputs["old_per_token_logps"], by)
+        found.append(world.result(trainer, inputs))
+    assert found[0].metrics["trustrl/projected_share"] > 0.1
+    assert world.error(found[1].gradient, found[0].gradient) <= LARGEST_ERROR
+    assert found[1].metrics["trustrl/loss_weight"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_trls_correction_is_no_wrong_average(loss_type):
+    inputs = world.batch(world.tiny_model(), noise=0.0)
+    inputs["importance_sampling_ratio"] = torch.full_like(inputs["old_per_token_logps"], 0.5)
+    trainer = world.ours(PPO(anchor="proximal"), loss_type=loss_type, given={"startup_checks": True})
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", trustrl.TrustRLWarning)
+        world.result(trainer, inputs)
 
 
 # ── micro-batches ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -573,7 +601,8 @@ def test_a_region_on_the_vocabulary_gets_what_plain_logits_give(name, kind, regi
         inputs["prompt_mask"].fill_(1)
     world.draw(before, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-    trainer._vocabulary.remember_head(trainer.model)
+    if region.needs().full:
+        trainer._remember_head()
     recorded = trainer._recorder.record(
         trainer.model, inputs, version=-1, rows=4, autocast=trainer.accelerator.autocast
     )
@@ -612,3 +641,23 @@ def test_masses_outside_the_top_k_are_exact_where_differences_are_not(monkeypatc
     assert truth.min() < math.log(1e-8)
     torch.testing.assert_close(policy.tail_logp[on], truth, atol=1e-4, rtol=0)
     torch.testing.assert_close(rollout.topk.tail_logp[on], truth, atol=1e-4, rtol=0)
+
+
+def test_an_evaluation_between_two_steps_of_a_rollout_leaves_its_output_layer_alone(monkeypatch):
+    """Exact divergences are measured against the weights that sampled, not those of the last evaluation."""
+
+    def measured(**more):
+        data = Dataset.from_dict({"prompt": ["1+1=", "2+1="]})
+        trainer = world.ours(
+            DPPO(FullTV(), anchor="proximal"), given={"eval_dataset": data}, max_steps=2, learning_rate=3e-2,
+            steps_per_generation=2, gradient_accumulation_steps=1, **more,
+        )  # fmt: skip
+        with monkeypatch.context() as patched:
+            seen = world.spy(patched)
+            trainer.train()
+        return [policy.full_divergence.tv[rollout.in_loss] for out, policy, rollout in seen if out.loss.requires_grad]
+
+    alone, interrupted = measured(), measured(eval_strategy="steps", eval_steps=1)
+    assert len(alone) == len(interrupted) == 2
+    assert alone[1].mean() > 0.1  # the weights have moved
+    torch.testing.assert_close(interrupted[1], alone[1])

@@ -12,12 +12,13 @@ pytest.importorskip("trl")
 import torch
 import world
 from peft import LoraConfig, get_peft_model
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 from trl import GRPOTrainer
 
 import trustrl
 from trustrl import DPPO, PPO, TROLL, ConfigError, EngineError, FullTV, MissingDataError
 from trustrl.engines import seam
-from trustrl.engines.forward import VocabularyForward, at_completions, refuse_adapted_head
+from trustrl.engines.forward import VocabularyForward, at_completions, refuse_adapted_head, softcap
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, invariants, sampler, trainer as engine
 from trustrl.engines.trl.watching import WatchedModel
 
@@ -202,6 +203,30 @@ def test_exact_divergences_need_the_rollout_weights_head():
         model(**call)
     forward.remember_head(model)
     assert model(**call).tv.shape == (6, world.COMPLETION)
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"])
+def test_every_familys_word_for_a_cap_on_logits_is_known(name):
+    assert softcap(SimpleNamespace(**{name: 30.0})) == 30.0
+    assert softcap(SimpleNamespace(**{name: None})) is None
+
+
+def test_a_model_that_caps_its_logits_has_its_own_log_probs():
+    """RecurrentGemma, whose word for the cap is not Gemma's."""
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+    torch.manual_seed(0)
+    model = RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(
+            **shape, num_attention_heads=2, lru_width=32, logits_soft_cap=2.0, attention_window_size=16
+        )
+    ).eval()
+    ids = torch.randint(3, 60, (2, 10))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+        logp = torch.log_softmax(model(ids).logits[:, 5:-1], -1).gather(-1, ids[:, 6:, None]).squeeze(-1)
+        VocabularyForward(model, float32_head=True)
+        found = model(input_ids=ids, trustrl_vocabulary=at_completions(ids, 4)).log_probs
+    torch.testing.assert_close(found, logp, atol=1e-5, rtol=0)
 
 
 # ── TRL itself: what the adapter relies on ──────────────────────────────────────────────────────────────────────────

@@ -96,7 +96,7 @@ def run(name, average, wrapping=None):
     model.train()
     inputs = my_rows()
     if trainer._needs.full:
-        trainer._vocabulary.remember_head(trainer.model)
+        trainer._remember_head()
     inputs |= trainer._recorder.record(
         trainer.model, inputs, version=0, rows=rows, autocast=trainer.accelerator.autocast
     )

@@ -19,7 +19,7 @@ from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.engines import seam
-from trustrl.engines.forward import VocabularyForward, Wanted, at_completions, refuse_adapted_head
+from trustrl.engines.forward import Head, VocabularyForward, Wanted, at_completions, refuse_adapted_head
 from trustrl.engines.roles import sources
 from trustrl.engines.settings import refuse
 from trustrl.engines.trl import invariants, metrics, sampler
@@ -97,6 +97,8 @@ class TrustRegionMixin(_Trainer):
         base = _base_model(self.model)
         _check_model(self, base, needs_vocabulary=bool(self._needs.topk or self._needs.full))
         self._vocabulary = None
+        self._rollout_heads: dict[bool, Head] = {}
+        """The output layer that the rollout in use was sampled with, by whether it is for training."""
         if self._needs.topk or self._needs.full:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         score = sampler.prepare(self, rescoring=rescoring)
@@ -120,8 +122,8 @@ class TrustRegionMixin(_Trainer):
         _check_inputs(rollout)
         training = self.model.training
         rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-        if self._needs.full and self._vocabulary is not None:
-            self._vocabulary.remember_head(_base_model(self.model))
+        if self._needs.full:
+            self._remember_head()
         added = self._recorder.record(
             self.model, rollout, version=self.state.global_step, rows=rows, autocast=self.accelerator.autocast
         )
@@ -129,6 +131,16 @@ class TrustRegionMixin(_Trainer):
             ids = rollout["completion_ids"]
             added["trustrl_sequence"] = self._names.of(self.state.global_step, len(ids)).to(ids.device)
         return {**rollout, **added}
+
+    def _remember_head(self) -> None:
+        """The output layer as it is now, for exact divergences from this rollout.
+
+        TRL may evaluate while a training rollout is still in use, so that each of the two has a head of its own.
+        """
+        assert self._vocabulary is not None  # made where the region needs it
+        if self.model.training:
+            self._rollout_heads.clear()
+        self._rollout_heads[self.model.training] = self._vocabulary.remember_head(_base_model(self.model))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL leaves completions without a reward out and warns; here their share is logged beside its other ones."""
@@ -144,6 +156,10 @@ class TrustRegionMixin(_Trainer):
         in_loss = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             in_loss = in_loss & inputs["tool_mask"].bool()
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            inputs = _corrected(inputs, in_loss)
+        if self._vocabulary is not None:
+            self._vocabulary.rollout_head = self._rollout_heads.get(self.model.training)
         watched = WatchedModel(model, self._wanted(inputs))
         others, weights = self._their_loss(watched, inputs, in_loss)
         policy = self._policy_tokens(watched.output(), in_loss.shape[1])
@@ -248,6 +264,14 @@ class _SequenceNames:
 def _base_model(model: Any) -> Any:
     """The model under a PEFT wrapper: the one whose forward TRL taught its fused head."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _corrected(inputs: dict[str, Any], in_loss: Tensor) -> dict[str, Any]:
+    """TRL's factor on a mismatch, moved into the advantages: the policy term is linear in them, a penalty is not."""
+    factor, advantages = inputs["importance_sampling_ratio"], inputs["advantages"]
+    advantages = (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)) * factor
+    ones = torch.ones_like(factor)
+    return {**inputs, "advantages": advantages.expand(in_loss.shape), "importance_sampling_ratio": ones}
 
 
 def _check_seams(trainer: type) -> None:
