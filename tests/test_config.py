@@ -50,6 +50,8 @@ INVALID = [
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, estimator="k4"), "one of 'k1', 'k2', 'k3'", id="an unknown estimator"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, gradient="none"), "one of 'pathwise', 'score'", id="an unknown gradient"),
     pytest.param(lambda: trustrl.EntropyBonus(coefficient=math.nan), "entropy.coefficient", id="a NaN coefficient"),
+    pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, only_kept="False"), "kl.only_kept must be true or false, got 'False'", id="a truth in quotes"),
+    pytest.param(lambda: trustrl.EntropyBonus(coefficient=1.0, only_kept=1), "entropy.only_kept must be true or false, got 1", id="a number for a truth"),
     pytest.param(lambda: trustrl.FixedLength(length=0, num_sequences=2), "fixed-length.length", id="a length of 0"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKTV(), action="clip"), "textbook objective exists only there", id="clip on a divergence"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKTV(), action="penalise"), "Only these have a signed gap", id="penalise on a top-K"),
