@@ -187,6 +187,8 @@ def test_needs_tell_an_engine_what_to_record():
     assert trustrl.preset("dppo-full-tv").needs().full
     assert trustrl.preset("cppo").needs().sequences
     assert trustrl.preset("gspo").needs().reduction is trustrl.SequenceMeanTokenMean
+    assert trustrl.IPO(log_ratio_penalty=0.1).needs().penalty == "log_ratio_penalty"
+    assert (troll.penalty, trustrl.TROLL(alpha=0.0).needs().penalty) == ("alpha", None)
     per_sequence = trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence")
     assert trustrl.PPO(anchor="proximal", correction=per_sequence).needs().sequences
     assert trustrl.TROLL(correction=per_sequence).needs().sequences
