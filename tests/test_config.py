@@ -4,10 +4,13 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
 import trustrl
+from trustrl.config.loading import KINDS, laid_over
 
 INVALID = [
     pytest.param(lambda: trustrl.BinaryTV(max_increase=0), "binary-tv.max_increase must be a probability gap", id="a bound of 0"),
@@ -88,6 +91,43 @@ def test_one_bound_sets_both_and_infinity_is_allowed():
     assert trustrl.BinaryTV(max_increase=math.inf, max_decrease=0.1).bounds == (0.1, math.inf)
     assert trustrl.BinaryTV().bounds == (0.15, 0.15)
     assert trustrl.BinaryTV(max_increase=1).bounds == (1.0, 1.0)
+
+
+EQUAL, DIFFERENT = trustrl.TRM(trustrl.BinaryTV()), trustrl.PPO()
+
+
+@pytest.mark.parametrize(
+    ("region", "field", "given", "bounds"),
+    [
+        pytest.param(EQUAL, "statistic", {"max_increase": 0.2}, (0.2, 0.2), id="one of two equal bounds"),
+        pytest.param(EQUAL, "statistic", {"max_decrease": 0.2}, (0.2, 0.2), id="the other of two equal bounds"),
+        pytest.param(EQUAL, "statistic", {"max_increase": None}, (0.15, 0.15), id="none"),
+        pytest.param(EQUAL, "statistic", {"act_on": "upper"}, (0.15, 0.15), id="something else"),
+        pytest.param(
+            EQUAL, "statistic", {"kind": "binary-kl", "max_increase": 0.2}, (0.2, 0.2), id="another statistic"
+        ),
+        pytest.param(DIFFERENT, "ratio", {"max_increase": 0.5}, (0.2, 0.5), id="the upper of two different bounds"),
+        pytest.param(DIFFERENT, "ratio", {"max_decrease": 0.1}, (0.1, 0.28), id="the lower of two different bounds"),
+        pytest.param(DIFFERENT, "ratio", {"max_increase": 0.3, "max_decrease": 0.1}, (0.1, 0.3), id="both"),
+    ],
+)
+def test_bounds_laid_over_a_region_are_as_if_it_were_built_with_them(region, field, given, bounds):
+    found = trustrl.config_from_dict(laid_over(trustrl.config_to_dict(region), {field: given}))
+    assert getattr(found, field).bounds == bounds
+
+
+def test_bounds_of_a_region_without_a_statistic_are_two_settings(monkeypatch):
+    """The rule is a statistic's: a region of somebody else's may mean anything by these names."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(trustrl.Region):
+        kind: ClassVar[str] = "own-bounds"
+        max_increase: float = 1.0
+        max_decrease: float = 1.0
+
+    monkeypatch.setitem(KINDS._entries, Own.kind, Own)
+    own = {"kind": "own-bounds", "max_increase": 3.0, "max_decrease": 3.0}
+    assert laid_over(own, {"max_increase": 2.0}) == own | {"max_increase": 2.0}
 
 
 PUBLISHED = {

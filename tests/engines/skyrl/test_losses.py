@@ -69,7 +69,7 @@ def config(*arguments, loss="trustrl-dppo-binary-tv"):
 def test_settings_arrive_from_skyrls_command_line():
     asked = ["trainer.algorithm.region.divergence.max_increase=0.3", "trainer.algorithm.region.max_ratio=5.0"]
     found = engine.check_settings(config(*asked))
-    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3, max_decrease=0.15), max_ratio=5.0)
+    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3), max_ratio=5.0)
     assert engine.check_settings(config()) == trustrl.preset("dppo-binary-tv")
 
 
