@@ -4,10 +4,13 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
 import trustrl
+from trustrl.config.loading import KINDS, laid_over
 
 INVALID = [
     pytest.param(lambda: trustrl.BinaryTV(max_increase=0), "binary-tv.max_increase must be a probability gap", id="a bound of 0"),
@@ -50,6 +53,8 @@ INVALID = [
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, estimator="k4"), "one of 'k1', 'k2', 'k3'", id="an unknown estimator"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, gradient="none"), "one of 'pathwise', 'score'", id="an unknown gradient"),
     pytest.param(lambda: trustrl.EntropyBonus(coefficient=math.nan), "entropy.coefficient", id="a NaN coefficient"),
+    pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, only_kept="False"), "kl.only_kept must be true or false, got 'False'", id="a truth in quotes"),
+    pytest.param(lambda: trustrl.EntropyBonus(coefficient=1.0, only_kept=1), "entropy.only_kept must be true or false, got 1", id="a number for a truth"),
     pytest.param(lambda: trustrl.FixedLength(length=0, num_sequences=2), "fixed-length.length", id="a length of 0"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKTV(), action="clip"), "textbook objective exists only there", id="clip on a divergence"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKTV(), action="penalise"), "Only these have a signed gap", id="penalise on a top-K"),
@@ -86,6 +91,43 @@ def test_one_bound_sets_both_and_infinity_is_allowed():
     assert trustrl.BinaryTV(max_increase=math.inf, max_decrease=0.1).bounds == (0.1, math.inf)
     assert trustrl.BinaryTV().bounds == (0.15, 0.15)
     assert trustrl.BinaryTV(max_increase=1).bounds == (1.0, 1.0)
+
+
+EQUAL, DIFFERENT = trustrl.TRM(trustrl.BinaryTV()), trustrl.PPO()
+
+
+@pytest.mark.parametrize(
+    ("region", "field", "given", "bounds"),
+    [
+        pytest.param(EQUAL, "statistic", {"max_increase": 0.2}, (0.2, 0.2), id="one of two equal bounds"),
+        pytest.param(EQUAL, "statistic", {"max_decrease": 0.2}, (0.2, 0.2), id="the other of two equal bounds"),
+        pytest.param(EQUAL, "statistic", {"max_increase": None}, (0.15, 0.15), id="none"),
+        pytest.param(EQUAL, "statistic", {"act_on": "upper"}, (0.15, 0.15), id="something else"),
+        pytest.param(
+            EQUAL, "statistic", {"kind": "binary-kl", "max_increase": 0.2}, (0.2, 0.2), id="another statistic"
+        ),
+        pytest.param(DIFFERENT, "ratio", {"max_increase": 0.5}, (0.2, 0.5), id="the upper of two different bounds"),
+        pytest.param(DIFFERENT, "ratio", {"max_decrease": 0.1}, (0.1, 0.28), id="the lower of two different bounds"),
+        pytest.param(DIFFERENT, "ratio", {"max_increase": 0.3, "max_decrease": 0.1}, (0.1, 0.3), id="both"),
+    ],
+)
+def test_bounds_laid_over_a_region_are_as_if_it_were_built_with_them(region, field, given, bounds):
+    found = trustrl.config_from_dict(laid_over(trustrl.config_to_dict(region), {field: given}))
+    assert getattr(found, field).bounds == bounds
+
+
+def test_bounds_of_a_region_without_a_statistic_are_two_settings(monkeypatch):
+    """The rule is a statistic's: a region of somebody else's may mean anything by these names."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(trustrl.Region):
+        kind: ClassVar[str] = "own-bounds"
+        max_increase: float = 1.0
+        max_decrease: float = 1.0
+
+    monkeypatch.setitem(KINDS._entries, Own.kind, Own)
+    own = {"kind": "own-bounds", "max_increase": 3.0, "max_decrease": 3.0}
+    assert laid_over(own, {"max_increase": 2.0}) == own | {"max_increase": 2.0}
 
 
 PUBLISHED = {
@@ -185,6 +227,8 @@ def test_needs_tell_an_engine_what_to_record():
     assert trustrl.preset("dppo-full-tv").needs().full
     assert trustrl.preset("cppo").needs().sequences
     assert trustrl.preset("gspo").needs().reduction is trustrl.SequenceMeanTokenMean
+    assert trustrl.IPO(log_ratio_penalty=0.1).needs().penalty == "log_ratio_penalty"
+    assert (troll.penalty, trustrl.TROLL(alpha=0.0).needs().penalty) == ("alpha", None)
     per_sequence = trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence")
     assert trustrl.PPO(anchor="proximal", correction=per_sequence).needs().sequences
     assert trustrl.TROLL(correction=per_sequence).needs().sequences

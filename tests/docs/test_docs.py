@@ -40,6 +40,12 @@ def test_every_relative_link_leads_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+def test_every_page_that_the_code_names_is_there():
+    named = {page for file in ROOT.glob("src/**/*.py") for page in re.findall(r"docs/[\w/.-]+\.md", file.read_text())}
+    assert named
+    assert not {page for page in named if not (ROOT / page).exists()}
+
+
 OWN_MACHINE = re.compile(r"localhost|\.local$|^(?:127|10|192\.168)\.|^\[|^[^.]+$")
 
 

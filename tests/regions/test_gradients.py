@@ -219,6 +219,19 @@ def test_ipos_log_ratio_term_is_differentiated():
     torch.testing.assert_close(grad_of(with_term.logp) - grad_of(plain.logp), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "region",
+    [*map(trustrl.preset, trustrl.presets()), trustrl.IPO(log_ratio_penalty=0.1), trustrl.TROLL(alpha=0.0)],
+    ids=[*trustrl.presets(), "ipo with its penalty", "troll without its pull"],
+)
+def test_without_an_advantage_only_a_penalty_that_the_region_names_has_a_gradient(region):
+    """The others are homogeneous in the advantage: trainers that scale it scale their loss."""
+    w = world(5, vocabulary=96)
+    _, policy = run(region, w, advantage=torch.zeros_like(w.advantage))
+    moved = sum(grad_of(x).abs().sum() for x in (policy.logp, policy.topk_logp, policy.full_logp))
+    assert (moved > 0) == (region.needs().penalty is not None)
+
+
 def test_max_ratio_caps_the_weight_and_counts():
     w = world(9, drift=2.0)
     out, policy = run(trustrl.DPPO(trustrl.BinaryTV(max_increase=1.0), max_ratio=1.5), w)

@@ -80,8 +80,14 @@ def test_nothing_is_recorded_unless_the_recipe_says_so():
 
 
 def test_a_preset_keeps_what_is_not_overridden():
-    region = small("region.divergence.max_increase=0.2").region
-    assert (region.divergence.max_increase, region.divergence.max_decrease) == (0.2, 0.15)
+    region = small("region.preset=dppo-topk-tv", "region.divergence.k=7", "region.max_ratio=5.0").region
+    assert region == trustrl.DPPO(trustrl.TopKTV(k=7), max_ratio=5.0)
+
+
+def test_one_bound_laid_over_a_preset_sets_both_where_they_were_equal():
+    assert small("region.divergence.max_increase=0.2").region.divergence.bounds == (0.2, 0.2)
+    assert small("region.preset=trm", "region.statistic.max_increase=0.1").region.statistic.bounds == (0.1, 0.1)
+    assert small("region.preset=ppo", "region.ratio.max_increase=0.5").region.ratio.bounds == (0.2, 0.5)
 
 
 def test_another_kind_of_divergence_replaces_the_preset_s():

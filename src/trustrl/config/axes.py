@@ -56,6 +56,10 @@ class Needs:
     reduction: type | None = None
     """The one reduction the region is defined with, if there is only one."""
 
+    penalty: str | None = None
+    """The setting behind a term of the region's own beside the policy's (`Decision.penalty`); None where there is none.
+    The term does not follow the advantage, so that a trainer which scales advantages would not scale it."""
+
     def __post_init__(self) -> None:
         if self.anchor not in self.anchors:
             raise ConfigError(

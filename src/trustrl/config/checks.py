@@ -37,6 +37,12 @@ def one_of(where: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{where} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 
 
+def truth(where: str, value: Any) -> None:
+    """Refuses what is neither true nor false: the text 'False' would count as true."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} must be true or false, got {value!r}.")
+
+
 def instance(where: str, value: Any, kinds: tuple[type, ...]) -> None:
     """Refuses a setting object of another class than the ones allowed here."""
     if not isinstance(value, kinds):

@@ -10,7 +10,7 @@ from typing import Any
 
 from trustrl.config.axes import PrefixBudget
 from trustrl.config.regions import REGIONS
-from trustrl.config.statistics import STATISTICS, settings_of
+from trustrl.config.statistics import STATISTICS, Statistic, settings_of
 from trustrl.config.terms import (
     MIS,
     TIS,
@@ -71,6 +71,34 @@ def config_from_dict(data: Mapping[str, Any]) -> Any:
             f"{data['kind']} must be given {', '.join(missing)}: there is no default that is right everywhere."
         )
     return settings_class(**{key: _value(value) for key, value in given.items()})
+
+
+def laid_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as `config_to_dict` writes them with some replaced, nested ones too; another `kind` replaces the whole.
+
+    Where a statistic's two bounds were equal, one bound given sets both, as where it is built; where they differed,
+    the other keeps its value.
+
+    Examples:
+        >>> equal = {"kind": "binary-tv", "max_increase": 0.15, "max_decrease": 0.15}
+        >>> laid_over(equal, {"max_increase": 0.2})
+        {'kind': 'binary-tv', 'max_increase': 0.2}
+    """
+    merged = dict(base)
+    if issubclass(KINDS[base["kind"]], Statistic) and base["max_increase"] == base["max_decrease"]:
+        bounds = ("max_increase", "max_decrease")
+        if sum(given.get(bound) is not None for bound in bounds) == 1:
+            merged = {key: value for key, value in base.items() if key not in bounds}
+    for key, value in given.items():
+        before = base.get(key)
+        if (
+            isinstance(value, Mapping)
+            and isinstance(before, Mapping)
+            and value.get("kind", before["kind"]) == before["kind"]
+        ):
+            value = laid_over(before, value)
+        merged[key] = value
+    return merged
 
 
 def _value(value: Any) -> Any:

@@ -264,6 +264,10 @@ class IPO(AnchoredRegion):
         """This region on the shared axes."""
         return TrustRegion(self.divergence, anchor=self.anchor, direction="symmetric", correction=self.correction)
 
+    def needs(self) -> Needs:
+        """What the records must carry for this region."""
+        return replace(self.axes().needs(), penalty="log_ratio_penalty" if self.log_ratio_penalty else None)
+
 
 @dataclass(frozen=True, slots=True)
 class KPOP(AnchoredRegion):
@@ -413,6 +417,7 @@ class TROLL(AnchoredRegion):
             own_topk="none" if not sparse else "fill" if self.rest == "fill" else "known",
             full=not sparse,
             sequences=isinstance(self.correction, MIS) and self.correction.level == "sequence",
+            penalty="alpha" if self.alpha else None,
         )
 
 

@@ -85,6 +85,7 @@ class KLPenalty:
         checks.non_negative("kl.coefficient", self.coefficient)
         checks.one_of("kl.estimator", self.estimator, ("k1", "k2", "k3"))
         checks.one_of("kl.gradient", self.gradient, ("pathwise", "score"))
+        checks.truth("kl.only_kept", self.only_kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,7 @@ class EntropyBonus:
 
     def __post_init__(self) -> None:
         checks.non_negative("entropy.coefficient", self.coefficient)
+        checks.truth("entropy.only_kept", self.only_kept)
 
 
 Penalty = KLPenalty | EntropyBonus

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict, config_to_dict
+from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
 from trustrl.config.presets import preset, presets
 from trustrl.errors import ConfigError
 from trustrl.registry import nearest
@@ -41,7 +41,8 @@ def region_named(name: str, given: Any, settings: Settings) -> Region:
 
     Args:
         name: `trustrl-<preset>`, or `trustrl` for a region described in full.
-        given: Its settings as `trustrl.config_from_dict` reads them. Beside a preset: only what differs from it.
+        given: Its settings as `trustrl.config_from_dict` reads them. Beside a preset: only what differs from it
+            (see `trustrl.config.loading.laid_over`).
         settings: Where both were said.
 
     Raises:
@@ -68,26 +69,24 @@ def region_named(name: str, given: Any, settings: Settings) -> Region:
         region = preset(preset_name)
         if given:
             advice = f"Use {short}={PREFIX!r}, which takes the whole region from {settings.region}."
-            under = f"{short}={name!r}"
-            region = config_from_dict(_laid_over(config_to_dict(region), given, settings.region, under, advice))
+            base = config_to_dict(region)
+            _refuse_another_kind(base, given, settings.region, f"{short}={name!r}", advice)
+            region = config_from_dict(laid_over(base, given))
     if not isinstance(region, Region):
         raise ConfigError(f"{settings.region} must describe a region, got {region!r}.")
     return region
 
 
-def _laid_over(
+def _refuse_another_kind(
     base: Mapping[str, Any], given: Mapping[str, Any], where: str, under: str, advice: str
-) -> dict[str, Any]:
-    """A preset's settings with some replaced; what they are of may not change, or the name would lie."""
-    merged = dict(base)
+) -> None:
+    """What a preset's settings are of may not change, or the name would lie."""
     for key, value in given.items():
         before = base.get(key)
         if key == "kind" and value != before:
             raise ConfigError(f"{where}.kind must be {before!r} with {under}, got {value!r}. {advice}")
         if isinstance(value, Mapping) and isinstance(before, Mapping):
-            value = _laid_over(before, value, f"{where}.{key}", under, advice)
-        merged[key] = value
-    return merged
+            _refuse_another_kind(before, value, f"{where}.{key}", under, advice)
 
 
 def more_than_sampled_tokens(region: Region) -> list[str]:

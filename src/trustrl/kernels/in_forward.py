@@ -5,8 +5,8 @@ asks for a loss that is a sum over blocks of rows, and for one block of logits i
 exchange Liger's losses make. `token_logprobs` does not: a region may need the whole batch (sequences, metrics) before
 it knows a coefficient, and rows that end with none are free there.
 
-Measured beside the recomputing pass in docs/kernels.md: worth it in float32, where a product costs ten times what it
-does in bf16; hardly in bf16, where adding to the head's gradient once per block is what costs.
+Measured beside the recomputing pass in docs/vocabulary-cost.md: worth it in float32, where a product costs ten times
+what it does in bf16; hardly in bf16, where adding to the head's gradient once per block is what costs.
 """
 
 from collections.abc import Callable

@@ -60,8 +60,7 @@ class Recording:
         checks.whole("recording.ring_steps", self.ring_steps, low=0)
         checks.whole("recording.ring_bytes", self.ring_bytes, low=1)
         checks.whole("recording.max_dumps", self.max_dumps, low=0)
-        if not isinstance(self.topk, bool):
-            raise ConfigError(f"recording.topk must be True or False, got {self.topk!r}.")
+        checks.truth("recording.topk", self.topk)
         if not isinstance(self.triggers, (list, tuple)):
             raise ConfigError(f"recording.triggers must be a tuple of triggers, got {self.triggers!r}.")
         object.__setattr__(self, "triggers", tuple(self.triggers))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trustrl.config import checks
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict, config_to_dict
+from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
 from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
 from trustrl.recording.files import RECORDS
@@ -172,7 +172,7 @@ def _region(data: Any, where: str = "region") -> Region:
     else:
         more = {key: value for key, value in data.items() if key != "preset"}
         recipe_tables.text(f"{where}.preset", data["preset"])
-        region = config_from_dict(_laid_over(config_to_dict(preset(data["preset"])), more, data["preset"]))
+        region = config_from_dict(laid_over(config_to_dict(preset(data["preset"])), more))
     checks.instance(where, region, (Region,))
     return region
 
@@ -185,21 +185,6 @@ def _records(data: Any) -> Recording:
         )
     _refuse_unknown("[records]", data, list(RECORD_KEYS))
     return Recording.of({"folder": RECORDS, **data})
-
-
-def _laid_over(base: Mapping[str, Any], given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A preset's settings with some replaced; another `kind` replaces the whole object it names."""
-    merged = dict(base)
-    for key, value in given.items():
-        before = base.get(key)
-        if (
-            isinstance(value, Mapping)
-            and isinstance(before, Mapping)
-            and value.get("kind", before["kind"]) == (before["kind"])
-        ):
-            value = _laid_over(before, value, name)
-        merged[key] = value
-    return merged
 
 
 def _table(name: str, kind: type, data: Any) -> Any:

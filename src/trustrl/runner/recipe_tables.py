@@ -55,7 +55,7 @@ class TaskChoice:
 
     def __post_init__(self) -> None:
         text("task.name", self.name)
-        truth("task.chat", self.chat)
+        checks.truth("task.chat", self.chat)
         checks.whole("task.problems", self.problems, low=1)
         mapping("task.settings", self.settings)
 
@@ -254,12 +254,6 @@ def text(where: str, value: Any) -> None:
     """Refuses what is no text, or an empty one."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where} must be a text, got {value!r}.")
-
-
-def truth(where: str, value: Any) -> None:
-    """Refuses what is neither true nor false."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{where} must be true or false, got {value!r}.")
 
 
 def mapping(where: str, value: Any) -> None:

@@ -69,7 +69,7 @@ def config(*arguments, loss="trustrl-dppo-binary-tv"):
 def test_settings_arrive_from_skyrls_command_line():
     asked = ["trainer.algorithm.region.divergence.max_increase=0.3", "trainer.algorithm.region.max_ratio=5.0"]
     found = engine.check_settings(config(*asked))
-    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3, max_decrease=0.15), max_ratio=5.0)
+    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3), max_ratio=5.0)
     assert engine.check_settings(config()) == trustrl.preset("dppo-binary-tv")
 
 
@@ -95,6 +95,11 @@ SAMPLING, ALGORITHM = "generator.sampling_params", "trainer.algorithm"
         ("dppo-binary-tv", [], "Did you mean 'trustrl-dppo-binary-tv'"),
         ("trustrl-ppo", [f"{ALGORITHM}.region.kind=spo"], "policy_loss_type='trustrl'"),
         ("trustrl-gspo", [], f"{ALGORITHM}.loss_reduction must be sequence_mean"),
+        (
+            "trustrl-ipo",
+            [f"{ALGORITHM}.region.log_ratio_penalty=0.1"],
+            f"{ALGORITHM}.region.log_ratio_penalty must be 0 with a region, got 0.1. SkyRL divides the advantages",
+        ),
         ("trustrl-ppo", [f"{ALGORITHM}.eps_clip_high=0.28"], f"{ALGORITHM}.eps_clip_high must be left at 0.2"),
         ("trustrl-dppo-binary-tv", [f"{ALGORITHM}.dppo.delta_low=0.1"], f"{ALGORITHM}.dppo must be left at"),
         ("trustrl-ppo", [f"{ALGORITHM}.off_policy_correction.tis_ratio_type=token"], "takes region.correction"),
@@ -158,10 +163,17 @@ def test_the_sampler_is_enough_for_a_region_anchored_on_it():
     assert found.gradient.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("name", "says"), [("troll", "64 most probable"), ("gspo", "sequence_mean")])
-def test_a_loss_refuses_what_it_cannot_run(name, says):
+@pytest.mark.parametrize(
+    ("name", "region", "says"),
+    [
+        ("troll", None, "64 most probable"),
+        ("gspo", None, "sequence_mean"),
+        ("ipo", {"log_ratio_penalty": 0.1}, "log_ratio_penalty must be 0"),
+    ],
+)
+def test_a_loss_refuses_what_it_cannot_run(name, region, says):
     with pytest.raises(ConfigError, match=says):
-        world.result(world.algorithm(f"trustrl-{name}"), world.batch())
+        world.result(world.algorithm(f"trustrl-{name}", region=region), world.batch())
 
 
 def test_a_batch_without_a_mask_is_all_in_the_loss():

@@ -114,8 +114,9 @@ def test_a_preset_without_settings_has_its_published_ones():
 
 def test_settings_replace_the_presets_one_by_one():
     found = region("trustrl-dppo-binary-tv", {"divergence": {"max_increase": 0.3}, "max_ratio": 5.0})
-    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3, max_decrease=0.15), max_ratio=5.0)
-    assert region("trustrl-ppo", {"kind": "ppo", "ratio": {"max_increase": "inf"}}).ratio.max_increase == float("inf")
+    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3), max_ratio=5.0)
+    one_sided = region("trustrl-ppo", {"kind": "ppo", "ratio": {"max_increase": "inf"}})
+    assert one_sided.ratio.bounds == (0.2, float("inf"))
 
 
 def test_a_region_can_be_described_in_full():
@@ -307,6 +308,35 @@ def test_a_mismatch_is_not_counted_twice():
     tokens = world.batch()
     with pytest.raises(ConfigError, match="rollout_is_weights must be None with ppo anchored on the sampler"):
         world.result(world.actor("trustrl-ppo"), tokens, is_weights=torch.ones_like(tokens.log_prob))
+
+
+def some_correction(tokens):
+    return torch.rand(tokens.log_prob.shape, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def test_verls_correction_leaves_a_regions_own_penalty_alone():
+    """Its weights are for the policy term, which has no part in this gradient: all advantages are 0."""
+    tokens = world.batch()
+    tokens = tokens._replace(advantages=torch.zeros_like(tokens.advantages))
+    config = world.actor("trustrl-ipo", policy_loss={"region": {"anchor": "proximal", "log_ratio_penalty": 0.1}})
+    alone = world.result(config, tokens).gradient
+    assert alone.norm() > 0
+    assert torch.equal(world.result(config, tokens, is_weights=some_correction(tokens)).gradient, alone)
+
+
+def test_a_worker_takes_verls_own_advantages_and_coefficients_also_where_verl_corrects():
+    """Records and `loss_weight` say what verl's trainer said; the correction is in the loss alone."""
+    tokens, taken = world.batch(), []
+    feed = Feed(
+        trustrl.PPO(anchor="proximal"),
+        {"proximal_logp": tokens.old_log_prob},
+        lambda out, policy, rollout, weights: taken.append((rollout.advantage, weights)),
+    )
+    with feeding(feed):
+        world.result(world.actor("trustrl-ppo"), tokens, is_weights=some_correction(tokens))
+    ((advantage, weights),) = taken
+    assert torch.equal(advantage, tokens.advantages)
+    assert weights.sum().item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])

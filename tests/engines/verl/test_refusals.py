@@ -77,6 +77,13 @@ REFUSED = {
     "rejection that nobody applies": (
         [*RIGHT, BYPASS, f"{CORRECTION}.rollout_rs=token_k1"], [f"{CORRECTION}.rollout_rs must be null", "nothing would be rejected"]
     ),
+    "rejection that nobody applies to a proximal anchor": (
+        [*PROXIMAL, BYPASS, f"{CORRECTION}.rollout_rs=token_k1"], [f"{CORRECTION}.rollout_rs must be null", "bypass_mode=False"]
+    ),
+    "a correction that nobody applies": (
+        [*PROXIMAL, BYPASS, f"{CORRECTION}.rollout_is=token"],
+        [f"{CORRECTION}.rollout_is must be null", "'token'", "nothing would be corrected", "bypass_mode=False"],
+    ),
     "raw log-probs": (
         [*RIGHT, f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
         [f"{ROLLOUT}.logprobs_mode must be processed_logprobs", "0.7"],

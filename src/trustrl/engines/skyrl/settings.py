@@ -70,7 +70,14 @@ def check_algorithm(algorithm: Any, region: Region) -> None:
             "SkyRL's own losses apply it themselves, and no other does. A region anchored on the sampler contains π'/μ "
             "already; one with anchor=proximal takes region.correction.",
         )  # fmt: skip
-    needed = region.needs().reduction
+    needs = region.needs()
+    if needs.penalty is not None:
+        refuse(
+            f"{ALGORITHM}.region.{needs.penalty}", "0", getattr(region, needs.penalty),
+            "SkyRL divides the advantages by its counts and adds up the losses of tokens, so that a term without an "
+            "advantage is a sum beside an average and grows with the batch. TRL and verl run it.",
+        )  # fmt: skip
+    needed = needs.reduction
     if needed is not None and REDUCTIONS.get(algorithm.loss_reduction) is not needed:
         fitting = [name for name, reduction in REDUCTIONS.items() if reduction is needed]
         refuse(

@@ -6,6 +6,7 @@ Borrowed: `agg_loss`, asked for what it multiplies each token with; verl keeps i
 """
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ class RegionLoss:
             response_mask: Tokens in the loss.
             loss_agg_mode: verl's average.
             config: verl's `ActorConfig`.
-            rollout_is_weights: verl's own correction of π'/μ; only for regions anchored on π'.
+            rollout_is_weights: verl's own correction of π'/μ, ≥ 0, on the policy term; only for regions anchored on π'.
 
         Raises:
             ConfigError: the settings do not describe a region this path can run, or count the mismatch twice.
@@ -86,14 +87,12 @@ class RegionLoss:
         region = region_of(self.loss_mode, config.policy_loss) if fed is None else fed.region
         needs = region.needs()
         weights = token_weights(response_mask, loss_agg_mode, config.global_batch_info)
-        if rollout_is_weights is not None:
-            if "behavior" in needs.anchors:
-                raise ConfigError(
-                    f"rollout_is_weights must be None with {region.kind} anchored on the sampler, got a tensor: its "
-                    "ratio already contains π'/μ and verl would multiply with it once more. Set "
-                    "algorithm.rollout_correction.rollout_is=null, or region.anchor=proximal."
-                )
-            weights = weights * rollout_is_weights
+        if rollout_is_weights is not None and "behavior" in needs.anchors:
+            raise ConfigError(
+                f"rollout_is_weights must be None with {region.kind} anchored on the sampler, got a tensor: its "
+                "ratio already contains π'/μ and verl would multiply with it once more. Set "
+                "algorithm.rollout_correction.rollout_is=null, or region.anchor=proximal."
+            )
         if fed is None:
             refuse_more_than_sampled_tokens(region)
             if config.policy_loss.get("recording", None) is not None:
@@ -105,9 +104,13 @@ class RegionLoss:
         rollout = RolloutTokens(
             advantage=advantages, in_loss=response_mask.bool(), **anchors, **fed.rollout if fed else {}
         )
+        # The policy term is linear in A and a region's own penalty does not read it: only the former is corrected.
+        corrected = rollout
+        if rollout_is_weights is not None:
+            corrected = replace(rollout, advantage=advantages * rollout_is_weights)
         out = policy_loss(
             policy,
-            rollout,
+            corrected,
             region,
             reduction=TokenWeights(weights, like=REDUCTIONS.get(loss_agg_mode)),
             on_nonfinite=config.policy_loss.get("on_nonfinite", "drop"),

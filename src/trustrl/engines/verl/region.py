@@ -22,7 +22,8 @@ class RegionLossConfig(PolicyLossConfig):
     """
 
     region: dict[str, Any] | None = None
-    """Settings as `trustrl.config_from_dict` reads them. Beside a preset's name: only what differs from the preset."""
+    """Settings as `trustrl.config_from_dict` reads them. Beside a preset's name: only what differs from the preset. One
+    bound given sets both where the preset's two are equal."""
 
     on_nonfinite: str = "drop"
     """See `trustrl.policy_loss`."""

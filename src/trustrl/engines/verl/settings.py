@@ -37,6 +37,7 @@ def check_settings(config: Mapping[str, Any]) -> Region:
     _check_loss(config, region, needs)
     if "behavior" in needs.anchors:
         _check_behavior(config, region)
+    _check_bypass(config)
     if needs.topk or needs.full:
         _check_vocabulary(config, region, needs)
     _check_sampling(config)
@@ -106,18 +107,26 @@ def _check_behavior(config: Any, region: Region) -> None:
         )  # fmt: skip
     if not _at(config, f"{ROLLOUT}.calculate_log_probs", False):
         refuse(f"{ROLLOUT}.calculate_log_probs", "True", False, "Without it the sampler records no log-probs.")
-    rejection = _at(config, f"{CORRECTION}.rollout_rs")
-    if rejection is not None and _at(config, f"{CORRECTION}.bypass_mode", False):
-        refuse(
-            f"{CORRECTION}.rollout_rs", "null", rejection,
-            "In bypass mode verl applies it in its own loss alone, so nothing would be rejected.",
-        )  # fmt: skip
     mode, temperature = _at(config, f"{ROLLOUT}.logprobs_mode"), _at(config, f"{ROLLOUT}.temperature", 1.0)
     if mode not in (None, "processed_logprobs") and temperature != 1.0:
         refuse(
             f"{ROLLOUT}.logprobs_mode", "processed_logprobs", mode,
             f"Raw log-probs are not what was sampled from at temperature {temperature:g}.",
         )  # fmt: skip
+
+
+def _check_bypass(config: Any) -> None:
+    """verl's trainer corrects and rejects in decoupled mode; in bypass mode it leaves both to a loss of its own."""
+    if not _at(config, f"{CORRECTION}.bypass_mode", False):
+        return
+    for name, done in (("rollout_is", "corrected"), ("rollout_rs", "rejected")):
+        value = _at(config, f"{CORRECTION}.{name}")
+        if value is not None:
+            refuse(
+                f"{CORRECTION}.{name}", "null in bypass mode", value,
+                f"There verl applies it in its own loss alone, so nothing would be {done}. "
+                f"Set {CORRECTION}.bypass_mode=False to keep it.",
+            )  # fmt: skip
 
 
 def _check_vocabulary(config: Any, region: Region, needs: Needs) -> None:
