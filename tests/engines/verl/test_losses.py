@@ -324,19 +324,21 @@ def test_verls_correction_leaves_a_regions_own_penalty_alone():
     assert torch.equal(world.result(config, tokens, is_weights=some_correction(tokens)).gradient, alone)
 
 
-def test_a_worker_takes_verls_own_advantages_and_coefficients_also_where_verl_corrects():
-    """Records and `loss_weight` say what verl's trainer said; the correction is in the loss alone."""
+def test_records_have_the_advantage_that_was_decided_on_where_verl_corrects():
+    """Asked again, the region then decides the same, also where a weight is 0; `loss_weight` is the average's alone."""
     tokens, taken = world.batch(), []
+    weights = some_correction(tokens)
+    weights[:, 0] = 0.0
     feed = Feed(
-        trustrl.PPO(anchor="proximal"),
-        {"proximal_logp": tokens.old_log_prob},
-        lambda out, policy, rollout, weights: taken.append((rollout.advantage, weights)),
+        trustrl.PPO(anchor="proximal"), {"proximal_logp": tokens.old_log_prob}, lambda *given: taken.append(given)
     )
     with feeding(feed):
-        world.result(world.actor("trustrl-ppo"), tokens, is_weights=some_correction(tokens))
-    ((advantage, weights),) = taken
-    assert torch.equal(advantage, tokens.advantages)
-    assert weights.sum().item() == pytest.approx(1.0)
+        world.result(world.actor("trustrl-ppo"), tokens, is_weights=weights)
+    ((out, policy, rollout, coefficients),) = taken
+    again = trustrl.policy_loss(policy, rollout, feed.region, reduction=trustrl.TokenSum())
+    assert torch.equal(again.decision.keep, out.decision.keep)
+    assert torch.equal(rollout.advantage, tokens.advantages * weights)
+    assert coefficients.sum().item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])

@@ -6,7 +6,6 @@ Borrowed: `agg_loss`, asked for what it multiplies each token with; verl keeps i
 """
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,17 +99,17 @@ class RegionLoss:
                     "policy_loss.recording must be null outside trustrl's workers, got settings: nobody would write."
                 )
         anchors = {f"{needs.anchor}_logp": old_log_prob} if fed is None else fed.anchors
+        if rollout_is_weights is not None:
+            # The policy term is linear in A and a region's own penalty does not read it: only the former is corrected.
+            # Records get this A, so that the region decides the same when it is asked again.
+            advantages = advantages * rollout_is_weights
         policy = PolicyTokens(logp=log_prob, **fed.policy if fed else {})
         rollout = RolloutTokens(
             advantage=advantages, in_loss=response_mask.bool(), **anchors, **fed.rollout if fed else {}
         )
-        # The policy term is linear in A and a region's own penalty does not read it: only the former is corrected.
-        corrected = rollout
-        if rollout_is_weights is not None:
-            corrected = replace(rollout, advantage=advantages * rollout_is_weights)
         out = policy_loss(
             policy,
-            corrected,
+            rollout,
             region,
             reduction=TokenWeights(weights, like=REDUCTIONS.get(loss_agg_mode)),
             on_nonfinite=config.policy_loss.get("on_nonfinite", "drop"),
