@@ -54,8 +54,11 @@ class MIS:
 def _ordered(where: str, low: float, high: float) -> None:
     checks.non_negative(f"{where}.min_ratio", low)
     checks.real(f"{where}.max_ratio", high, rule="a ratio > 0", low=0.0)
-    if not low < high:
-        raise ConfigError(f"{where}.min_ratio must be below max_ratio, got {low!r} and {high!r}.")
+    if not low <= 1 <= high or low == high:
+        raise ConfigError(
+            f"{where}.min_ratio and {where}.max_ratio must have 1 between them, got {low!r} and {high!r}. Where "
+            "sampler and trainer agree k is 1, and such tokens would be left out."
+        )
 
 
 Correction = TIS | IcePop | MIS
