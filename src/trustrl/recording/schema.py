@@ -34,7 +34,7 @@ COLUMNS = (
         "position", "int32", "of the token in its completion, from 0; tokens outside the loss count", nullable=False
     ),
     Column("token_id", "int32", "a_t"),
-    Column("advantage", "float32", "A_t", nullable=False),
+    Column("advantage", "float32", "A_t, times the trainer's own importance weight where it has one", nullable=False),
     Column("behavior_logp", "float32", "log μ(a_t), the sampler's"),
     Column("proximal_logp", "float32", "log π'(a_t), the trainer's at the rollout weights"),
     Column("policy_logp", "float32", "log π(a_t) at this update", nullable=False),
