@@ -75,6 +75,11 @@ def test_wrong_usage_ends_with_2(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_run_without_metrics_says_so(tmp_path, capsys):
+    assert main(["report", str(run_folder(tmp_path / "a", rows=[], evaluations=(), finished=False))]) == 0
+    assert "has no metrics: it ended before its first step" in capsys.readouterr().out
+
+
 def test_a_broken_file_ends_with_1(tmp_path, capsys):
     folder = run_folder(tmp_path / "a")
     (folder / "metrics.jsonl").write_text("nothing\n")

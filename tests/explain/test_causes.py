@@ -8,6 +8,7 @@ import pytest
 
 from report.folders import write_records
 from runner.test_recipe import small
+from trustrl.errors import RecordError
 from trustrl.explain.explanation import explain
 from trustrl.runner.directory import RunDirectory
 
@@ -58,9 +59,17 @@ def test_nothing_is_found_in_a_healthy_run(tmp_path, updates):
     assert names(folder(tmp_path / "run", updates=updates)) == []
 
 
-def test_nothing_is_found_in_a_run_without_a_step(tmp_path):
+def test_a_run_without_a_step_is_not_called_healthy(tmp_path):
     RunDirectory(tmp_path / "run").begin(small(), resume=False)
-    assert names(tmp_path / "run") == []
+    with pytest.raises(RecordError, match="has no metrics"):
+        explain(tmp_path / "run")
+
+
+def test_a_region_nobody_registered_here_is_explained_by_its_numbers(tmp_path):
+    path = folder(tmp_path / "run", lambda row: {"frac_reward_zero_std": 1.0, "reward": 0.0})
+    text = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(text.split("[region]")[0] + '[region]\nkind = "mine"\nwidth = 0.3\n')
+    assert names(path) == ["no learning signal"]
 
 
 def test_a_mismatch_that_was_never_finite_breaks_no_rule(tmp_path):

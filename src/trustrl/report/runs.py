@@ -92,18 +92,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _run(folder: Path, label: str, recipe: dict[str, Any]) -> Run:
     directory = RunDirectory(folder)
-    try:
-        rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
-        verdict = summary(rows, evaluations)
-        result = directory.result() if directory.finished else {}
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise RecordError(f"The files in {folder} must be JSON as `trustrl run` writes it, got: {error!r}.") from None
+    rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
+    verdict = summary(rows, evaluations)
+    result = directory.result() if directory.finished else {}
     status, words = _ending(folder, finished=directory.finished)
     return Run(folder, label, recipe, _region(recipe), rows, evaluations, verdict, status, words, result.get("seconds"))
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: int(row["step"]))
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
