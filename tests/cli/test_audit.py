@@ -64,6 +64,19 @@ def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_fol
     assert str(figure) in said.err
 
 
+@pytest.mark.parametrize("verb", ["audit", "calibrate"])
+def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, tmp_path, capsys):
+    file = next((run_folder / "records").glob("*.parquet"))
+    start = min(pq.ParquetFile(file).metadata.row_group(0).column(at).data_page_offset for at in range(5))
+    text = bytearray(file.read_bytes())
+    text[start : start + 40] = bytes(40)
+    (tmp_path / file.name).write_bytes(text)
+    assert main([verb, str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "must be a whole Parquet file" in said.err
+    assert not said.err.endswith("..\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -73,6 +86,9 @@ def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_fol
         pytest.param(["audit", "RUN", "--regions", "pppo"], 2, "Did you mean 'ppo'?", id="an unknown region"),
         pytest.param(["audit", "RUN", "--workers", "0"], 2, "--workers", id="no worker"),
         pytest.param(["audit", "RUN", "--top", "-1"], 2, "--top", id="fewer than none"),
+        pytest.param(
+            ["calibrate", "RUN", "--figure", "nowhere/a.png"], 2, "that can be written", id="no such folder for it"
+        ),
         pytest.param(["calibrate", "RUN", "--figure", "curves.xyz"], 2, "--figure", id="no picture of this kind"),
     ],
 )

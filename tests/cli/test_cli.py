@@ -15,6 +15,15 @@ ROOT = Path(__file__).parents[2]
 TOUR = str(ROOT / "recipes/tour.toml")
 
 
+def test_what_the_system_refuses_is_a_sentence(monkeypatch, capsys):
+    def refused(options):
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr("trustrl.cli.doctor.run", refused)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'somewhere'.\n"
+
+
 @pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_help_is_instant_and_loads_no_torch(arguments):
     code = (

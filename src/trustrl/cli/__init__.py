@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), WRONG)
     except TrustRLError as error:
         return _complain(str(error), FAILED)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or verb in GOES_ON:  # of a training run the traceback is wanted
+            raise
+        return _complain(f"{str(error).rstrip('.')}.", FAILED)
     except KeyboardInterrupt:
         return _complain(f"interrupted; {GOES_ON[verb]}." if verb in GOES_ON else "interrupted.", FAILED)
 
