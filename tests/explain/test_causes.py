@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
@@ -153,11 +154,23 @@ def test_records_show_other_weights_of_any_size(tmp_path, noise):
     assert names(path) == ["tied head not synced"]
 
 
-def test_records_that_cannot_be_read_leave_the_metrics_to_speak(tmp_path):
+def test_records_that_cannot_be_read_are_said(tmp_path):
+    pytest.importorskip("pyarrow")
     path = folder(tmp_path / "run", lambda row: {MISMATCH: 0.2})
     (path / "records").mkdir()
-    (path / "records" / "step-00000000.rank-0000.parquet").write_bytes(b"no Parquet")
     assert names(path) == ["wrong temperature"]
+    (path / "records" / "step-00000000.rank-0000.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(RecordError, match=r"step-00000000\.rank-0000\.parquet"):
+        explain(path)
+
+
+def test_without_pyarrow_records_leave_the_metrics_to_speak(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    path = folder(tmp_path / "run", lambda row: {MISMATCH: 2.0})
+    write_records(path / "records", sampled(1 / 0.8))
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert names(path) == ["tied head not synced"]
 
 
 def test_a_fault_in_the_advantages_is_named_with_its_first_step(tmp_path):
@@ -237,6 +250,19 @@ def test_groups_of_equal_rewards_are_no_learning_signal(tmp_path):
     assert names(folder(tmp_path / "run", lambda row: {"frac_reward_zero_std": 1.0, "reward": 0.0})) == [
         "no learning signal"
     ]
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [pytest.param(1.0, "from the start", id="all"), pytest.param(0.0, "by the end", id="all but the first")],
+)
+def test_groups_are_equal_from_the_start_only_where_the_first_step_has_them(tmp_path, first, said):
+    def equal(row):
+        return {"frac_reward_zero_std": first if row["step"] == 1 else 1.0, "reward": 0.0}
+
+    (found,) = [one for one in explain(folder(tmp_path / "run", equal)) if one.name == "no learning signal"]
+    assert said in found.reason
+    assert (found.confidence == 1.0) is (said == "from the start")
 
 
 def test_equal_rewards_at_the_end_of_a_solved_task_are_healthy(tmp_path):
