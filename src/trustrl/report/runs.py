@@ -124,7 +124,7 @@ def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
         return "finished", ""
     log = folder.resolve().with_suffix(".log")
     try:
-        lines = log.read_text(errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
     except OSError:
         lines = []
     failed = any(line.startswith(("error:", "Traceback")) for line in lines)
@@ -155,6 +155,6 @@ def short_labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
 def read_json(file: Path) -> Any:
     """A small JSON file, or None where it cannot be read."""
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
