@@ -107,6 +107,23 @@ def test_a_disk_that_fails_while_the_page_is_written_ends_with_2(tmp_path, monke
     assert "No space left" in capsys.readouterr().err
 
 
+def test_a_page_and_an_audit_say_the_same_share(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("torch")
+    folder = run_folder(tmp_path / "a")
+    columns = {"advantage": [1.0] * 8 + [0.0] * 8, "kept": [False] * 2 + [True] * 6 + [False] * 8, "token_id": [5] * 16}
+    write_records(folder / "records", columns)
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "16 recorded tokens × updates, 8 with A ≠ 0: 75.0 % kept, 25.0 % stopped, 8 no gradient." in page
+    assert "<td>5</td><td>2</td><td>8</td><td>25.0 %</td>" in page
+    capsys.readouterr()
+    main(["audit", str(folder), "--regions", "ppo", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["regions"]["recorded"]["stopped_share"] == 0.25
+    assert found["signed"] == 8
+
+
 def test_a_run_without_metrics_says_so(tmp_path, capsys):
     assert main(["report", str(run_folder(tmp_path / "a", rows=[], evaluations=(), finished=False))]) == 0
     assert "has no metrics: it ended before its first step" in capsys.readouterr().out

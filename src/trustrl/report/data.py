@@ -98,8 +98,8 @@ def _extent(chart: Chart, at: int) -> dict[str, Any]:
 def _token_summary(tokens: Tokens, texts: dict[int, str]) -> dict[str, Any]:
     listed = [{"text": text_of(one["token_id"], texts), **one} for one in tokens.most_stopped]
     return {
-        "recorded": tokens.num_rows, "read": tokens.num_read, "verdicts": tokens.verdicts, "most_stopped": listed,
-        "dumps": tokens.dumps,
+        "recorded": tokens.num_rows, "read": tokens.num_read, "signed": tokens.num_signed, "verdicts": tokens.verdicts,
+        "most_stopped": listed, "dumps": tokens.dumps,
     }  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _object(where: str, text: bytes) -> dict[str, Any]:
 
 
 def _row(where: str, text: bytes, needed: Sequence[str]) -> dict[str, Any]:
-    found = _object(where, text)
+    found = finite(_object(where, text))
     for name in needed:
         if name not in found:
             raise RecordError(f"{where} {WRITTEN}, got none with {name}.")
