@@ -106,6 +106,10 @@ def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, t
         pytest.param(["audit", "SILENT"], 1, "this run recorded nothing", id="a run that recorded nothing"),
         pytest.param(["calibrate", "SILENT"], 1, "records.sample=0.1", id="nor anything to calibrate from"),
         pytest.param(["audit", "RUN", "--regions", "pppo"], 2, "Did you mean 'ppo'?", id="an unknown region"),
+        pytest.param(
+            ["audit", "RUN", "--regions", ","], 2, "--regions must name presets", id="no region between commas"
+        ),
+        pytest.param(["audit", "RUN", "--arms", "ARMS"], 2, "--arms must have a table", id="an empty file of arms"),
         pytest.param(["audit", "RUN", "--workers", "0"], 2, "--workers", id="no worker"),
         pytest.param(["audit", "RUN", "--top", "-1"], 2, "--top", id="fewer than none"),
         pytest.param(
@@ -115,7 +119,13 @@ def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, t
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(arguments, code, said, run_folder, tmp_path, capsys):
-    places = {"RUN": str(run_folder), "EMPTY": str(tmp_path), "SILENT": str(folders.run_folder(tmp_path / "a"))}
+    (tmp_path / "arms.toml").touch()
+    places = {
+        "ARMS": str(tmp_path / "arms.toml"),
+        "RUN": str(run_folder),
+        "EMPTY": str(tmp_path),
+        "SILENT": str(folders.run_folder(tmp_path / "a")),
+    }
     assert main([places.get(one, one) for one in arguments]) == code
     found = capsys.readouterr()
     assert said in found.err

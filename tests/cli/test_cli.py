@@ -15,6 +15,12 @@ ROOT = Path(__file__).parents[2]
 TOUR = str(ROOT / "recipes/tour.toml")
 
 
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_what_is_missing_without_arguments_is_the_recipe_alone(verb, capsys):
+    assert main([verb]) == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
+
+
 def test_what_the_system_refuses_is_a_sentence(monkeypatch, capsys):
     def refused(options):
         raise PermissionError(13, "Permission denied", "somewhere")
