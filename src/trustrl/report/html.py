@@ -275,7 +275,8 @@ def _most_stopped(at: int, tokens: dict[str, Any]) -> str:
     if not listed:
         return f'<p class="hint table" data-run="{at}">No recorded token was stopped.</p>'
     rows = "".join(
-        f'<tr><td class="token">{_said(one["text"])}</td><td>{one["token_id"]}</td><td>{one["stopped"]:,}</td>'
+        f'<tr><td class="token" title="{_said(one["text"])}">{_said(one["text"])}</td>'
+        f"<td>{one['token_id']}</td><td>{one['stopped']:,}</td>"
         f"<td>{one['signed']:,}</td><td>{percent(one['stopped'] / one['signed'])}</td><td>{one['rising']:,}</td>"
         f"<td>{one['stopped'] - one['rising']:,}</td><td>{one['mu']:.3g}</td><td>{one['pi']:.3g}</td></tr>"
         for one in listed
