@@ -1,6 +1,7 @@
 """`trustrl audit` and `trustrl calibrate`: exit codes, stdout for data, stderr for talk."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import recorded
 
+from report import folders
 from trustrl.cli import main
 
 
@@ -64,20 +66,67 @@ def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_fol
     assert str(figure) in said.err
 
 
+def test_ctrl_c_ends_an_audit_and_its_workers_without_a_traceback(run_folder):
+    """It comes while workers load torch, as it reaches all processes of a terminal."""
+    code = (
+        "import os, signal, sys, threading\nfrom trustrl.audit import mapreduce\nfrom trustrl.cli import main\n"
+        "def begun(*given):\n"
+        "    threading.Timer(0.3, os.killpg, (0, signal.SIGINT)).start()\n"
+        "    return started(*given)\n"
+        "started, mapreduce._in_processes = mapreduce._in_processes, begun\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, "audit", str(run_folder), "--workers", "2"],
+        capture_output=True, text=True, check=False, start_new_session=True, timeout=60,
+    )  # fmt: skip
+    assert (process.returncode, process.stdout, process.stderr) == (1, "", "error: interrupted.\n")
+
+
+@pytest.mark.parametrize("verb", ["audit", "calibrate"])
+def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, tmp_path, capsys):
+    file = next((run_folder / "records").glob("*.parquet"))
+    start = min(pq.ParquetFile(file).metadata.row_group(0).column(at).data_page_offset for at in range(5))
+    text = bytearray(file.read_bytes())
+    text[start : start + 40] = bytes(40)
+    (tmp_path / file.name).write_bytes(text)
+    assert main([verb, str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert "must be a whole Parquet file" in said.err
+    assert not said.err.endswith("..\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
         pytest.param(["audit"], 2, "RECORDS", id="no records named"),
-        pytest.param(["audit", "nowhere"], 1, "got none", id="no such folder"),
-        pytest.param(["calibrate", "nowhere"], 1, "got none", id="no such folder to calibrate from"),
+        pytest.param(["audit", "nowhere"], 2, "must be folders or files that exist", id="no such folder"),
+        pytest.param(["calibrate", "nowhere"], 2, "that exist", id="no such folder to calibrate from"),
+        pytest.param(["audit", "EMPTY"], 1, "got none", id="a folder without records"),
+        pytest.param(["audit", "SILENT"], 1, "this run recorded nothing", id="a run that recorded nothing"),
+        pytest.param(["calibrate", "SILENT"], 1, "records.sample=0.1", id="nor anything to calibrate from"),
         pytest.param(["audit", "RUN", "--regions", "pppo"], 2, "Did you mean 'ppo'?", id="an unknown region"),
+        pytest.param(
+            ["audit", "RUN", "--regions", ","], 2, "--regions must name presets", id="no region between commas"
+        ),
+        pytest.param(["audit", "RUN", "--arms", "ARMS"], 2, "--arms must have a table", id="an empty file of arms"),
         pytest.param(["audit", "RUN", "--workers", "0"], 2, "--workers", id="no worker"),
         pytest.param(["audit", "RUN", "--top", "-1"], 2, "--top", id="fewer than none"),
+        pytest.param(
+            ["calibrate", "RUN", "--figure", "nowhere/a.png"], 2, "that can be written", id="no such folder for it"
+        ),
         pytest.param(["calibrate", "RUN", "--figure", "curves.xyz"], 2, "--figure", id="no picture of this kind"),
     ],
 )
-def test_what_cannot_be_done_is_a_sentence(arguments, code, said, run_folder, capsys):
-    assert main([str(run_folder) if one == "RUN" else one for one in arguments]) == code
+def test_what_cannot_be_done_is_a_sentence(arguments, code, said, run_folder, tmp_path, capsys):
+    (tmp_path / "arms.toml").touch()
+    places = {
+        "ARMS": str(tmp_path / "arms.toml"),
+        "RUN": str(run_folder),
+        "EMPTY": str(tmp_path),
+        "SILENT": str(folders.run_folder(tmp_path / "a")),
+    }
+    assert main([places.get(one, one) for one in arguments]) == code
     found = capsys.readouterr()
     assert said in found.err
     assert "Traceback" not in found.err

@@ -15,6 +15,37 @@ ROOT = Path(__file__).parents[2]
 TOUR = str(ROOT / "recipes/tour.toml")
 
 
+@pytest.mark.parametrize("verb", ["run", "plan"])
+def test_what_is_missing_without_arguments_is_the_recipe_alone(verb, capsys):
+    assert main([verb]) == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
+
+
+def test_what_the_system_refuses_is_a_sentence(monkeypatch, capsys):
+    def refused(options):
+        raise PermissionError(13, "Permission denied", "somewhere")
+
+    monkeypatch.setattr("trustrl.cli.doctor.run", refused)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'somewhere'.\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("verb", [["metrics", "kl_k3"], ["plan", "RECIPE"], ["doctor"]], ids=lambda one: one[0])
+def test_signs_that_an_encoding_does_not_have_are_written_out(verb, encoding, tmp_path):
+    recipe = tmp_path / "own.toml"
+    recipe.write_text("# π over μ\n" + Path(TOUR).read_text(encoding="utf-8"), encoding="utf-8")
+    given = [str(recipe) if one == "RECIPE" else one for one in verb]
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": ":".join(sys.path)}
+    process = subprocess.run(
+        [sys.executable, "-m", "trustrl.cli", *given],
+        capture_output=True, check=False, env=plain | {"PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    assert b"Traceback" not in process.stderr, process.stderr
+    assert process.returncode in ((0, 1) if verb == ["doctor"] else (0,)), process.stderr
+    assert process.stdout
+
+
 @pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_help_is_instant_and_loads_no_torch(arguments):
     code = (

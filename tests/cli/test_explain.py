@@ -50,6 +50,26 @@ def test_wrong_usage_ends_with_2(arguments, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("left", [pytest.param("", id="empty"), pytest.param(None, id="missing")])
+def test_a_run_without_metrics_ends_with_1_and_says_so(tmp_path, left, capsys):
+    folder = run_folder(tmp_path / "a", rows=[], finished=False)
+    if left is None:
+        (folder / "metrics.jsonl").unlink()
+    assert main(["explain", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "has no metrics: it ended before its first step" in said.err
+
+
+@pytest.mark.parametrize("verb", ["explain", "report"])
+def test_a_recipe_that_was_cut_ends_with_1(tmp_path, verb, capsys):
+    folder = run_folder(tmp_path / "a")
+    text = (folder / "recipe.toml").read_text()
+    (folder / "recipe.toml").write_text(text[: text.index("=") + 2])
+    assert main([verb, str(folder)]) == 1
+    assert "recipe.toml" in capsys.readouterr().err
+
+
 def test_a_broken_file_ends_with_1_and_a_sentence(tmp_path, capsys):
     folder = run_folder(tmp_path / "a")
     (folder / "metrics.jsonl").write_text("no JSON\n")

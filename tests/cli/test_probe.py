@@ -1,6 +1,7 @@
 """`trustrl probe`: exit codes, JSON, and what it refuses before anything is loaded."""
 
 import json
+import sys
 
 import pytest
 
@@ -12,8 +13,8 @@ from trustrl.cli import main
     [
         pytest.param([], "MODEL", id="no model"),
         pytest.param(["tiny", "--sampler", "sglang"], "invalid choice", id="an unknown sampler"),
-        pytest.param(["tiny", "--dtype", "int4"], "dtype must be", id="an unknown dtype"),
-        pytest.param(["tiny", "--temperature", "0"], "Greedy has no distribution", id="greedy"),
+        pytest.param(["tiny", "--dtype", "int4"], "--dtype must be", id="an unknown dtype"),
+        pytest.param(["tiny", "--temperature", "0"], "--temperature must be a finite number > 0", id="greedy"),
         pytest.param(["tiny", "--prompts", "nowhere.txt"], "--prompts must be a text file", id="no file"),
         pytest.param(["tinny", "--sampler", "transformers"], "Did you mean 'tiny'?", id="an unknown model"),
     ],
@@ -23,6 +24,22 @@ def test_wrong_usage_ends_with_2_and_a_sentence(arguments, said, capsys):
     found = capsys.readouterr()
     assert said in found.err
     assert found.out == ""
+
+
+def test_the_sampler_is_looked_for_before_a_model_is_made(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("trustrl.models.path", lambda name: pytest.fail(f"{name} was made"))
+    assert main(["probe", "tiny"]) == 1
+    assert "pip install vllm" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    assert main(["probe", str(tmp_path), "--sampler", "transformers"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: MODEL must be a model's name or folder, got ")
+    assert said.err.count("\n") == 1
 
 
 def test_an_empty_file_of_prompts_is_refused(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """`trustrl report`: data on stdout, talk on stderr, exit codes."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -73,6 +75,58 @@ def test_records_without_pyarrow_name_the_extra(tmp_path, capsys, monkeypatch):
 def test_wrong_usage_ends_with_2(arguments, said, capsys):
     assert main(["report", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        pytest.param("folder", "Is a directory", id="a folder"),
+        pytest.param("file/page.html", "Not a directory", id="below a file"),
+        pytest.param("file/new/page.html", "Not a directory", id="further below a file"),
+    ],
+)
+def test_a_page_that_cannot_be_written_ends_with_2_and_leaves_nothing_behind(out, said, tmp_path, capsys):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    folder = run_folder(tmp_path / "a")
+    before = sorted(tmp_path.iterdir())
+    assert main(["report", str(folder), "--out", str(tmp_path / out)]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith("error: --out must be a file that can be written, got ")
+    assert said in found.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_disk_that_fails_while_the_page_is_written_ends_with_2(tmp_path, monkeypatch, capsys):
+    def full(file, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("trustrl.runner.directory.write_whole", full)
+    assert main(["report", str(run_folder(tmp_path / "a")), "--out", str(tmp_path / "page.html")]) == 2
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_a_page_and_an_audit_say_the_same_share(tmp_path, capsys):
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("torch")
+    folder = run_folder(tmp_path / "a")
+    columns = {"advantage": [1.0] * 8 + [0.0] * 8, "kept": [False] * 2 + [True] * 6 + [False] * 8, "token_id": [5] * 16}
+    write_records(folder / "records", columns)
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "16 recorded tokens × updates, 8 with A ≠ 0: 75.0 % kept, 25.0 % stopped, 8 no gradient." in page
+    assert "<td>5</td><td>2</td><td>8</td><td>25.0 %</td>" in page
+    capsys.readouterr()
+    main(["audit", str(folder), "--regions", "ppo", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["regions"]["recorded"]["stopped_share"] == 0.25
+    assert found["signed"] == 8
+
+
+def test_a_run_without_metrics_says_so(tmp_path, capsys):
+    assert main(["report", str(run_folder(tmp_path / "a", rows=[], evaluations=(), finished=False))]) == 0
+    assert "has no metrics: it ended before its first step" in capsys.readouterr().out
 
 
 def test_a_broken_file_ends_with_1(tmp_path, capsys):

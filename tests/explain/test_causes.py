@@ -2,12 +2,14 @@
 
 import math
 import random
+import sys
 from dataclasses import replace
 
 import pytest
 
 from report.folders import write_records
 from runner.test_recipe import small
+from trustrl.errors import RecordError
 from trustrl.explain.explanation import explain
 from trustrl.runner.directory import RunDirectory
 
@@ -58,9 +60,17 @@ def test_nothing_is_found_in_a_healthy_run(tmp_path, updates):
     assert names(folder(tmp_path / "run", updates=updates)) == []
 
 
-def test_nothing_is_found_in_a_run_without_a_step(tmp_path):
+def test_a_run_without_a_step_is_not_called_healthy(tmp_path):
     RunDirectory(tmp_path / "run").begin(small(), resume=False)
-    assert names(tmp_path / "run") == []
+    with pytest.raises(RecordError, match="has no metrics"):
+        explain(tmp_path / "run")
+
+
+def test_a_region_nobody_registered_here_is_explained_by_its_numbers(tmp_path):
+    path = folder(tmp_path / "run", lambda row: {"frac_reward_zero_std": 1.0, "reward": 0.0})
+    text = (path / "recipe.toml").read_text()
+    (path / "recipe.toml").write_text(text.split("[region]")[0] + '[region]\nkind = "mine"\nwidth = 0.3\n')
+    assert names(path) == ["no learning signal"]
 
 
 def test_a_mismatch_that_was_never_finite_breaks_no_rule(tmp_path):
@@ -144,11 +154,23 @@ def test_records_show_other_weights_of_any_size(tmp_path, noise):
     assert names(path) == ["tied head not synced"]
 
 
-def test_records_that_cannot_be_read_leave_the_metrics_to_speak(tmp_path):
+def test_records_that_cannot_be_read_are_said(tmp_path):
+    pytest.importorskip("pyarrow")
     path = folder(tmp_path / "run", lambda row: {MISMATCH: 0.2})
     (path / "records").mkdir()
-    (path / "records" / "step-00000000.rank-0000.parquet").write_bytes(b"no Parquet")
     assert names(path) == ["wrong temperature"]
+    (path / "records" / "step-00000000.rank-0000.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(RecordError, match=r"step-00000000\.rank-0000\.parquet"):
+        explain(path)
+
+
+def test_without_pyarrow_records_leave_the_metrics_to_speak(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    path = folder(tmp_path / "run", lambda row: {MISMATCH: 2.0})
+    write_records(path / "records", sampled(1 / 0.8))
+    for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert names(path) == ["tied head not synced"]
 
 
 def test_a_fault_in_the_advantages_is_named_with_its_first_step(tmp_path):
@@ -228,6 +250,19 @@ def test_groups_of_equal_rewards_are_no_learning_signal(tmp_path):
     assert names(folder(tmp_path / "run", lambda row: {"frac_reward_zero_std": 1.0, "reward": 0.0})) == [
         "no learning signal"
     ]
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [pytest.param(1.0, "from the start", id="all"), pytest.param(0.0, "by the end", id="all but the first")],
+)
+def test_groups_are_equal_from_the_start_only_where_the_first_step_has_them(tmp_path, first, said):
+    def equal(row):
+        return {"frac_reward_zero_std": first if row["step"] == 1 else 1.0, "reward": 0.0}
+
+    (found,) = [one for one in explain(folder(tmp_path / "run", equal)) if one.name == "no learning signal"]
+    assert said in found.reason
+    assert (found.confidence == 1.0) is (said == "from the start")
 
 
 def test_equal_rewards_at_the_end_of_a_solved_task_are_healthy(tmp_path):

@@ -143,10 +143,10 @@ def test_the_report_names_the_worst_token_and_escapes_its_text(logits):
     [
         ({"dtype": "int8"}, "dtype must be"),
         ({"temperature": 0.0}, "Greedy has no distribution"),
-        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
-        ({"top_k": -1}, "top_k must be"),
-        ({"logprobs": "cooked"}, "logprobs must be"),
-        ({"length": 0}, "length must be"),
+        ({"top_p": 1.5}, r"--top-p must be in \(0, 1\]"),
+        ({"top_k": -1}, "--top-k must be"),
+        ({"logprobs": "cooked"}, "--logprobs must be"),
+        ({"length": 0}, "--length must be"),
     ],
 )
 def test_a_drawing_that_makes_no_sense_is_refused(settings, message):
@@ -155,7 +155,7 @@ def test_a_drawing_that_makes_no_sense_is_refused(settings, message):
 
 
 def test_an_unknown_sampler_is_refused():
-    with pytest.raises(trustrl.ConfigError, match="sampler must be"):
+    with pytest.raises(trustrl.ConfigError, match="--sampler must be"):
         draw("sglang", "tiny", [[1]], Drawing())
 
 

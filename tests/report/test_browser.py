@@ -97,6 +97,30 @@ def test_everything_is_drawn_at_every_width_and_nothing_sticks_out(size, scheme,
     assert (sum(map(int, background[4:-1].split(","))) < 300) == (scheme == "dark")
 
 
+@pytest.mark.parametrize("mean", [0.1, 0.149, 0.3], ids=["below", "just below", "above"])
+def test_the_label_of_a_bound_lies_within_its_chart(mean, opened, tmp_path):
+    rows = steps(8)
+    rows[-1]["trustrl/divergence_mean"] = mean
+    tab = opened(run_folder(tmp_path / "a", rows=rows))
+    chart = tab.locator("#chart-divergence_mean-probability")
+    outer, inner = chart.locator("svg").bounding_box(), chart.locator("text.halo").bounding_box()
+    assert outer["y"] <= inner["y"]
+    assert inner["y"] + inner["height"] <= outer["y"] + outer["height"]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_long_token_leaves_the_other_columns_in_sight(size, opened, tmp_path, monkeypatch):
+    hostile_tokenizer(monkeypatch, tmp_path)
+    folder = run_folder(tmp_path / "a")
+    write_records(folder / "records", {"token_id": [4, 5], "kept": [False] * 2})
+    tab = opened(folder, size=size)
+    cell = tab.locator("td.token").first
+    assert cell.text_content().startswith("xxx")
+    assert cell.bounding_box()["width"] < 300
+    if size == "laptop":
+        assert tab.locator(".table .scroll").last.evaluate("(box) => box.scrollWidth <= box.clientWidth")
+
+
 def test_hostile_text_is_shown_as_text(opened, tmp_path, monkeypatch):
     hostile_tokenizer(monkeypatch, tmp_path)
     folder = run_folder(tmp_path / "a", name=HOSTILE[0])

@@ -21,7 +21,7 @@ def test_a_number_that_was_not_finite_breaks_the_line_and_a_missing_one_does_not
     rows = steps(5)
     rows[1]["grad_norm"] = None
     del rows[2]["grad_norm"]
-    rows[3]["grad_norm"] = "NaN"  # nobody writes this, and it is no number
+    rows[3]["grad_norm"] = float("nan")  # we write null, others may write this
     found = charts(read_runs([run_folder(tmp_path / "a", rows=rows)]))
     assert lines(of(found, "grad_norm"))[0] == [(1, 0.5), (2, None), (4, None), (5, 0.5)]
 

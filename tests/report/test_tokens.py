@@ -78,13 +78,15 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
         everything += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     found = read_tokens(tmp_path, **MANY)
     stopped = [row for row in everything if not row["kept"] and row["advantage"] != 0]
+    signed = [row for row in everything if row["advantage"] != 0]
     assert (found.num_rows, found.num_read, found.verdicts["stopped"]) == (800, 800, len(stopped))
+    assert found.num_signed == len(signed) < 800
     by_token = Counter(row["token_id"] for row in stopped)
     assert {one["token_id"]: one["stopped"] for one in found.most_stopped} == by_token
     assert [one["stopped"] for one in found.most_stopped] == sorted(by_token.values(), reverse=True)
     for one in found.most_stopped:
         here = [row for row in stopped if row["token_id"] == one["token_id"]]
-        assert one["seen"] == sum(row["token_id"] == one["token_id"] for row in everything)
+        assert one["signed"] == sum(row["token_id"] == one["token_id"] for row in signed)
         assert one["rising"] == sum(row["policy_logp"] > row["behavior_logp"] for row in here)
         assert one["mu"] == pytest.approx(sum(math.exp(row["behavior_logp"]) for row in here) / len(here), rel=1e-5)
     by_sequence = Counter(row["sequence"] for row in stopped)

@@ -6,7 +6,8 @@ import pytest
 
 from runner.test_recipe import small
 from trustrl import ConfigError
-from trustrl.runner.directory import RunDirectory
+from trustrl.errors import RecordError
+from trustrl.runner.directory import RunDirectory, write_whole
 from trustrl.runner.recipe import load
 from trustrl.runner.running import run
 from trustrl.runner.summary import collapsed, steps_to, summary
@@ -114,8 +115,55 @@ def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path):
-    RunDirectory(tmp_path).append("metrics", {"step": 1, "loss": float("nan"), "x": [float("inf")]})
-    assert RunDirectory(tmp_path).rows() == [{"step": 1, "loss": None, "x": [None]}]
+    RunDirectory(tmp_path).append("metrics", {"step": 1, "loss": float("nan"), "x": float("inf")})
+    assert RunDirectory(tmp_path).rows() == [{"step": 1, "loss": None, "x": None}]
+    RunDirectory(tmp_path).finish({"curve": [0.5, float("inf")]})
+    assert RunDirectory(tmp_path).result() == {"curve": [0.5, None]}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        pytest.param(b'{"step": 2, "reward": \xff}', "can't decode byte 0xff", id="a byte that is no UTF-8"),
+        pytest.param(b'{"step": 2, "rew', "at column 13", id="half an object"),
+        pytest.param(b"", "at column 1", id="an empty line"),
+        pytest.param(b"[" * 100_000, "recursion", id="a hundred thousand brackets"),
+        pytest.param(b"[2]", "got no object", id="a list"),
+        pytest.param(b'{"reward": 0.5}', "got none with step", id="no step"),
+        pytest.param(b'{"step": "2"}', "got '2' as 'step'", id="a step in words"),
+        pytest.param(b'{"step": null}', "got None as step", id="no number as step"),
+        pytest.param(b'{"step": 2, "reward": "x"}', "got 'x' as 'reward'", id="a reward in words"),
+        pytest.param(b'{"step": 2, "reward": {}}', "got {} as 'reward'", id="an object as reward"),
+        pytest.param(b'{"step": 2, "reward": true}', "got True as 'reward'", id="a truth as reward"),
+    ],
+)
+def test_a_line_that_is_no_row_is_refused_with_its_file_and_number(tmp_path, line, said):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": null}\n' + line + b"\n")
+    with pytest.raises(RecordError, match=r"metrics\.jsonl, line 2, must be JSON") as caught:
+        RunDirectory(tmp_path).rows()
+    assert said in str(caught.value)
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+def test_an_evaluation_has_an_accuracy_that_is_a_number(tmp_path):
+    for line in ('{"step": 0}\n', '{"step": 0, "accuracy": "x"}\n'):
+        (tmp_path / "evaluation.jsonl").write_text(line)
+        with pytest.raises(RecordError, match=r"evaluation\.jsonl, line 1, must be JSON.*accuracy"):
+            RunDirectory(tmp_path).rows("evaluation")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"seconds": "x"}'])
+def test_a_result_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(RecordError, match=r"result\.json must be JSON"):
+        RunDirectory(tmp_path).result()
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(OSError, match=r"page\.html"):
+        write_whole(tmp_path / "page.html", "text")
+    assert [one.name for one in tmp_path.iterdir()] == ["page.html"]
 
 
 def rows(rewards, losses=None):

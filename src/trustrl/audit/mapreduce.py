@@ -1,10 +1,13 @@
 """Summaries over files: in a stream, in several processes, or on a Ray cluster; the counts are the same."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, Literal
 
 import torch
@@ -69,9 +72,31 @@ def _of_group(files: Sequence[Path], of: Callable[[Piece], Summary], columns: Se
 
 def _in_processes(groups: list[list[Path]], work: Any, workers: int) -> Iterator[Summary | None]:
     # Started afresh, not forked: torch's threads do not survive a fork.
+    others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for found in pool.map(partial(_as_bytes, work=work), groups):
-            yield None if found is None else Summary.from_bytes(found)
+        with _interrupts_ignored():
+            parts = [pool.submit(_as_bytes, group, work) for group in groups]
+        try:
+            for part in parts:
+                found = part.result()
+                yield None if found is None else Summary.from_bytes(found)
+        except BaseException:  # nobody waits for the rest
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            raise
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes started meanwhile ignore Ctrl-C: it reaches all of a terminal's processes, and we end the workers."""
+    if current_thread() is not main_thread():  # where Python does not let signals be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _as_bytes(files: Sequence[Path], work: Any) -> bytes | None:

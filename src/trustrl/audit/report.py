@@ -7,7 +7,7 @@ from typing import Any
 from trustrl.audit.summary import BINS, PER_ARM, REPRODUCED, Summary
 from trustrl.audit.verdicts import Arm
 from trustrl.config.loading import config_to_dict
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, RecordError
 from trustrl.recording.files import RECORDS
 from trustrl.recording.parquet import opened, part_files
 
@@ -24,12 +24,21 @@ def record_files(paths: Sequence[str | Path]) -> list[Path]:
     """Part files of record folders, run folders that hold `records/`, and files; each once.
 
     Raises:
+        ConfigError: one of them does not exist.
         RecordError: one of them holds no records.
     """
     found: dict[Path, None] = {}
     for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"RECORDS must be folders or files that exist, got `{path}`.")
         inside = path / RECORDS
-        for file in part_files(inside if inside.is_dir() else path):
+        try:
+            files = part_files(inside if inside.is_dir() else path)
+        except RecordError:
+            if (path / "recipe.toml").is_file():
+                raise RecordError(f"`{path}`: this run recorded nothing. Run it with records.sample=0.1.") from None
+            raise
+        for file in files:
             found[file.resolve()] = None
     return list(found)
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
 
@@ -64,12 +65,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), WRONG)
     except TrustRLError as error:
         return _complain(str(error), FAILED)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) or verb in GOES_ON:  # of a training run the traceback is wanted
+            raise
+        return _complain(f"{str(error).rstrip('.')}.", FAILED)
     except KeyboardInterrupt:
         return _complain(f"interrupted; {GOES_ON[verb]}." if verb in GOES_ON else "interrupted.", FAILED)
 
 
 def console() -> None:
-    """The console script. A reader that has seen enough, such as `head`, ends it without a word."""
+    """The console script. A reader that has seen enough, such as `head`, ends it without a word.
+
+    Signs that the terminal's encoding does not have are written out.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # wherever vLLM is loaded: stdout is for data
     try:
         code = main()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trustrl.cli.regions import add_regions, regions_of
-from trustrl.errors import ConfigError
 
 
 def add_records(parser: argparse.ArgumentParser) -> None:
@@ -61,14 +60,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _text_of(name: str) -> Callable[[int], str]:
     """An id's text, with every control character escaped."""
-    from trustrl import models
     from trustrl.audit.text import printable
-    from trustrl.packages import need
+    from trustrl.cli.tokenizers import tokenizer_of
 
-    auto = need("transformers", extra="models").AutoTokenizer
-    try:
-        tokenizer = auto.from_pretrained(models.path(name))
-    except (OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"--tokenizer must be a model's name or folder, got {name!r}: {first}") from None
+    tokenizer = tokenizer_of("--tokenizer", name)
     return lambda at: printable(tokenizer.decode([at]))

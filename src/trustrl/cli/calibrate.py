@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from trustrl.cli.audit import add_records
+from trustrl.cli.outputs import check_writable, written
 from trustrl.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
@@ -25,14 +26,17 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.audit.noise import COLUMNS, noise_of
     from trustrl.audit.report import record_files
 
-    if options.figure is not None and options.figure.suffix not in FORMATS:
-        raise ConfigError(f"--figure must end with {', '.join(FORMATS)}, got {str(options.figure)!r}.")
+    if options.figure is not None:
+        if options.figure.suffix not in FORMATS:
+            raise ConfigError(f"--figure must end with {', '.join(FORMATS)}, got {str(options.figure)!r}.")
+        check_writable("--figure", options.figure)
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
     summary = summarised(files, noise_of, columns=COLUMNS, workers=options.workers, where=where)
     found = calibration(summary)
     print(json.dumps(found, indent=1) if options.json else text(found))
     if options.figure is not None:
-        draw(summary, found, options.figure)
+        with written("--figure", options.figure):
+            draw(summary, found, options.figure)
         print(options.figure, file=sys.stderr)
     return 0 if found["noise"] >= found["needed"] else 1

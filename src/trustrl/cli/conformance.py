@@ -12,7 +12,9 @@ ADAPTERS = ("plain", "verl", "skyrl", "trustrl")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's own arguments."""
     parser.add_argument("loss", metavar="package.module:function", help="the policy loss; it is imported and called")
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings of it, as in clip_ratio_high=0.05")
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="*", default=[], help="settings of it, as in clip_ratio_high=0.05"
+    )
     parser.add_argument("--adapter", choices=ADAPTERS, help="how it is called (by its parameters)")
     parser.add_argument("--kind", choices=KINDS, default="any", help="what it is meant to be: whose truth table holds")
     parser.add_argument("--all", action="store_true", help="also shows what passes")

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from trustrl.probe.samples import SAMPLERS
 
@@ -38,17 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints quantiles, worst tokens and the verdict; 1 where the two sides do not belong together."""
     from trustrl import models
+    from trustrl.cli.tokenizers import tokenizer_of
     from trustrl.errors import ConfigError
-    from trustrl.packages import need
-    from trustrl.probe.samples import Drawing, draw
+    from trustrl.probe.samples import Drawing, draw, require_sampler
 
     names = ("dtype", "temperature", "top_p", "top_k", "logprobs", "length", "seed")
     drawing = Drawing(**{name: getattr(options, name) for name in names})
     lines = _prompts(options.prompts)
     if not lines:
         raise ConfigError(f"--prompts must have a line with text, got none in {options.prompts}.")
+    require_sampler(options.sampler)
     where = models.path(options.model)
-    tokenizer: Any = need("transformers", extra="models").AutoTokenizer.from_pretrained(where)
+    tokenizer = tokenizer_of("MODEL", options.model)
     prompts = [ids for line in lines if (ids := list(tokenizer(line).input_ids))]
     print(f"{options.model}: {options.sampler} in {drawing.dtype}, trainer in float32", file=sys.stderr)
     completions = draw(options.sampler, where, prompts, drawing)

@@ -17,6 +17,7 @@ def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         "settings",
         metavar="table.key=value",
         nargs="*",
+        default=[],
         help="replaces a setting, as in schedule.steps=50 or region.divergence.max_increase=0.2",
     )
 

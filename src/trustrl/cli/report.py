@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+from trustrl.cli.outputs import check_writable, written
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's own arguments."""
@@ -19,6 +21,11 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.report.runs import read_runs
 
     runs = read_runs(options.runs)
+    if options.out is not None:
+        with written("--out", options.out):
+            if not options.out.parent.exists():
+                options.out.parent.mkdir(parents=True)
+        check_writable("--out", options.out)
     report = gather(runs) if options.out is not None else gather(runs, max_points=0, max_shown=0)
     for one, note in zip(runs, report.notes, strict=True):
         if note:
@@ -27,8 +34,8 @@ def run(options: argparse.Namespace) -> int:
         from trustrl.report.html import page
         from trustrl.runner.directory import write_whole
 
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(options.out, page(report))
+        with written("--out", options.out):
+            write_whole(options.out, page(report))
     if options.json:
         from trustrl.runner.directory import finite
 

@@ -137,7 +137,7 @@ def _torch_build() -> list[Finding]:
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if file is None or not file.is_file():
         return []
-    build = re.search(r"^(cuda|hip)\b[^=]*= ['\"]([\w.]+)['\"]", file.read_text(), re.M)
+    build = re.search(r"^(cuda|hip)\b[^=]*= ['\"]([\w.]+)['\"]", file.read_text(encoding="utf-8"), re.M)
     has_device = any(Path(device).exists() for device in DEVICES)
     if build and not has_device:
         return [

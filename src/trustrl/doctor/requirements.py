@@ -85,7 +85,7 @@ def ours() -> list[Requirement]:
     """trustrl's own, from the installed package, or from pyproject.toml where it is run from its source."""
     project = CHECKOUT / "pyproject.toml"
     if project.is_file():
-        table = tomllib.loads(project.read_text())["project"]
+        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
         extras = table.get("optional-dependencies", {})
         marked = [f"{line}; extra == '{extra}'" for extra, lines in extras.items() for line in lines]
         return parse_all([*table["dependencies"], *marked])
@@ -96,7 +96,7 @@ def python() -> tuple[str | None, str | None]:
     """The range of Python that trustrl declares, and the versions its classifiers name, from the same place."""
     project = CHECKOUT / "pyproject.toml"
     if project.is_file():
-        table = tomllib.loads(project.read_text())["project"]
+        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
         declared, classifiers = table.get("requires-python"), table.get("classifiers", [])
     elif installed("trustrl"):
         about = metadata.metadata("trustrl")
@@ -119,7 +119,9 @@ def tested() -> dict[str, dict[str, str]]:
     """Version by package by environment, from the files that describe them."""
     found: dict[str, dict[str, str]] = {}
     for file in sorted(shipped_folder("environments").glob("*.txt")):
-        lines = (line.partition("==") for line in file.read_text().splitlines() if not line.startswith("#"))
+        lines = (
+            line.partition("==") for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
+        )
         found[file.stem] = {_plain(name): version for name, _, version in lines if version}
     return found
 

@@ -35,4 +35,4 @@ def write(folder: Path, settings: Mapping[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any] | None:
     """The settings a checkpoint was trained with, if they were written."""
     file = folder / FILE
-    return json.loads(file.read_text()) if file.exists() else None
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

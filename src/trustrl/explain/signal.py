@@ -52,7 +52,7 @@ def no_learning_signal(run: Evidence) -> Finding | None:
     width = max(1, len(shares) // 10)
     first, last = shares[:width], shares[-max(width, len(shares) // 4) :]
     reward = run.verdict["reward_last_tenth"]
-    from_the_start = middle(first) >= EQUAL_GROUPS
+    from_the_start = min(shares[0][1], middle(first)) >= EQUAL_GROUPS
     if middle(last) < EQUAL_GROUPS or not (from_the_start or reward is None or reward < SOLVED):
         return None
     numbers = (Number(EQUAL, last[0][0], middle(last), EQUAL_GROUPS, "above", "median of the last quarter"),)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trustrl.errors import TrustRLError
+from trustrl.errors import MissingPackageError
 from trustrl.explain.evidence import Evidence
-from trustrl.recording.parquet import part_files
 from trustrl.recording.reading import read
 
 FILES = 8
@@ -44,13 +43,16 @@ class Line:
 
 
 def line_of(run: Evidence) -> Line | None:
-    """The line through a run's first records; None without enough tokens of both sides.
+    """The line through a run's first records; None without enough tokens of both sides, or without pyarrow.
 
     π' is the trainer at the rollout's weights, so all updates of a batch have the same.
+
+    Raises:
+        RecordError: a file cannot be read.
     """
     try:
-        parts = [read(file) for file in part_files(run.records)[:FILES]] if run.records.is_dir() else []
-    except TrustRLError:  # the metrics still tell most of it
+        parts = [read(file) for file in sorted(run.records.glob("step-*.parquet"))[:FILES]]
+    except MissingPackageError:  # the metrics still tell most of it
         return None
     sides = [
         (one["behavior_logp"], one["proximal_logp"]) for one in parts if {"behavior_logp", "proximal_logp"} <= {*one}

@@ -34,15 +34,15 @@ class Drawing:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checks.one_of("dtype", self.dtype, DTYPES)
-        checks.one_of("logprobs", self.logprobs, LOGPROBS)
+        checks.one_of("--dtype", self.dtype, DTYPES)
+        checks.one_of("--logprobs", self.logprobs, LOGPROBS)
         checks.real(
-            "temperature", self.temperature, rule="a finite number > 0", low=0.0, high=1e6,
+            "--temperature", self.temperature, rule="a finite number > 0", low=0.0, high=1e6,
             advice="Greedy has no distribution.",
         )  # fmt: skip
-        checks.real("top_p", self.top_p, rule="in (0, 1]", low=0.0, high=1.0, advice="1 keeps all.")
-        checks.whole("top_k", self.top_k, low=0)
-        checks.whole("length", self.length, low=1)
+        checks.real("--top-p", self.top_p, rule="in (0, 1]", low=0.0, high=1.0, advice="1 keeps all.")
+        checks.whole("--top-k", self.top_k, low=0)
+        checks.whole("--length", self.length, low=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,20 @@ class Completion:
     logp: list[float]
 
 
+def require_sampler(sampler: str) -> None:
+    """Looks whether a sampler is there, before a model is made for it.
+
+    Raises:
+        ConfigError: no such sampler.
+        MissingPackageError: it is not installed.
+    """
+    checks.one_of("--sampler", sampler, SAMPLERS)
+    if sampler == "vllm":
+        from trustrl.engines.vllm.options import require_vllm
+
+        require_vllm()
+
+
 def draw(sampler: str, model: str, prompts: Sequence[list[int]], drawing: Drawing) -> list[Completion]:
     """One completion for each prompt.
 
@@ -61,14 +75,13 @@ def draw(sampler: str, model: str, prompts: Sequence[list[int]], drawing: Drawin
         ConfigError: no such sampler.
         MissingPackageError: it is not installed.
     """
-    checks.one_of("sampler", sampler, SAMPLERS)
+    require_sampler(sampler)
     return {"vllm": _by_vllm, "transformers": _by_transformers}[sampler](model, prompts, drawing)
 
 
 def _by_vllm(model: str, prompts: Sequence[list[int]], drawing: Drawing) -> list[Completion]:
-    from trustrl.engines.vllm.options import cpu_options, require_vllm, set_cpu_environment
+    from trustrl.engines.vllm.options import cpu_options, set_cpu_environment
 
-    require_vllm()
     set_cpu_environment()
     vllm: Any = import_module("vllm")
     longest = max(map(len, prompts)) + drawing.length

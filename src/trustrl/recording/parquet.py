@@ -61,8 +61,9 @@ def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
             if not isinstance(region, dict):
                 raise RecordError(f"`{file}` must name its region's settings, got {region!r}.")
             yield parquet, region
-    except (pa.ArrowException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RecordError(f"`{file}` must be a whole Parquet file of trustrl's records, got: {error}.") from error
+    except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        got = str(error).rstrip(".")
+        raise RecordError(f"`{file}` must be a whole Parquet file of trustrl's records, got: {got}.") from error
 
 
 def _check_version(file: Path, given: bytes | None) -> None:

@@ -70,8 +70,8 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
             percent=True, lines=_lines([run.evaluations for run in runs], _reader("accuracy")),
         ),
         Chart(
-            key="acted", title="Tokens stopped or projected", unit="share of tokens", about=_healthy("masked_share"),
-            percent=True, lines=_lines(measured, _acted),
+            key="acted", title="Tokens stopped or projected", unit="share of tokens with A ≠ 0 (projected: of all)",
+            about=_healthy("masked_share"), percent=True, lines=_lines(measured, _acted),
         ),
         *_divergences(runs),
         Chart(

@@ -14,7 +14,7 @@ from trustrl.report.tokens import NUMBERS, Tokens, read_tokens, record_files
 from trustrl.report.untrusted import token_texts, visible
 from trustrl.report.verdicts import MEANINGS, VERDICTS
 from trustrl.report.words import facts, region_in_words, statistic_of
-from trustrl.runner.summary import COLLAPSE
+from trustrl.runner.summary import COLLAPSE, NO_METRICS
 
 MAX_POINTS, MAX_SHOWN = 60_000, 40_000
 """Tokens in all scatter plots and in all texts of a page; runs with records share them alike."""
@@ -83,7 +83,7 @@ def _summary(report: Report, at: int) -> dict[str, Any]:
         **verdict,
         "metrics": {chart.key: _extent(chart, at) for chart in report.charts if any(x.run == at for x in chart.lines)},
         "tokens": None if tokens is None else _token_summary(tokens, report.texts[at]),
-        "notes": [note for note in (report.notes[at], report.text_notes[at]) if note],
+        "notes": [*([] if run.rows else [NO_METRICS]), *filter(None, (report.notes[at], report.text_notes[at]))],
         "last_words": run.last_words,
     }
 
@@ -98,8 +98,8 @@ def _extent(chart: Chart, at: int) -> dict[str, Any]:
 def _token_summary(tokens: Tokens, texts: dict[int, str]) -> dict[str, Any]:
     listed = [{"text": text_of(one["token_id"], texts), **one} for one in tokens.most_stopped]
     return {
-        "recorded": tokens.num_rows, "read": tokens.num_read, "verdicts": tokens.verdicts, "most_stopped": listed,
-        "dumps": tokens.dumps,
+        "recorded": tokens.num_rows, "read": tokens.num_read, "signed": tokens.num_signed, "verdicts": tokens.verdicts,
+        "most_stopped": listed, "dumps": tokens.dumps,
     }  # fmt: skip
 
 

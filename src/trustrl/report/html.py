@@ -17,7 +17,7 @@ from trustrl.report.runs import Run
 from trustrl.report.terminal import percent
 from trustrl.report.tokens import Tokens
 from trustrl.report.untrusted import embedded, visible
-from trustrl.report.verdicts import MEANINGS, VERDICTS
+from trustrl.report.verdicts import MEANINGS, VERDICTS, WITH_GRADIENT
 
 SCRIPTS = ("base.js", "lines.js", "scatter.js", "text.js", "main.js")
 DASHES, COLOURS = 6, 8
@@ -241,14 +241,16 @@ def _occurs(report: Report, verdict: str) -> bool:
 
 
 def _counted(at: int, run: Run, tokens: Tokens) -> str:
-    shares = ", ".join(f"{percent(count / tokens.num_read)} {name}" for name, count in tokens.verdicts.items() if count)
+    found = {name: count for name, count in tokens.verdicts.items() if count}
+    shares = [f"{percent(count / tokens.num_signed)} {name}" for name, count in found.items() if name in WITH_GRADIENT]
+    others = [f"{count:,} {name}" for name, count in found.items() if name not in WITH_GRADIENT]
     read = "" if tokens.num_read == tokens.num_rows else f", of which {tokens.num_read:,} were read"
     drawn = len(tokens.points["mu"])
     sample = "All are drawn." if drawn == tokens.num_read else f"Drawn: {drawn:,} of them, taken at random."
     dumps = f" Recorded in full: {', '.join(_dumped(run, one) for one in tokens.dumps)}." if tokens.dumps else ""
     return (
-        f'<p class="hint" data-run="{at}">{_said(run.label)}: {tokens.num_rows:,} recorded tokens × updates{read}: '
-        f"{escape(shares)}. {sample}{dumps}</p>"
+        f'<p class="hint" data-run="{at}">{_said(run.label)}: {tokens.num_rows:,} recorded tokens × updates{read}, '
+        f"{tokens.num_signed:,} with A ≠ 0: {', '.join([*shares, *others])}. {sample}{dumps}</p>"
     )
 
 
@@ -273,14 +275,15 @@ def _most_stopped(at: int, tokens: dict[str, Any]) -> str:
     if not listed:
         return f'<p class="hint table" data-run="{at}">No recorded token was stopped.</p>'
     rows = "".join(
-        f'<tr><td class="token">{_said(one["text"])}</td><td>{one["token_id"]}</td><td>{one["stopped"]:,}</td>'
-        f"<td>{one['seen']:,}</td><td>{percent(one['stopped'] / one['seen'])}</td><td>{one['rising']:,}</td>"
+        f'<tr><td class="token" title="{_said(one["text"])}">{_said(one["text"])}</td>'
+        f"<td>{one['token_id']}</td><td>{one['stopped']:,}</td>"
+        f"<td>{one['signed']:,}</td><td>{percent(one['stopped'] / one['signed'])}</td><td>{one['rising']:,}</td>"
         f"<td>{one['stopped'] - one['rising']:,}</td><td>{one['mu']:.3g}</td><td>{one['pi']:.3g}</td></tr>"
         for one in listed
     )
-    heads = ("token", "id", "stopped", "seen", "share", "rose", "fell", "μ, mean", "π, mean")
+    heads = ("token", "id", "stopped", "A ≠ 0", "share", "rose", "fell", "μ, mean", "π, mean")
     head = "".join(f'<th scope="col">{word}</th>' for word in heads)
     return f"""<div class="table" data-run="{at}"><h3 id="most-{at}">Stopped most often</h3>
 <div class="scroll" tabindex="0" role="region" aria-labelledby="most-{at}"><table>
-<caption>Over all records; means over the stopped ones.</caption>
+<caption>Over all records, shares of those with A ≠ 0; means over the stopped ones.</caption>
 <thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"""

@@ -92,18 +92,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def _run(folder: Path, label: str, recipe: dict[str, Any]) -> Run:
     directory = RunDirectory(folder)
-    try:
-        rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
-        verdict = summary(rows, evaluations)
-        result = directory.result() if directory.finished else {}
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise RecordError(f"The files in {folder} must be JSON as `trustrl run` writes it, got: {error!r}.") from None
+    rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
+    verdict = summary(rows, evaluations)
+    result = directory.result() if directory.finished else {}
     status, words = _ending(folder, finished=directory.finished)
     return Run(folder, label, recipe, _region(recipe), rows, evaluations, verdict, status, words, result.get("seconds"))
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: int(row["step"]))
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
@@ -127,7 +124,7 @@ def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
         return "finished", ""
     log = folder.resolve().with_suffix(".log")
     try:
-        lines = log.read_text(errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
     except OSError:
         lines = []
     failed = any(line.startswith(("error:", "Traceback")) for line in lines)
@@ -158,6 +155,6 @@ def short_labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
 def read_json(file: Path) -> Any:
     """A small JSON file, or None where it cannot be read."""
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

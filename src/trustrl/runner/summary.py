@@ -9,6 +9,8 @@ COLLAPSE = (
     "a loss is not finite."
 )
 
+NO_METRICS = "This run has no metrics: it ended before its first step, or has not come that far. Read its log."
+
 
 def tenth(rewards: Sequence[float]) -> int:
     """Steps in a tenth of the run, at least one."""

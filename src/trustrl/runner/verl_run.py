@@ -69,7 +69,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
                 _wait_or_kill(process)
     log.unlink(missing_ok=True)
     if process.returncode:
-        last = (folder / "verl.log").read_text(errors="replace").splitlines()[-15:]
+        last = (folder / "verl.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         raise EngineError(
             f"verl must end without an error, got code {process.returncode}. Its last words:\n" + "\n".join(last)
         )

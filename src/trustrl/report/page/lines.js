@@ -92,7 +92,8 @@ function drawn(plot, chart, scale, steps, width) {
   put(svg, "svg:text", { x: box.right, y: HEIGHT - 8, "text-anchor": "end" }, `step ${last}`);
   if (chart.bound !== null && share(chart.bound) > 0 && share(chart.bound) <= 1) {
     put(svg, "svg:line", { class: "bound", x1: box.left, x2: box.right, y1: y(chart.bound), y2: y(chart.bound) });
-    put(svg, "svg:text", { class: "halo", x: box.right - 2, y: y(chart.bound) - 4, "text-anchor": "end" }, `bound ${number(chart.bound)}`);
+    const above = y(chart.bound) > 22; // else there is no room for letters
+    put(svg, "svg:text", { class: "halo", x: box.right - 2, y: y(chart.bound) + (above ? -4 : 13), "text-anchor": "end" }, `bound ${number(chart.bound)}`);
   }
   for (const line of chart.lines) {
     const group = put(svg, "svg:g", { class: `c${line.run % 8}` });
