@@ -4,7 +4,6 @@ import difflib
 import inspect
 import os
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -80,10 +79,11 @@ def cpu_seconds(code):
 
 
 def test_the_two_calls_add_less_than_a_fifth_to_importing_torch():
-    """In turns, so that both see the same machine; the median of three."""
+    """In turns, so that both see the same machine; the least of four each, since what else it does can only add."""
     ours = "import trustrl; trustrl.policy_loss, trustrl.token_logprobs"
-    shares = [cpu_seconds(ours) / cpu_seconds("import torch") for _ in range(3)]
-    assert statistics.median(shares) < 1.2, shares
+    pairs = [(cpu_seconds(ours), cpu_seconds("import torch")) for _ in range(4)]
+    mine, torchs = map(min, zip(*pairs, strict=True))
+    assert mine < 1.2 * torchs, pairs
 
 
 def test_the_word_old_is_not_in_the_api():
