@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from threading import current_thread, main_thread
 from typing import Any, Literal
 
 import torch
@@ -74,9 +73,9 @@ def _in_processes(groups: list[list[Path]], work: Any, workers: int) -> Iterator
     # Started afresh, not forked: torch's threads do not survive a fork.
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        with _interrupts_ignored():
-            parts = [pool.submit(_as_bytes, group, work) for group in groups]
         try:
+            with _interrupts_held_back():
+                parts = [pool.submit(_as_bytes, group, work) for group in groups]
             for part in parts:
                 found = part.result()
                 yield None if found is None else Summary.from_bytes(found)
@@ -87,16 +86,19 @@ def _in_processes(groups: list[list[Path]], work: Any, workers: int) -> Iterator
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Processes started meanwhile ignore Ctrl-C: it reaches all of a terminal's processes, and we end the workers."""
-    if current_thread() is not main_thread():  # where Python does not let signals be set
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes after this block; processes started in it never see one, and we end them.
+
+    It reaches all of a terminal's processes, and a worker that loads torch would answer with a traceback.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit it
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _as_bytes(files: Sequence[Path], work: Any) -> bytes | None:
