@@ -1,6 +1,7 @@
 """Summaries over files: in a stream, in several processes, or on a Ray cluster; the counts are the same."""
 
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -75,9 +76,9 @@ def _in_processes(groups: list[list[Path]], work: Any, workers: int) -> Iterator
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
             with _interrupts_held_back():
-                parts = [pool.submit(_as_bytes, group, work) for group in groups]
-            for part in parts:
-                found = part.result()
+                parts = deque(pool.submit(_as_bytes, group, work) for group in groups)
+            while parts:
+                found = parts.popleft().result()  # gone once it is merged: memory stays flat
                 yield None if found is None else Summary.from_bytes(found)
         except BaseException:  # nobody waits for the rest
             for worker in set(active_children()) - others:
