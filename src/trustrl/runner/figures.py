@@ -79,8 +79,10 @@ def shares_by_probability(rows: Sequence[Mapping[str, Any]]) -> dict[str, float 
 def _by_probability(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     shares = shares_by_probability(rows)
     axis.barh(range(len(shares)), [share or 0.0 for share in shares.values()], color=COLOURS[0])
-    labels = [label if share is not None else f"{label} (no token)" for label, share in shares.items()]
-    axis.set_yticks(range(len(shares)), labels, fontsize=8)
+    axis.set_yticks(range(len(shares)), list(shares), fontsize=8)
+    for at, share in enumerate(shares.values()):
+        if share is None:
+            axis.annotate("no such token", (0, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
     axis.set_xlabel("masked share of such tokens")
     axis.set_ylabel("probability when sampled")
 
