@@ -20,7 +20,7 @@ PLACES = {
 }
 """Files beside docs/, and the pages they are on the site."""
 
-SHORT_CELL = re.compile(r"<td>([^<]{1,10})</td>")
+SHORT_CELL = re.compile(r"<td>([^<]{1,10}|[\d.]+ \[[\d., ]+\])</td>")
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -53,5 +53,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps numbers such as 1.7e-01 in one piece: a browser would break a narrow column at the hyphen."""
+    """Keeps numbers such as 1.7e-01, and a mean with its interval, in one piece: a browser breaks narrow columns."""
     return SHORT_CELL.sub(r'<td class="short">\1</td>', html)
