@@ -7,7 +7,7 @@ from trustrl.config.axes import Region
 from trustrl.errors import NonFiniteError, RecordError
 from trustrl.kernels.outputs import first_of_its_id
 from trustrl.records import PolicyTokens, RolloutTokens, check_pair
-from trustrl.tokens import LARGEST_LOGP, advantage_per_token, possible, require
+from trustrl.tokens import LARGEST_DIVERGENCE, LARGEST_LOGP, advantage_per_token, possible, require
 
 SAME_TOKEN = 0.05
 """How many nats a sampled token's own log-prob may differ from the top-K's entry for the same id."""
@@ -51,10 +51,10 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
         if x is not None:
             wrong += _describe(name, ~(x <= LARGEST_LOGP), in_loss, "a log-prob")
     exact = policy.full_divergence
-    for name, most, rule in (("tv", 1 + LARGEST_LOGP, "in [0, 1]"), ("kl", torch.inf, "≥ 0")):
+    for name, most in LARGEST_DIVERGENCE.items():
         x = None if exact is None else getattr(exact, name)
         if x is not None:
-            bad = ~((x >= 0) & (x <= most))
+            bad, rule = ~((x >= 0) & (x <= most)), "in [0, 1]" if name == "tv" else "≥ 0"
             wrong += _describe(f"PolicyTokens.full_divergence.{name}", bad, in_loss, rule)
     if policy.entropy is not None:
         wrong += _describe("PolicyTokens.entropy", ~policy.entropy.isfinite(), in_loss, "finite")

@@ -24,6 +24,9 @@ OnNonFinite = Literal["drop", "zero", "raise"]
 LARGEST_LOGP = 1e-3
 """Log-probs may exceed 0 by this much (rounding in the engine); anything above is no log-prob and is a fault."""
 
+LARGEST_DIVERGENCE = {"tv": 1 + LARGEST_LOGP, "kl": math.inf}
+"""What a divergence made elsewhere may be; a TV above 1, but for rounding, is none."""
+
 FILL = 1e-12
 """What TROLL's paper puts at ids whose anchor probability was not kept (only with `rest="fill"`)."""
 
@@ -395,7 +398,7 @@ def _clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tenso
     """A divergence made elsewhere, flat; NaN, negative values and a TV above 1, but for rounding, are faults."""
     flat = {}
     good = None
-    for name, most in (("tv", 1 + LARGEST_LOGP), ("kl", torch.inf)):
+    for name, most in LARGEST_DIVERGENCE.items():
         x = getattr(given, name)
         if x is not None:
             flat[name] = x.detach().reshape(-1).to(verdict_dtype(x))

@@ -11,6 +11,7 @@ import torch
 
 from trustrl.errors import MissingPackageError
 from trustrl.explain.evidence import Evidence
+from trustrl.recording.files import parts_in
 from trustrl.recording.reading import read
 
 FILES = 8
@@ -51,7 +52,7 @@ def line_of(run: Evidence) -> Line | None:
         RecordError: a file cannot be read.
     """
     try:
-        parts = [read(file) for file in sorted(run.records.glob("step-*.parquet"))[:FILES]]
+        parts = [read(file) for file in parts_in(run.records)[:FILES]]
     except MissingPackageError:  # the metrics still tell most of it
         return None
     sides = [

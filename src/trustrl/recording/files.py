@@ -12,6 +12,11 @@ def part_name(step: int, rank: int) -> str:
     return f"step-{step:08d}.rank-{rank:04d}.parquet"
 
 
+def parts_in(folder: Path) -> list[Path]:
+    """A folder's own part files by step and rank; dumps are folders of their own."""
+    return sorted(folder.glob("step-*.parquet"))
+
+
 def dump_name(step: int) -> str:
     """The folder of what was kept when a trigger fired at this step."""
     return f"dump-{step:08d}"

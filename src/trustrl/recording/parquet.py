@@ -8,6 +8,7 @@ from typing import Any
 
 from trustrl.errors import RecordError
 from trustrl.packages import need
+from trustrl.recording.files import parts_in
 from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
 
 NAMES = tuple(column.name for column in COLUMNS)
@@ -20,7 +21,7 @@ def part_files(path: str | Path) -> list[Path]:
         RecordError: there is none.
     """
     path = Path(path)
-    files = sorted(path.glob("step-*.parquet")) if path.is_dir() else [path]
+    files = parts_in(path) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise RecordError(f"`{path}` must be a file of records or a folder with some, got none. See trustrl.recording.")
     return files

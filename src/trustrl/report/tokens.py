@@ -15,6 +15,7 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
 from trustrl.packages import need
+from trustrl.recording.files import parts_in
 from trustrl.recording.parquet import read_table
 from trustrl.report.runs import read_json
 from trustrl.report.verdicts import DOWN, STOPPED, UP, VERDICTS, with_verdicts
@@ -94,7 +95,7 @@ class _Seen:
 
 def record_files(folder: Path) -> list[Path]:
     """The files of a run's records; where a dump has a step in full, that one instead of the sample."""
-    found = {file.name: file for file in sorted(folder.glob("step-*.parquet"))}
+    found = {file.name: file for file in parts_in(folder)}
     found |= {file.name: file for file in sorted(folder.glob("dump-*/step-*.parquet"))}
     return [found[name] for name in sorted(found)]
 
