@@ -50,6 +50,7 @@ BANDS = {
         "regions": "the verdict: mask, clip, sequence, project",
         "divergences": "how far two policies are apart: an interval",
         "tokens": "records → clean, blanked, float64 tokens",
+        "cells": "the ids a region reads, and faults among them",
         "records": "the data that flows in, checked here",
         "numerics": "log1mexp and others that do not cancel",
         "sampling": "how log-probs were made; may they be compared",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trustrl.cells import Cells
 from trustrl.config import regions as settings
 from trustrl.config.axes import PrefixBudget, Region, TrustRegion
 from trustrl.config.loading import KINDS
@@ -53,7 +54,7 @@ from trustrl.regions.mask import leaving, outside, ratio_weight
 from trustrl.regions.sequence import overspent, sequence_max, sequence_mean, sequence_quantile
 from trustrl.regions.troll import decide_troll
 from trustrl.registry import Registry
-from trustrl.tokens import Cells, Sequences, Tokens
+from trustrl.tokens import Sequences, Tokens
 
 Decide = Callable[[Tokens, Any], Decision]
 

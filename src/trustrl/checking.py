@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
-from trustrl.config.axes import Region
+from trustrl.cells import LARGEST_LOGP, topk_cells, vocabulary_cells
+from trustrl.config.axes import Needs, Region
 from trustrl.errors import NonFiniteError, RecordError
 from trustrl.kernels.outputs import first_of_its_id
+from trustrl.metrics import FAULTS, MOSTLY_DROPPED
+from trustrl.numerics import verdict_dtype
 from trustrl.records import PolicyTokens, RolloutTokens, check_pair
-from trustrl.tokens import LARGEST_DIVERGENCE, LARGEST_LOGP, advantage_per_token, possible, require
+from trustrl.tokens import LARGEST_DIVERGENCE, advantage_per_token, clean_tokens, possible, require
 
 SAME_TOKEN = 0.05
 """How many nats a sampled token's own log-prob may differ from the top-K's entry for the same id."""
@@ -18,7 +21,8 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
 
     Raises:
         NonFiniteError: NaN, infinite, or log-probs above 0.
-        RecordError: repeated or negative ids, or a top-K that contradicts the sampled token's own log-prob.
+        RecordError: repeated or negative ids, probabilities that sum to more than 1, a top-K that contradicts the
+            sampled token's own log-prob, or, with a region, a batch of which it would drop most tokens.
         MissingDataError: with a region, what it needs and the records lack.
     """
     check_pair(policy, rollout)
@@ -62,6 +66,9 @@ def check(policy: PolicyTokens, rollout: RolloutTokens, region: Region | None = 
     if wrong:
         raise NonFiniteError(" ".join(wrong) + " The loss would leave these out and count them.")
     _check_ids(rollout)
+    _check_cells(policy, rollout)
+    if region is not None:
+        _check_dropped(policy, rollout, region)
 
 
 def _counting(logp: Tensor | None, valid: Tensor) -> Tensor | None:
@@ -103,4 +110,52 @@ def _check_ids(rollout: RolloutTokens) -> None:
             f"RolloutTokens.{topk.of}_logp must agree with the top-K's entry for the same id, got a difference of "
             f"{float(gap.max()):.3f} nats. Engines that are asked for K log-probs may put the most probable token "
             "first, not the sampled one: look the sampled id up."
+        )
+
+
+_CELL_RULES = {
+    "mass": (
+        "{side} must sum to at most 1 over each token's ids, on both sides",
+        "Give log-probs, not logits, of distinct ids, at the temperature of the sampled token's log-prob.",
+    ),
+    "column": (
+        "{side} must equal PolicyTokens.logp at the sampled id",
+        "Take both from one forward pass at one temperature, column by column at the ids of the rollout.",
+    ),
+}
+
+
+def _check_cells(policy: PolicyTokens, rollout: RolloutTokens) -> None:
+    """Applies the loss's own rules on probability mass and on the sampled id's column."""
+    supports = (
+        ("PolicyTokens.topk_logp", topk_cells, rollout.topk, policy.topk_logp),
+        ("PolicyTokens.full_logp", vocabulary_cells, rollout.full, policy.full_logp),
+    )
+    for side, make, given, own in supports:
+        anchor = None if given is None else getattr(rollout, f"{given.of}_logp")
+        if given is None or own is None or anchor is None or rollout.token_ids is None:
+            continue
+        needs = Needs(anchors=frozenset({given.of}), anchor=given.of, topk=own.shape[-1])
+        in_loss = rollout.in_loss
+        flat = anchor.detach().reshape(-1).to(verdict_dtype(anchor))
+        _, good = make(policy, rollout, needs, in_loss.reshape(-1), flat)
+        for name, (rule, advice) in _CELL_RULES.items():
+            bad = in_loss & ~good[name].reshape(in_loss.shape)
+            if bool(bad.any()):
+                where = tuple(bad.nonzero()[0].tolist())
+                raise RecordError(
+                    f"{rule.format(side=side)}, got {int(bad.sum())} tokens in the loss where this does not hold, the "
+                    f"first at {where}. {advice}"
+                )
+
+
+def _check_dropped(policy: PolicyTokens, rollout: RolloutTokens, region: Region) -> None:
+    """Raises if the region would drop most tokens of this batch."""
+    tokens = clean_tokens(policy, rollout, region.needs())
+    num_tokens = int(tokens.in_loss.sum())
+    share = 1 - int(tokens.usable.sum()) / max(num_tokens, 1)
+    if num_tokens and share > MOSTLY_DROPPED:
+        found = [f"{FAULTS[name]} ({int(count)} tokens)" for name, count in tokens.faults.items() if int(count)]
+        raise RecordError(
+            f"{region.kind} must keep most tokens in the loss, got {share:.0%} that it would drop: {'; '.join(found)}."
         )

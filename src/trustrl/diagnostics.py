@@ -6,7 +6,8 @@ vectors of fixed length (see `Sums.flat`), whatever the number of tokens.
 """
 
 import math
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trustrl.errors import NonFiniteError, RecordError
+from trustrl.errors import NonFiniteError, RecordError, TrustRLWarning
 from trustrl.metrics import (
+    FAULTS,
     FIRST_BIN,
     HALF,
     MANTISSA_BITS,
     METRICS,
+    MOSTLY_DROPPED,
     NUM_BINS,
     PROBABILITY_EDGES,
     STALENESS_EDGES,
@@ -259,6 +262,7 @@ def rates(sums: Sums) -> dict[str, float]:
     """Named metrics from totals; the only place that waits for the device.
 
     Add sums over micro-batches and ranks *before* asking: rates of parts do not average to the rate of the whole.
+    Warns if most tokens were dropped.
 
     Returns:
         `trustrl/<name>` → value, for every metric the totals suffice for. See `trustrl.metrics.METRICS`.
@@ -280,7 +284,19 @@ def rates(sums: Sums) -> dict[str, float]:
     for name, value in totals.items():
         if name.startswith("extra/") and name not in known and measured:
             found[f"trustrl/{name.removeprefix('extra/')}"] = value / measured
+    if found.get("trustrl/dropped_share", 0.0) > MOSTLY_DROPPED:
+        warnings.warn(
+            f"The loss dropped most of its tokens: {dropped_because(found)}. The batch trains on less than half of "
+            "them. trustrl.check(policy, rollout, region) names the first such token.",
+            TrustRLWarning,
+            stacklevel=2,
+        )
     return found
+
+
+def dropped_because(metrics: Mapping[str, float]) -> str:
+    """Returns the kinds of fault in a step's metrics, in words, without their counts."""
+    return "; ".join(meaning for name, meaning in FAULTS.items() if metrics.get(f"trustrl/fault_{name}"))
 
 
 def _nested(values: list[float], shape: torch.Size) -> list[Any]:

@@ -318,23 +318,31 @@ _LIST: list[Metric] = [
     ),
 ]  # fmt: skip
 
-_FAULTS = {
+FAULTS = {
     "policy": "log π is NaN, infinite or above 0",
     "behavior": "log μ is NaN, infinite or above 0",
     "proximal": "log π' is NaN, infinite or above 0",
     "advantage": "the advantage is NaN or infinite",
     "support": "a log-prob of the top-K or the vocabulary is NaN or above 0, or the sampled id is out of range",
+    "mass": "the probabilities of the top-K or the vocabulary sum to more than 1 on one side",
+    "column": "the policy's log-prob in the sampled id's column differs from its logp",
+    "narrow": "fewer than k ids are recorded and more than tail_mass of the anchor is left out",
     "overflow": "the term leaves the range of its dtype",
     "penalty_kl": "the KL penalty is not finite",
     "penalty_entropy": "the entropy is not finite",
 }
+"""Every kind of fault: when a token has it."""
+
+MOSTLY_DROPPED = 0.5
+"""Share of dropped tokens above which `rates` warns and `check` raises: such a batch trains on less than half of it."""
+
 _LIST += [
     Metric(
         name=f"fault_{fault}", formula=f"tokens where {meaning}", unit="tokens", direction="high is trouble", healthy="0",
         action="These tokens are left out of the loss and stay in its denominator; trustrl.check names the place.",
         reads=(f"fault/{fault}",), compute=lambda t, name=f"fault/{fault}": t[name],
     )
-    for fault, meaning in _FAULTS.items()
+    for fault, meaning in FAULTS.items()
 ]  # fmt: skip
 _LIST += [
     Metric(

@@ -13,26 +13,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trustrl.cells import LARGEST_LOGP, Cells, resolution_of, topk_cells, vocabulary_cells
 from trustrl.config.axes import Needs
 from trustrl.errors import MissingDataError, RecordError
 from trustrl.kernels.outputs import wide_dtype
 from trustrl.numerics import verdict_dtype
-from trustrl.records import FullDivergence, PolicyTokens, RolloutTokens, TopK, check_pair
+from trustrl.records import FullDivergence, PolicyTokens, RolloutTokens, check_pair
 
 OnNonFinite = Literal["drop", "zero", "raise"]
 
-LARGEST_LOGP = 1e-3
-"""Log-probs may exceed 0 by this much (rounding in the engine); anything above is no log-prob and is a fault."""
-
 LARGEST_DIVERGENCE = {"tv": 1 + LARGEST_LOGP, "kl": math.inf}
 """What a divergence made elsewhere may be; a TV above 1, but for rounding, is none."""
-
-FILL = 1e-12
-"""What TROLL's paper puts at ids whose anchor probability was not kept (only with `rest="fill"`)."""
-
-
-FINEST_RECORD = torch.empty(0, dtype=torch.float32)
-"""Engines record log-probs in float32 at best, whatever dtype they arrive in."""
 
 
 class Sequences(NamedTuple):
@@ -46,37 +37,6 @@ class Sequences(NamedTuple):
 
     order: Int[Tensor, " n"] | None
     """A permutation that puts each sequence's tokens side by side in time order; None when they already are."""
-
-
-class Cells(NamedTuple):
-    """A partition of the vocabulary: the sampled token, other known ids, and what is left.
-
-    Rows of unusable tokens hold anything, NaN included: whoever reads cells blanks those rows afterwards.
-    """
-
-    log_anchor: Float[Tensor, "n c"]
-    """log b per known id; −inf in columns that hold no cell."""
-
-    log_policy: Float[Tensor, "n c"]
-    """log π per known id, with gradient."""
-
-    anchor: Float[Tensor, "n c"]
-    """b itself."""
-
-    policy: Float[Tensor, "n c"]
-    """π itself."""
-
-    anchor_tail: Float[Tensor, " n"]
-    """m: b's mass outside the cells."""
-
-    policy_tail: Float[Tensor, " n"]
-    """p: π's mass outside the cells, with gradient."""
-
-    sampled: Int[Tensor, " n"] | None
-    """The sampled token's column where it has one (full vocabulary); None where it is a cell beside these."""
-
-    resolution: float
-    """The smallest tail that means anything: 1 − Σ is known only to the rounding of what was summed; 0 if exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +124,10 @@ def clean_tokens(
         full_divergence, good = _clean_divergence(policy.full_divergence)
         keep_only("support", good)
     elif needs.full or needs.topk:
-        make = _vocabulary_cells if needs.full else _topk_cells
-        cells, good = make(policy, rollout, needs, usable, raw[needs.anchor])
-        keep_only("support", good)
+        make = vocabulary_cells if needs.full else topk_cells
+        cells, found = make(policy, rollout, needs, usable, raw[needs.anchor])
+        for name, good in found.items():
+            keep_only(name, good)
 
     clean = {name: torch.where(usable, x, 0.0) for name, x in raw.items()}
     log_mismatch = None
@@ -179,7 +140,7 @@ def clean_tokens(
         log_policy=clean["policy"].clamp(max=0.0),
         log_anchor=clean[needs.anchor].clamp(max=0.0),
         log_ratio=clean["policy"] - clean[needs.anchor],
-        resolution=_resolution(policy.logp, anchor_logp),
+        resolution=resolution_of(policy.logp, anchor_logp),
         advantage=clean["advantage"],
         in_loss=in_loss,
         usable=usable,
@@ -287,111 +248,6 @@ def sequences_of(rollout: RolloutTokens) -> Sequences | None:
     starts[1:] = (ordered[1:] != ordered[:-1]).to(starts.dtype)
     index = torch.zeros_like(order).scatter(0, order, starts.cumsum(0))
     return Sequences(index, ids.shape[0], order)
-
-
-def _vocabulary_cells(
-    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, usable: Tensor, log_anchor: Tensor
-) -> tuple[Cells, Bool[Tensor, " n"]]:
-    """Every id its own cell, and which tokens have no fault in them."""
-    full, policy_logp, token_ids = rollout.full, policy.full_logp, rollout.token_ids
-    assert full is not None  # `require` has seen to these
-    assert policy_logp is not None
-    assert token_ids is not None
-    vocabulary, double = full.logp.shape[-1], log_anchor.dtype
-    token = token_ids.reshape(-1)
-    log_b = full.logp.detach().reshape(-1, vocabulary).to(double)
-    log_p = policy_logp.detach().reshape(-1, vocabulary).to(double)
-    good = (token >= 0) & (token < vocabulary) & _plausible(log_b) & _plausible(log_p)
-    if needs.projects:
-        fine = (usable & good).unsqueeze(-1)
-        log_p = torch.where(fine, policy_logp.reshape(-1, vocabulary).to(double), -torch.inf)
-    tail = torch.zeros_like(log_anchor)
-    token = token.clamp(0, max(vocabulary - 1, 0))
-    return Cells(log_b, log_p, log_b.exp(), log_p.exp(), tail, tail, token, 0.0), good
-
-
-def _topk_cells(
-    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, usable: Tensor, log_anchor: Tensor
-) -> tuple[Cells, Bool[Tensor, " n"]]:
-    """The recorded ids other than the sampled one, and one tail; and which tokens have no fault in them."""
-    topk, own, token_ids = rollout.topk, policy.topk_logp, rollout.token_ids
-    assert topk is not None  # `require` has seen to these
-    assert own is not None
-    assert token_ids is not None
-    if topk.ids.shape[-1] > needs.topk:
-        topk, own = _narrow(topk, own, needs.topk)
-    ends_early = topk.ids.shape[-1] < needs.topk
-    if needs.own_topk != "none" and policy.topk is not None:
-        topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
-    width, double = topk.ids.shape[-1], log_anchor.dtype
-    tails = None
-    if topk.tail_logp is not None and policy.tail_logp is not None and needs.own_topk != "fill":
-        tails = topk.tail_logp.detach().reshape(-1).to(double), policy.tail_logp.reshape(-1).to(double)
-    token = token_ids.reshape(-1)
-    known = topk.valid.reshape(-1, width) & (topk.ids.reshape(-1, width) != token.unsqueeze(-1))
-    # A copy that is then filled in place: at these sizes fresh memory costs more than the arithmetic.
-    log_b, log_p = (
-        x.detach().reshape(-1, width).to(double, copy=True).masked_fill_(~known, -torch.inf) for x in (topk.logp, own)
-    )
-    good = (token >= 0) & _plausible(log_b) & _plausible(log_p)
-    if tails is not None:
-        good = good & (tails[0] <= LARGEST_LOGP) & (tails[1].detach() <= LARGEST_LOGP)
-    logp = policy.logp.reshape(-1).to(double)
-    if needs.projects:
-        # With gradient, and blanked before the exponential: a NaN in a row that is left out would come back as its
-        # gradient. (Otherwise rows may hold anything: nobody differentiates them.)
-        fine = usable & good
-        log_p = torch.where(known & fine.unsqueeze(-1), own.reshape(-1, width).to(double), -torch.inf)
-        logp = torch.where(fine, logp, 0.0)
-        tails = None if tails is None else (tails[0], torch.where(fine, tails[1], -torch.inf))
-    b, p = log_b.exp(), log_p.exp()
-    resolution = 0.0
-    if needs.own_topk == "fill":
-        tail_b = tail_p = torch.zeros_like(log_anchor)
-    elif tails is not None:
-        tail_b, tail_p = tails[0].exp(), tails[1].exp()
-    else:
-        # Both by subtraction, even if one side knows better: unlike representations differ where policies do not.
-        tail_b, tail_p = ((1 - x.exp() - y.sum(-1)).clamp(min=0.0) for x, y in ((log_anchor, b), (logp, p)))
-        resolution = _resolution(topk.logp, own)
-    if ends_early:  # allowed only where nearly nothing is left
-        good = good & (1 - log_anchor.exp() - b.sum(-1) <= needs.tail_mass)
-    return Cells(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
-
-
-def _resolution(*logp: Tensor) -> float:
-    """The smallest 1 − p that log-probs made in these dtypes can express."""
-    return max(torch.finfo(x.dtype).eps for x in (*logp, FINEST_RECORD))
-
-
-def _plausible(logp: Tensor) -> Bool[Tensor, " n"]:
-    """False on rows with a NaN or with anything above 0 by more than rounding; −inf is an empty cell."""
-    return logp.detach().amax(-1) <= LARGEST_LOGP  # amax hands a NaN on, and NaN compares False
-
-
-def _narrow(topk: TopK, own: Tensor, k: int) -> tuple[TopK, Tensor]:
-    """The k most probable of more recorded columns; what is left joins the tail."""
-    keep = topk.logp.masked_fill(~topk.valid, -torch.inf).topk(k, dim=-1).indices
-    # The recorded tail no longer fits; both tails are derived from the columns instead.
-    return TopK(topk.ids.gather(-1, keep), topk.logp.gather(-1, keep), topk.of), own.gather(-1, keep)
-
-
-def _join_own_topk(topk: TopK, own: Tensor, policy: PolicyTokens, *, fill: bool) -> tuple[TopK, Tensor]:
-    """The recorded columns and the policy's own top ids, each id once, where the anchor is known or filled."""
-    assert policy.topk is not None
-    there = policy.topk_anchor_logp
-    if there is None:
-        if not fill:
-            return topk, own
-        there = torch.full_like(policy.topk.logp, math.log(FILL))
-    recorded_ids = topk.ids.masked_fill(~topk.valid, -1)
-    own_ids = policy.topk.ids.masked_fill(~policy.topk.valid, -1)
-    joined = TopK(
-        torch.cat([recorded_ids, own_ids], dim=-1),
-        torch.cat([topk.logp, there.detach().to(topk.logp.dtype)], dim=-1),
-        topk.of,
-    )
-    return joined, torch.cat([own, policy.topk.logp.to(own.dtype)], dim=-1)
 
 
 def _clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:

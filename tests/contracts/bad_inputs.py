@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trustrl import MissingDataError, RecordError
+from trustrl import MissingDataError, RecordError, preset
 
 BAD = ((1, 3), (2, 5))
 """The tokens that cases change: in the loss, advantage of either sign."""
@@ -38,14 +38,18 @@ class BadInput:
 
     equivalent: Callable[[Raw], None] | None = None
     only: Callable[[str], bool] = field(default=lambda name: True)
+    presets: Callable[[str], bool] = field(default=lambda name: True)
+    """The presets that the case is run with."""
 
 
 CASES: list[BadInput] = []
 
 
-def case(name, verdict="exact", reads="always", fault="", equivalent=None, only=lambda name: True):
+def case(
+    name, verdict="exact", reads="always", fault="", equivalent=None, only=lambda name: True, presets=lambda name: True
+):
     def add(change):
-        CASES.append(BadInput(name, change, verdict, reads, fault, equivalent, only))
+        CASES.append(BadInput(name, change, verdict, reads, fault, equivalent, only, presets))
         return change
 
     return add
@@ -166,7 +170,28 @@ case("vocabulary: missing", MissingDataError, "full")(lambda raw: raw.update(ful
 case("vocabulary: the policy's side missing", MissingDataError, "full")(lambda raw: raw.update(full_policy=None))
 case("vocabulary: sizes differ", RecordError, "full")(lambda raw: raw.update(full_policy=raw["full_policy"][..., :-1]))
 case("token id −1 at tokens in the loss", "drop", "support", "support")(put("tokens", -1))
-case("token id beyond the vocabulary", "drop", "full", "support")(put("tokens", 10_000))
+reads_topk = lambda name: preset(name).needs().topk > 0  # noqa: E731
+case("token id beyond the vocabulary", "drop", "full", "support", presets=lambda name: not reads_topk(name))(
+    put("tokens", 10_000)
+)
+# Where the columns already hold the sampled token's mass, its log-prob would count twice.
+case("token id in no column", "bounded", "topk", presets=reads_topk)(put("tokens", 10_000))
+
+
+def lift_other_columns(field):
+    """Columns other than the sampled token's that sum to 20 while none exceeds 1."""
+
+    def change(raw):
+        raw[field] = raw[field].clone()
+        for at in BAD:
+            others = raw["topk_ids"][at] != raw["tokens"][at]
+            raw[field][at] = torch.where(others, -1e-3, raw[field][at])
+
+    return change
+
+
+for side, field_name in (("anchor", "topk_logp"), ("policy", "policy_topk")):
+    case(f"top-K of the {side}: columns sum to more than 1", "drop", "topk", "mass")(lift_other_columns(field_name))
 case("token ids missing", MissingDataError, "support")(lambda raw: raw.update(tokens=None))
 case("token ids as floats", RecordError)(lambda raw: raw.update(tokens=raw["tokens"].float()))
 case("behavior log-probs missing", MissingDataError, "behavior")(lambda raw: raw.update(behavior=None))

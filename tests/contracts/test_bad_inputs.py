@@ -1,5 +1,6 @@
 """Every case of the corpus × every preset: the declared verdict, never silence, never NaN or inf."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -87,7 +88,10 @@ def assert_finite(out, grads):
     assert torch.isfinite(out.loss)
     for name, g in grads.items():
         assert torch.isfinite(g).all(), f"gradient of {name}"
-    for name, value in trustrl.rates(out.sums).items():
+    mostly_dropped = out.sums.added["used"] < 0.5 * out.sums.added["tokens"]
+    with pytest.warns(trustrl.TrustRLWarning, match="dropped most") if mostly_dropped else nullcontext():
+        metrics = trustrl.rates(out.sums)
+    for name, value in metrics.items():
         assert value == value, f"{name} is NaN"
 
 
@@ -101,8 +105,9 @@ def assert_same(got, want, places=slice(None)):
     torch.testing.assert_close(got[places], want[places], rtol=2e-5, atol=1e-9, equal_nan=False)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("bad", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("bad", "name"), [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in PRESETS if c.presets(n)]
+)
 def test_bad_input(bad, name):
     region, raw = healthy(name)
     needs = region.needs()

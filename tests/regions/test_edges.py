@@ -12,13 +12,14 @@ import trustrl.build
 import trustrl.regions.project
 import trustrl.regions.troll
 from trustrl import divergences
+from trustrl.cells import Cells
 from trustrl.losses import penalty_terms, policy_terms
 from trustrl.numerics import free_to_look, verdict_dtype
 from trustrl.regions.clip import runaway, soft_gate
 from trustrl.regions.mask import leaving, outside
 from trustrl.regions.project import project
 from trustrl.regions.sequence import overspent
-from trustrl.tokens import Cells, Sequences, clean_tokens
+from trustrl.tokens import Sequences, clean_tokens
 from worlds import world
 
 

@@ -425,7 +425,7 @@ def test_a_record_may_end_early_only_where_nearly_nothing_is_left(rest):
     )
     out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(rest=rest), reduction=trustrl.TokenSum())
     out.loss.backward()
-    assert trustrl.rates(out.sums)["trustrl/fault_support"] == 1
+    assert trustrl.rates(out.sums)["trustrl/fault_narrow"] == 1
     assert policy.logp.grad[0].ne(0).tolist() == [True, False]
 
 

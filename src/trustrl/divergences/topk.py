@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from trustrl.cells import Cells
 from trustrl.divergences.interval import Interval
 from trustrl.numerics import kl_term
-from trustrl.tokens import Cells
 
 
 def topk_tv(cells: Cells, log_policy: Float[Tensor, " n"], log_anchor: Float[Tensor, " n"]) -> Interval:

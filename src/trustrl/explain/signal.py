@@ -15,6 +15,9 @@ INPUTS = (
     "trustrl/fault_behavior",
     "trustrl/fault_proximal",
     "trustrl/fault_support",
+    "trustrl/fault_mass",
+    "trustrl/fault_column",
+    "trustrl/fault_narrow",
 )
 """What came to the trainer; anything else that is not finite, the trainer made itself."""
 

@@ -3,12 +3,13 @@
 import torch
 from torch import Tensor
 
+from trustrl.cells import Cells
 from trustrl.config.regions import TROLL
 from trustrl.numerics import free_to_look
 from trustrl.regions.correction import corrected
 from trustrl.regions.decision import Decision
 from trustrl.regions.project import FLOOR, SLACK, project
-from trustrl.tokens import Cells, Tokens
+from trustrl.tokens import Tokens
 
 
 def decide_troll(tokens: Tokens, region: TROLL) -> Decision:
