@@ -17,3 +17,8 @@ def sources(
     if not (needs.topk or needs.full):
         return anchors, "nobody"
     return anchors, "trainer" if needs.anchor == "proximal" or behavior == "trainer" else "sampler"
+
+
+def by_trainer(needs: Needs, behavior: Literal["sampler", "trainer"]) -> bool:
+    """Returns whether every log-prob that the region reads is the trainer's own."""
+    return behavior == "trainer" or needs.anchors == {"proximal"}

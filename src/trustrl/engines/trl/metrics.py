@@ -9,6 +9,7 @@ from torch import Tensor
 from trustrl.config.statistics import Anchor
 from trustrl.diagnostics import Sums, rates
 from trustrl.engines.ranks import over_ranks, share_of_one_rank
+from trustrl.engines.step_check import StepCheck
 from trustrl.engines.trl import invariants
 from trustrl.objective import LossOutput
 from trustrl.recording import Recorder
@@ -29,8 +30,9 @@ class StepMetrics:
     all-reduces of about 2,500 numbers in all, and one wait for the device.
     """
 
-    def __init__(self, *, startup_checks: bool, recorder: Recorder | None = None) -> None:
+    def __init__(self, check: StepCheck, *, startup_checks: bool, recorder: Recorder | None = None) -> None:
         self._sums: dict[str, Sums] = {}
+        self._check = check
         self._first_step = startup_checks
         self._recorder = recorder
 
@@ -82,7 +84,10 @@ class StepMetrics:
                     trainer.args.loss_type, total.added["loss_weight"].item(), filled.item()
                 )
                 self._first_step = False
-            for name, value in {**rates(total), **_under_their_names(total)}.items():
+            found = rates(total)
+            if mode == "train":
+                self._check.look(found)
+            for name, value in {**found, **_under_their_names(total)}.items():
                 trainer._metrics[mode][name].append(value)
 
 

@@ -20,8 +20,9 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.engines import seam
 from trustrl.engines.forward import Head, VocabularyForward, Wanted, at_completions, refuse_adapted_head
-from trustrl.engines.roles import sources
+from trustrl.engines.roles import by_trainer, sources
 from trustrl.engines.settings import refuse
+from trustrl.engines.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
 from trustrl.engines.trl import invariants, metrics, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens
 from trustrl.engines.trl.settings import REDUCTIONS, Behavior, check_settings
@@ -54,6 +55,7 @@ class TrustRegionMixin(_Trainer):
         measure_mismatch: bool = False,
         startup_checks: bool = True,
         on_nonfinite: OnNonFinite = "drop",
+        max_dropped_share: float = MAX_DROPPED_SHARE,
         recording: Recording | None = None,
         vllm_options: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -71,6 +73,8 @@ class TrustRegionMixin(_Trainer):
             startup_checks: Whether to refuse to train when the policy and its anchor disagree before the first step, or
                 vLLM does not follow the trainer's weights.
             on_nonfinite: See `trustrl.policy_loss`.
+            max_dropped_share: Largest share of a step's tokens that may be dropped for faults; above it the step
+                raises. 1 never raises.
             recording: Which tokens to write to disk, with both sides and the region's verdict; None writes nothing.
             vllm_options: More arguments for vLLM's `LLM` (colocate mode), which TRL has no settings for: `dtype`, ...
             **kwargs: for `GRPOTrainer`.
@@ -109,7 +113,22 @@ class TrustRegionMixin(_Trainer):
         rank = self.accelerator.process_index
         tokens = None if recording is None else Recorder(recording, region, rank=rank)
         self._names = None if recording is None else _SequenceNames(rank)
-        self._region_metrics = metrics.StepMetrics(startup_checks=startup_checks, recorder=tokens)
+        updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
+        if by_trainer(self._needs, behavior) and self.accelerator.is_main_process:
+            warn_if_it_cannot_act(
+                region,
+                updates_per_batch=updates,
+                remedy="Set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps, or use "
+                "vLLM, whose recorded log-probs differ from the trainer's.",
+            )
+        check = StepCheck(
+            region,
+            max_dropped_share=max_dropped_share,
+            setting="max_dropped_share",
+            updates_per_batch=max(1, round(updates)),
+            speaks=self.accelerator.is_main_process,
+        )
+        self._region_metrics = metrics.StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
         self._first_loss = startup_checks
         self.add_callback(RegionState(region))
         if startup_checks and self.use_vllm:

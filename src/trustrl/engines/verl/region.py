@@ -7,6 +7,7 @@ from verl.workers.config import PolicyLossConfig
 
 from trustrl.config.axes import Region
 from trustrl.engines.naming import Settings, more_than_sampled_tokens, region_named
+from trustrl.engines.step_check import MAX_DROPPED_SHARE
 from trustrl.errors import ConfigError
 from trustrl.recording import Recording
 
@@ -27,6 +28,9 @@ class RegionLossConfig(PolicyLossConfig):
 
     on_nonfinite: str = "drop"
     """See `trustrl.policy_loss`."""
+
+    max_dropped_share: float = MAX_DROPPED_SHARE
+    """Largest share of a step's tokens that may be dropped for faults; above it the step raises. 1 never raises."""
 
     startup_checks: bool = True
     """Whether the ratio must be 1 before the first step."""

@@ -28,6 +28,7 @@ from trustrl.diagnostics import rates
 from trustrl.engines import checkpoints, invariants, seam
 from trustrl.engines.naming import is_ours
 from trustrl.engines.ranks import share_of_one_rank
+from trustrl.engines.step_check import MAX_DROPPED_SHARE, StepCheck
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.feed import Feed, feeding
 from trustrl.engines.verl.layout import padded
@@ -67,6 +68,12 @@ class RegionWorker(TrainingWorker):
         self._needs = self._region.needs()
         self._first_loss = policy_loss.get("startup_checks", True)
         self._step = StepSums()
+        self._check = StepCheck(
+            self._region,
+            max_dropped_share=policy_loss.get("max_dropped_share", MAX_DROPPED_SHARE),
+            setting="policy_loss.max_dropped_share",
+            speaks=self.rank == 0,
+        )
         self._bypass = True
         self._vocabulary = None
         if self._needs.topk or self._needs.full:
@@ -106,6 +113,8 @@ class RegionWorker(TrainingWorker):
         found = {} if total is None else rates(total) | under_their_names(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
+        if total is not None:
+            self._check.look(found)
         if out is not None:
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
