@@ -217,7 +217,18 @@ def _minirl(case, i, row):
     return result
 
 
+def _dppo_decoupled(case, i, row):
+    """Figure 4's ablation: the mask on |π − π'|, the weight π/μ."""
+    result = []
+    for t in row:
+        p, start, sampled = (math.exp(x[i, t]) for x in (case.log_p, case.log_proximal, case.log_b))
+        stop = away(abs(p - start), p / start, case.advantage[i, t], 0.15, 0.15)
+        result.append(0.0 if stop else p / sampled)
+    return result
+
+
 ROWS = {
+    "dppo-decoupled": _dppo_decoupled,
     "dppo-binary-tv": _dppo("binary-tv", 0.15),
     "dppo-binary-kl": _dppo("binary-kl", 0.05),
     "dppo-topk-tv": _dppo("topk-tv", 0.15),

@@ -4,13 +4,14 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import ClassVar
 
 import pytest
 
 import trustrl
 from trustrl.config.loading import KINDS, laid_over
+from trustrl.config.presets import override
 
 INVALID = [
     pytest.param(lambda: trustrl.BinaryTV(max_increase=0), "binary-tv.max_increase must be a probability gap", id="a bound of 0"),
@@ -62,7 +63,7 @@ INVALID = [
     pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), action="penalise", max_ratio=2.0), "follows from the objective", id="penalise with a cap"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(act_on="upper"), action="penalise"), "follows from the objective", id="penalise on an upper end"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), action="truncate"), "It stops nothing", id="truncate with a statistic"),
-    pytest.param(lambda: trustrl.TrustRegion(None), "trust-region.statistic must be a Statistic", id="a mask without a statistic"),
+    pytest.param(lambda: trustrl.TrustRegion(None), "trust-region.statistic must be a Ratio, SequenceRatio", id="a mask without a statistic"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKKL(), action="project"), "Use trustrl.TROLL", id="project on the axes"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.SequenceRatio()), "must be 'sequence' with SequenceRatio", id="a sequence ratio per token"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(), level="prefix"), "one of 'token', 'sequence'", id="prefix without a budget"),
@@ -74,7 +75,7 @@ INVALID = [
     pytest.param(lambda: trustrl.Sampling(logprobs="cooked"), "one of 'raw', 'processed'", id="an unknown log-prob mode"),
     pytest.param(lambda: trustrl.Sampling(logprobs="raw", temperature=0.0), "temperature must be", id="a sampling temperature of 0"),
     pytest.param(lambda: trustrl.Needs(anchor="proximal"), "must contain the anchor 'proximal'", id="an anchor that is not needed"),
-    pytest.param(lambda: trustrl.preset("ppo", clip=0.2), "refused \\['clip'\\]", id="an override the region does not have"),
+    pytest.param(lambda: trustrl.preset("ppo", clip=0.2), "ppo has no setting 'clip'.*Its ratio has: max_increase, max_decrease", id="an override the region does not have"),
 ]  # fmt: skip
 
 
@@ -149,6 +150,12 @@ PUBLISHED = {
     "trm": {"statistic.bounds": (0.05, 0.05), "mean": None},
     "trm-sampled": {"statistic.kind": "sampled-k2"},
     "tis": {"correction.max_ratio": 2.0, "anchor": "proximal"},
+    "dppo-decoupled": {
+        "divergence.bounds": (0.15, 0.15),
+        "anchor": "proximal",
+        "correction.max_ratio": math.inf,
+        "max_ratio": None,
+    },
     "icepop": {"correction.min_ratio": 0.5, "correction.max_ratio": 5.0},
     "minirl": {"ratio.bounds": (0.2, 0.28), "max_ratio": None},
 }
@@ -202,6 +209,45 @@ def test_a_wrong_dictionary_is_refused_with_a_sentence(data, error, message):
 def test_only_settings_become_dictionaries():
     with pytest.raises(trustrl.ConfigError, match="settings objects"):
         trustrl.config_to_dict({"kind": "dppo"})
+
+
+def test_dppo_alone_is_its_binary_tv():
+    assert trustrl.preset("dppo") == trustrl.preset("dppo-binary-tv")
+    assert trustrl.preset("dppo", max_increase=0.2) == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.2))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        pytest.param("dppo-binary-tv", {"max_increase": 0.2}, trustrl.DPPO(trustrl.BinaryTV(max_increase=0.2)), id="a nested setting by its own name"),
+        pytest.param("dppo-topk-tv", {"k": 50, "max_decrease": 0.3}, trustrl.DPPO(trustrl.TopKTV(k=50, max_decrease=0.3)), id="two of them"),
+        pytest.param("dppo-binary-tv", {"divergence": {"max_increase": 0.2}}, trustrl.DPPO(trustrl.BinaryTV(max_increase=0.2)), id="a nested mapping"),
+        pytest.param("dppo-binary-tv", {"divergence": trustrl.TopKKL(k=9)}, trustrl.DPPO(trustrl.TopKKL(k=9)), id="a settings object"),
+        pytest.param("dppo-binary-tv", {"divergence": {"kind": "binary-kl"}}, trustrl.DPPO(trustrl.BinaryKL()), id="another kind"),
+        pytest.param("ppo", {"max_increase": 0.4}, trustrl.PPO(trustrl.Ratio(max_increase=0.4, max_decrease=0.2)), id="one of two different bounds"),
+        pytest.param("cppo", {"last_weight": 0.5}, trustrl.CPPO(budget=trustrl.PrefixBudget(last_weight=0.5)), id="in another nested object"),
+    ],
+)  # fmt: skip
+def test_overrides_follow_one_rule_in_presets_recipes_and_engines(name, given, wanted):
+    from trustrl.engines.naming import Settings, region_named
+    from trustrl.runner.recipe import _region
+
+    assert trustrl.preset(name, **given) == wanted
+    plain = {key: trustrl.config_to_dict(value) if is_dataclass(value) else value for key, value in given.items()}
+    assert _region({"preset": name, **plain}) == wanted
+    if "kind" not in str(plain):  # a loss's name says the kinds
+        assert region_named(f"trustrl-{name}", plain, Settings("loss", "region", "how")) == wanted
+
+
+def test_a_setting_that_two_nested_objects_have_must_be_said_where():
+    region = trustrl.TRM(trustrl.BinaryTV(), mean=trustrl.BinaryTV(max_increase=0.01))
+    with pytest.raises(trustrl.ConfigError, match=r"Say which: statistic.max_increase or mean.max_increase"):
+        override(region, {"max_increase": 0.2})
+
+
+def test_the_papers_delta_is_answered_with_the_settings_there_are():
+    with pytest.raises(trustrl.ConfigError, match=r"dppo has no setting 'delta'.*divergence has: max_increase, max_d"):
+        trustrl.preset("dppo-binary-tv", delta=0.2)
 
 
 def test_unknown_presets_suggest_the_nearest():

@@ -265,12 +265,15 @@ class PolicyTokens:
 
 
 def check_pair(policy: PolicyTokens, rollout: RolloutTokens) -> None:
-    """Refuses two records that do not describe the same tokens.
+    """Raises if two records do not describe the same tokens.
 
     Raises:
-        RecordError: shapes or devices differ.
+        RecordError: one is not a record, or shapes or devices differ.
         IncompatibleSamplingError: the two sides' log-probs are not of the same kind of distribution.
     """
+    for name, given, kind in (("policy", policy, PolicyTokens), ("rollout", rollout, RolloutTokens)):
+        made = f"Wrap your tensors: trustrl.{kind.__name__}(...)."
+        _must(isinstance(given, kind), name, f"a trustrl.{kind.__name__}", f"a {type(given).__name__}", made)
     _same("PolicyTokens.logp", policy.logp, rollout.in_loss, rollout.in_loss.shape)
     if rollout.topk is not None and policy.topk_logp is not None:
         _same("PolicyTokens.topk_logp", policy.topk_logp, rollout.in_loss, rollout.topk.ids.shape)

@@ -57,7 +57,7 @@ def test_presets_list_every_published_region():
     divergences = {f"dppo-{a}-{b}" for a in ("binary", "topk", "full") for b in ("tv", "kl")}
     others = {
         "troll", "ppo", "gspo", "cispo", "sapo", "spo", "drpo", "cppo", "ipo", "kpop", "trm", "tis", "icepop", "mis",
-        "minirl", "pg-is",
+        "minirl", "pg-is", "dppo-decoupled",
     }  # fmt: skip
     assert divergences | others <= set(PRESETS)
     assert sorted(PRESETS) == PRESETS

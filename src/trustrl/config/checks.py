@@ -1,6 +1,7 @@
 """The rules settings are checked against, each with a sentence that says what to do."""
 
 import math
+import sys
 from typing import Any
 
 from trustrl.errors import ConfigError
@@ -44,9 +45,20 @@ def truth(where: str, value: Any) -> None:
 
 
 def instance(where: str, value: Any, kinds: tuple[type, ...]) -> None:
-    """Refuses a setting object of another class than the ones allowed here."""
+    """Raises if a setting is not an instance of one of the allowed classes; lists those that can be built."""
     if not isinstance(value, kinds):
-        names = ", ".join(kind.__name__ for kind in kinds)
+        names = list(dict.fromkeys(name for kind in kinds for name in _buildable(kind)))
         raise ConfigError(
-            f"{where} must be a {names}, got {value!r}. Build one, for example trustrl.{kinds[0].__name__}()."
+            f"{where} must be a {', '.join(names)}, got {value!r}. Build one, for example trustrl.{names[0]}()."
         )
+
+
+def _buildable(kind: type) -> list[str]:
+    """Returns the names of a class's own concrete classes: those that nothing in this package derives from."""
+    # A dataclass with slots is a second class of the same name: only the one in its module counts.
+    derived = [
+        one
+        for one in kind.__subclasses__()
+        if one.__module__.startswith(f"{__package__}.") and vars(sys.modules[one.__module__]).get(one.__name__) is one
+    ]
+    return [name for one in derived for name in _buildable(one)] or [kind.__name__]

@@ -83,7 +83,11 @@ def laid_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
         >>> equal = {"kind": "binary-tv", "max_increase": 0.15, "max_decrease": 0.15}
         >>> laid_over(equal, {"max_increase": 0.2})
         {'kind': 'binary-tv', 'max_increase': 0.2}
+
+    Raises:
+        ConfigError: a setting does not exist, or several nested objects have it.
     """
+    given = _at_home(base, given)
     merged = dict(base)
     if issubclass(KINDS[base["kind"]], Statistic) and base["max_increase"] == base["max_decrease"]:
         bounds = ("max_increase", "max_decrease")
@@ -99,6 +103,35 @@ def laid_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
             value = laid_over(before, value)
         merged[key] = value
     return merged
+
+
+def _at_home(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Moves each setting that only a nested object has into that object."""
+    if given.get("kind", base["kind"]) != base["kind"]:
+        return dict(given)
+    known = _names(base)
+    nested = {name: _names(part) for name, part in base.items() if isinstance(part, Mapping)}
+    moved = {key: value for key, value in given.items() if key == "kind" or key in known}
+    for key in given.keys() - moved.keys():
+        homes = [name for name, names in nested.items() if key in names]
+        if len(homes) != 1:
+            parts = "".join(f" Its {name} has: {', '.join(names)}." for name, names in nested.items())
+            several = f" Say which: {' or '.join(f'{home}.{key}' for home in homes)}." if homes else ""
+            every = [*known, *(one for names in nested.values() for one in names)]
+            raise ConfigError(
+                f"{base['kind']} has no setting {key!r}.{several}{nearest(str(key), every)} It has: "
+                f"{', '.join(known) or 'none'}.{parts}"
+            )
+        (home,) = homes
+        before = moved.get(home, {})
+        if not isinstance(before, Mapping):
+            raise ConfigError(f"{base['kind']}.{key} must be left out when {home} is {before!r}: it belongs to {home}.")
+        moved[home] = {**before, key: given[key]}
+    return moved
+
+
+def _names(part: Mapping[str, Any]) -> list[str]:
+    return [field.name for field in fields(KINDS[part["kind"]])]
 
 
 def _value(value: Any) -> Any:

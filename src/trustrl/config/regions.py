@@ -30,7 +30,8 @@ from trustrl.errors import ConfigError, TrustRLWarning
 class DPPO(AnchoredRegion):
     """Divergence PPO: stop a token that has left the divergence ball and is pushed further. arXiv:2602.04879, eq. 12.
 
-    Anchored on μ as in the paper; anchoring on the proximal policy is its ablation that collapses (fig. 4).
+    Anchored on μ as in the paper, for the mask and for the weight. The paper's ablation that collapses (figure 4) masks
+    by π' and keeps the weight π/μ: the preset `dppo-decoupled`. `anchor="proximal"` alone moves both to π'.
     """
 
     kind: ClassVar[str] = "dppo"

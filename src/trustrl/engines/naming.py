@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
-from trustrl.config.presets import preset, presets
+from trustrl.config.loading import config_from_dict, config_to_dict
+from trustrl.config.presets import ALIASES, override, preset, presets
 from trustrl.errors import ConfigError
 from trustrl.registry import nearest
 
@@ -27,8 +27,8 @@ class Settings(NamedTuple):
 
 
 def names() -> list[str]:
-    """Every name of ours: `trustrl`, and one for each preset."""
-    return [PREFIX, *(f"{PREFIX}-{name}" for name in presets())]
+    """Returns every loss name that trustrl registers: `trustrl`, and one for each preset and alias."""
+    return [PREFIX, *(f"{PREFIX}-{name}" for name in sorted([*presets(), *ALIASES]))]
 
 
 def is_ours(name: str) -> bool:
@@ -42,7 +42,7 @@ def region_named(name: str, given: Any, settings: Settings) -> Region:
     Args:
         name: `trustrl-<preset>`, or `trustrl` for a region described in full.
         given: Its settings as `trustrl.config_from_dict` reads them. Beside a preset: only what differs from it
-            (see `trustrl.config.loading.laid_over`).
+            (see `trustrl.config.presets.override`).
         settings: Where both were said.
 
     Raises:
@@ -52,8 +52,8 @@ def region_named(name: str, given: Any, settings: Settings) -> Region:
     short = settings.name.rpartition(".")[2]
     preset_name = name.removeprefix(f"{PREFIX}-")
     whole = name == PREFIX
-    if not whole and (preset_name == name or preset_name not in presets()):
-        known = names()
+    known = names()
+    if not whole and name not in known:
         hint = f" Did you mean '{PREFIX}-{name}'?" if f"{PREFIX}-{name}" in known else nearest(name, known)
         raise ConfigError(f"{settings.name} must be a region's name, got {name!r}.{hint} Known: {', '.join(known)}.")
     if given is not None and not isinstance(given, Mapping):
@@ -71,7 +71,7 @@ def region_named(name: str, given: Any, settings: Settings) -> Region:
             advice = f"Use {short}={PREFIX!r}, which takes the whole region from {settings.region}."
             base = config_to_dict(region)
             _refuse_another_kind(base, given, settings.region, f"{short}={name!r}", advice)
-            region = config_from_dict(laid_over(base, given))
+            region = override(region, given)
     if not isinstance(region, Region):
         raise ConfigError(f"{settings.region} must describe a region, got {region!r}.")
     return region

@@ -9,8 +9,8 @@ from typing import Any
 
 from trustrl.config import checks
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
-from trustrl.config.presets import preset
+from trustrl.config.loading import config_from_dict, config_to_dict
+from trustrl.config.presets import override, preset
 from trustrl.errors import ConfigError
 from trustrl.recording.files import RECORDS
 from trustrl.recording.settings import Recording
@@ -172,7 +172,7 @@ def _region(data: Any, where: str = "region") -> Region:
     else:
         more = {key: value for key, value in data.items() if key != "preset"}
         recipe_tables.text(f"{where}.preset", data["preset"])
-        region = config_from_dict(laid_over(config_to_dict(preset(data["preset"])), more))
+        region = override(preset(data["preset"]), more)
     checks.instance(where, region, (Region,))
     return region
 

@@ -17,6 +17,7 @@ SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full)]
 STOPPING = (
     "dppo-binary-kl",
     "dppo-binary-tv",
+    "dppo-decoupled",
     "gspo",
     "icepop",
     "ipo",
