@@ -97,7 +97,9 @@ class Refusal:
         """Returns the row of the table: setting, values that work, regions, reason."""
         words = {"region": "the region"} | dict(self.words)
         setting, must_be, why = (text.format(**words) for text in (self.setting, self.must_be, self.why))
-        return setting, must_be, self.scope.words, why[:1].upper() + why[1:]
+        if self.why.startswith("{"):
+            why = why[:1].upper() + why[1:]
+        return setting, must_be, self.scope.words, why
 
 
 def check(rows: Iterable[Refusal], given: Given, region: Region) -> None:

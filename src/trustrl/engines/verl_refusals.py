@@ -184,11 +184,11 @@ SAMPLER_RECORD = (
     Refusal(
         setting=f"{ROLLOUT}.logprobs_mode",
         must_be="processed_logprobs",
-        why="Raw log-probs are not those of the distribution sampled from at temperature {temperature}.",
+        why="Raw log-probs are not those of the distribution sampled from at {temperature}.",
         refused=_raw_logprobs,
         scope=ON_SAMPLER,
-        facts=lambda given, region: {"temperature": f"{given(f'{ROLLOUT}.temperature', 1.0):g}"},
-        words={"temperature": "other than 1"},
+        facts=lambda given, region: {"temperature": f"temperature {given(f'{ROLLOUT}.temperature', 1.0):g}"},
+        words={"temperature": "a temperature other than 1"},
         example={f"{ROLLOUT}.logprobs_mode": "raw_logprobs", f"{ROLLOUT}.temperature": 0.7},
     ),
 )

@@ -76,7 +76,7 @@ def test_a_worker_trains_on_padded_batches_as_if_the_padding_were_not_there(tmp_
     assert found.keys() == oracle.CASES.keys()
     for name, runs in found.items():
         plain, padded = runs["plain"], runs["padded"]
-        assert world.error(padded["gradient"], plain["gradient"]) <= 1e-6, name
+        assert world.error(padded["gradient"], plain["gradient"]) <= 1e-5, name
         assert plain["gradient"].norm() > 0
         assert padded["keep"] == plain["keep"], name
         ours = {key: value for key, value in plain["metrics"].items() if "trustrl/" in key}

@@ -1,4 +1,4 @@
-"""Start-up check of verl's configuration against the region. The rules are rows of `trustrl.engines.verl_refusals`."""
+"""Start-up check of verl's configuration against the region, by the rows of `trustrl.engines.verl_refusals`."""
 
 import functools
 from collections.abc import Mapping
