@@ -55,6 +55,49 @@ def test_an_exact_region_on_a_sampler_that_records_ids_only_is_refused(engine):
         plan(small(f"engine.name={engine}", "sampler.kind=vllm", "region.preset=dppo-full-tv"))
 
 
+ACTOR = "engine.settings.actor_rollout_ref.actor"
+ROLLOUT = "engine.settings.actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        pytest.param([f"{ACTOR}.strategy=megatron"], "strategy must be fsdp2 or fsdp", id="Megatron"),
+        pytest.param(["engine.settings.model_engine=megatron"], "strategy must be fsdp2 or fsdp", id="Megatron by its group"),
+        pytest.param(
+            ["engine.device=cuda", "sampler.kind=vllm", "engine.settings.model_engine=megatron"], "got 'megatron'", id="Megatron on GPUs"
+        ),
+        pytest.param(["engine.settings.trainer.v1.trainer_mode=separate_async"], "trainer_mode must be sync", id="async"),
+        pytest.param([f"{ROLLOUT}.top_p=0.9"], "top_p must be 1.0", id="truncated sampling"),
+        pytest.param([f"{ROLLOUT}.max_model_len=12"], "max_model_len must be at least 13", id="no room to score"),
+        pytest.param([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs=5"], "at least 20", id="few ids"),
+        pytest.param([f"{ACTOR}.ulysses_sequence_parallel_size=2"], "must be 1", id="sequence parallelism"),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_what_verl_with_a_region_would_refuse(overrides, says):
+    """Top-K on the sampler; the engine asks the same rows (tests/engines/verl/test_refusals.py)."""
+    with pytest.raises(ConfigError, match=says):
+        plan(small("engine.name=verl", "region.preset=dppo-topk-tv", *overrides))
+
+
+def test_an_exact_region_on_gpus_must_name_fsdp2():
+    exact = [
+        "engine.name=verl",
+        "engine.device=cuda",
+        "sampler.kind=vllm",
+        "region.preset=dppo-full-tv",
+        "region.anchor=proximal",
+    ]
+    with pytest.raises(ConfigError, match="strategy must be fsdp2"):
+        plan(small(*exact))
+    assert plan(small(*exact, f"{ACTOR}.strategy=fsdp2")).engine["command"]
+
+
+@pytest.mark.parametrize("more", [["engine.settings.model_engine=megatron"], ["engine.settings.model_engine=dp"]])
+def test_a_sampled_token_s_region_is_planned_on_any_engine_of_verl(more):
+    assert plan(small("engine.name=verl", "engine.device=cuda", "sampler.kind=vllm", *more)).engine["command"]
+
+
 def test_counts_of_a_batch_that_is_seen_again_and_of_one_in_parts():
     again = plan(small("schedule.updates_per_batch=4")).counts
     parts = plan(small("schedule.updates_per_batch=4", "schedule.update_sees=part")).counts

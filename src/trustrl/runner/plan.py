@@ -51,7 +51,7 @@ def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
     """Works a recipe out. Nothing is downloaded and no engine need be installed.
 
     Raises:
-        ConfigError: the region needs what this engine and sampler do not record.
+        ConfigError: the region needs what this engine and sampler do not record, or the engine would refuse a setting.
     """
     shape = shape_of(recipe.model)
     found = roles(recipe, shape.hidden_size)
@@ -129,8 +129,13 @@ def _verl_logits(recipe: Recipe, vocabulary: int | None) -> int | None:
 
 
 def engine_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """The engine's own configuration, and how it is started."""
+    """The engine's own configuration, and how it is started.
+
+    Raises:
+        ConfigError: the engine would refuse it.
+    """
     if recipe.engine.name == "verl":
+        verl_settings.check(recipe, folder)
         return {"name": "verl", "command": verl_settings.command(recipe, folder, recipe.model.name)}
     recording = recipe.recording(folder)
     return {

@@ -9,12 +9,12 @@ from typing import Any
 
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset, presets
-from trustrl.engines.verl_cpu.defaults import PLAIN_PROMPTS
+from trustrl.engines import refusals
+from trustrl.engines.verl_cpu.defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.engines.verl_data import REWARD
+from trustrl.engines.verl_refusals import ACTOR, LOSS, ROLLOUT, ROWS, settings_needed
 from trustrl.runner.recipe import Recipe
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-LOSS = f"{ACTOR}.policy_loss"
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
 CHECKPOINTS = "checkpoints"
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -29,12 +29,56 @@ def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
         model: A folder or hub id.
     """
     module = "trustrl.engines.verl_cpu" if recipe.engine.device == "cpu" else "trustrl.engines.verl"
-    settings = {**_settings(recipe, folder, model), **dict(_flat(recipe.engine.settings))}
+    settings = _settings(recipe, folder, model)
     plain = [] if recipe.task.chat else [PLAIN_PROMPTS]
     return [sys.executable, "-m", module, *(f"{key}={_hydra(value)}" for key, value in settings.items()), *plain]
 
 
+def check(recipe: Recipe, folder: Path) -> None:
+    """Refuses a recipe whose command the adapter would refuse. It asks the adapter's own rows, without verl.
+
+    Raises:
+        ConfigError: with verl's setting and what to do.
+    """
+    settings = _settings(recipe, folder, recipe.model.name)
+    defaults = dict(DEFAULTS) if recipe.engine.device == "cpu" else {}
+    if (engine := settings.get("model_engine", "dp")) != "dp":  # verl's group of that name sets the same strategy
+        defaults[f"{ACTOR}.strategy"] = engine
+    found = {key.lstrip("+~"): _BOOLEANS.get(str(value), value) for key, value in (defaults | settings).items()}
+    for name, follows in _FOLLOWS.items():
+        found.setdefault(name, found[follows])
+    needed = settings_needed(refusals.reader(_nested(found)), recipe.region)
+    refusals.check(ROWS, refusals.reader(_nested(found | needed)), recipe.region)
+
+
+_BOOLEANS = {"True": True, "False": False}
+_FOLLOWS = {
+    f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "data.max_response_length",
+}
+"""Settings of verl's that take the value of another one by default."""
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Turns dotted keys into tables."""
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        at = out
+        for name in path:
+            if not isinstance(at.get(name), dict):
+                at[name] = {}
+            at = at[name]
+        at[last] = value
+    return out
+
+
 def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
+    """verl's settings for the recipe. Those under `engine.settings` win."""
+    return {**_from_recipe(recipe, folder, model), **dict(_flat(recipe.engine.settings))}
+
+
+def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
     schedule, engine, optimiser, sampler = recipe.schedule, recipe.engine, recipe.optimiser, recipe.sampler
     updates, batches = schedule.updates_per_batch, schedule.steps // schedule.updates_per_batch
     epochs = math.ceil(batches / (recipe.task.problems // schedule.prompts_per_batch)) + 1

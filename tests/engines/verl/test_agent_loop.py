@@ -5,6 +5,7 @@ in the end-to-end run.
 """
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +14,15 @@ pytest.importorskip("verl")
 
 import torch
 from omegaconf import OmegaConf
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from trustrl import EngineError, MissingDataError
+import trustrl
+from trustrl import EngineError
+from trustrl.engines.verl import anchors
 from trustrl.engines.verl.agent_loop import RecordsTopK, sampled_topk
 
 VOCABULARY, K = 12, 4
+NEEDS = trustrl.preset("dppo-topk-tv", divergence=trustrl.TopKTV(k=K)).needs()
 
 
 class TableServer:
@@ -92,19 +97,56 @@ def test_scores_are_brought_to_the_temperature_of_the_draw(temperature):
     assert [asked["prompt_logprobs"] for asked in server.asked] == [K, 0]
 
 
-def test_a_temperature_without_recorded_log_probs_is_refused():
+def as_a_worker_gets(*outputs):
+    """Sequences on their way through verl's queue: what `AgentLoopOutput.as_dict` and verl's own helper make of them."""
+    samples = []
+    for one in outputs:
+        extra = dict(one.extra_fields)
+        fields = {name: extra.pop(name) for name in (anchors.SAMPLED_IDS, anchors.SAMPLED_LOGP)}
+        mask = torch.ones(len(one.response_ids), dtype=torch.long)
+        samples.append({**fields, "response_mask": mask, "rollout_log_probs": -1.0 * mask, "extra_fields": extra})
+    return list_of_dict_to_tensordict(samples)
+
+
+def refused_by_the_worker(loop, temperature=1.0):
+    """The error that a worker raises for this loop's sequence in a batch with another one."""
+    good = run(Loop(config(), TableServer(), output(TableServer())))
+    faulty = run(loop, temperature)
+    with pytest.raises(EngineError) as refused:
+        anchors.check(NEEDS, as_a_worker_gets(good, faulty))
+    return str(refused.value)
+
+
+def test_a_worker_takes_sequences_that_were_scored():
+    server = TableServer()
+    scored = [run(Loop(config(), server, output(server))) for _ in range(2)]
+    anchors.check(NEEDS, as_a_worker_gets(*scored))
+
+
+def test_a_temperature_without_recorded_log_probs_stops_the_worker():
     server = TableServer()
     without = output(server)
     without.response_logprobs = None
-    with pytest.raises(MissingDataError, match="calculate_log_probs=True"):
-        run(Loop(config(), server, without), 0.6)
+    assert "calculate_log_probs=True" in refused_by_the_worker(Loop(config(), server, without), 0.6)
 
 
 @pytest.mark.parametrize("steps", [{"min_global_steps": 2}, {"min_global_steps": 2, "max_global_steps": 2}])
-def test_scores_of_other_weights_are_refused(steps):
+def test_scores_of_other_weights_stop_the_worker_and_lose_no_sequence(steps):
+    """Raised in the loop, verl would log the error and train on the group's other sequences."""
     server = TableServer()
-    with pytest.raises(EngineError, match=r"weights of step 3 for one of step 2.*anchor=proximal"):
-        run(Loop(config(), server, output(server, **steps)))
+    said = refused_by_the_worker(Loop(config(), server, output(server, **steps)))
+    assert re.search(r"3 tokens without scores.*weights of step 3 for one of step 2.*anchor=proximal", said)
+
+
+def test_a_server_that_fails_to_score_stops_the_worker():
+    server = TableServer()
+    sampled = output(server)
+
+    async def fail(*args, **kwargs):
+        raise RuntimeError("the prompt is longer than the model's maximum")
+
+    server.generate = fail
+    assert "RuntimeError: the prompt is longer" in refused_by_the_worker(Loop(config(), server, sampled))
 
 
 def test_servers_that_do_not_say_which_weights_they_had_are_believed():

@@ -58,6 +58,13 @@ def run(request, tmp_path_factory):
     if "sampler.kind=vllm" in settings and not os.environ.get(VARIABLE):
         pytest.skip(f"{VARIABLE} is not set")
     folder = tmp_path_factory.mktemp("verl")
+    code, said = trained(folder, settings)
+    assert code == 0, said[-6000:]
+    return folder / "run"
+
+
+def trained(folder, settings, **environment):
+    """Trains in `folder`/run; returns the exit code and what was said."""
     model = folder / "model"
     save_model(model, tied=True)
     command = [
@@ -65,15 +72,36 @@ def run(request, tmp_path_factory):
         *(one.format(model=model) for one in settings), "--out", str(folder / "run"),
     ]  # fmt: skip
     process = subprocess.Popen(
-        command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+        command, env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     try:
         said, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             process.kill()  # verl and Ray end with it
-    assert process.returncode == 0, said[-6000:]
-    return folder / "run"
+    return process.returncode, said
+
+
+@pytest.mark.xdist_group("stale")
+def test_sequences_that_were_scored_with_other_weights_end_the_run_instead_of_leaving_it(tmp_path):
+    """In verl an error of an agent loop is logged, and the batch is trained without its sequences."""
+    loops = tmp_path / "loops.yaml"
+    loops.write_text("- name: stale\n  _target_: verl_stale_loop.Stale\n")
+    agent = "engine.settings.actor_rollout_ref.rollout.agent"
+    settings = [
+        "region.preset=dppo-topk-tv",
+        f"{agent}.default_agent_loop=stale",
+        f"{agent}.agent_loop_config_path={loops}",
+    ]
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    code, said = trained(tmp_path, settings, PYTHONPATH=here)
+    rows = RunDirectory(tmp_path / "run").rows()
+    assert code != 0, f"trained {[row['trustrl/tokens'] for row in rows]} tokens"
+    assert rows == []
+    log = (tmp_path / "run" / "verl.log").read_text()
+    assert "The sampler must score every sequence of a batch" in log
+    assert "for one of step" in log
 
 
 def test_every_step_begins_with_the_policy_that_sampled(run):

@@ -110,7 +110,18 @@ REFUSED = {
         [*RECORDED, f"{ROLLOUT}.name=vllm", f"{POLICY_LOSS}.loss_mode=trustrl-troll", OURS, f"+{POLICY_LOSS}.region.anchor=behavior"],
         [f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs must be at least 64", "got 20"],
     ),
-    "megatron": ([*RECORDED, f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy must be fsdp2 or fsdp", "not built"]),
+    "an asynchronous trainer that colocates": (
+        [*RECORDED, "trainer.v1.trainer_mode=colocate_async"],
+        ["trainer.v1.trainer_mode must be sync", "'colocate_async'", "anchor=proximal"],
+    ),
+    "an asynchronous trainer with its own servers": (
+        [*RECORDED, "trainer.v1.trainer_mode=separate_async"],
+        ["trainer.v1.trainer_mode must be sync", "'separate_async'", "weights"],
+    ),
+    "the fully asynchronous trainer": (
+        [*RECORDED, "+async_training={partial_rollout: true}"], ["async_training must be absent", "fully asynchronous"]
+    ),
+    "megatron": ([*RECORDED, f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy must be fsdp2 or fsdp", "not supported"]),
     "sequence parallelism": (
         [*RECORDED, f"{ACTOR}.ulysses_sequence_parallel_size=2"], ["ulysses_sequence_parallel_size must be 1", "got 2"]
     ),
@@ -150,6 +161,42 @@ def test_what_a_top_k_needs_is_filled_in_where_nobody_chose():
     mine = configuration(*TOPK, f"{ROLLOUT}.agent.default_agent_loop=mine")
     assert fill_in(mine) == {}
     assert fill_in(configuration(*PROXIMAL, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv")) == {}
+
+
+ASYNCHRONOUS = [OURS, "trainer.v1.trainer_mode=separate_async"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-binary-tv"], id="the sampled token's log-prob comes with it"
+        ),
+        pytest.param([f"{POLICY_LOSS}.loss_mode=trustrl-troll"], id="the trainer's own top-K"),
+    ],
+)
+def test_asynchronous_trainers_run_what_asks_the_sampler_for_nothing_later(overrides):
+    check_settings(configuration(*ASYNCHRONOUS, *overrides))
+
+
+def test_verls_own_start_refuses_too_where_the_driver_loads_the_regions(tmp_path):
+    """`main_ppo` without the launcher, as its users start it: refused before Ray."""
+    run = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={tmp_path}", *RECORDED,
+         "trainer.v1.trainer_mode=separate_async"],
+        env=os.environ | {"VERL_USE_EXTERNAL_MODULES": "trustrl.engines.verl"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 1
+    assert "trainer.v1.trainer_mode must be sync" in run.stderr
+    assert "ray init" not in run.stdout
+
+
+def test_verls_own_start_is_left_alone_with_verls_own_losses():
+    from verl.utils.config import validate_config
+
+    with pytest.raises(AssertionError, match="real_train_batch_size"):  # verl's own check, and none of ours
+        validate_config(configuration(f"{POLICY_LOSS}.loss_mode=vanilla", f"{ROLLOUT}.top_p=0.9", "data.train_batch_size=7",
+                                      "trainer.n_gpus_per_node=8", f"{ACTOR}.use_dynamic_bsz=False"), False, False)  # fmt: skip
 
 
 # ── the launcher: verl's main_ppo, after these checks ───────────────────────────────────────────────────────────────

@@ -100,7 +100,7 @@ def whole_gradient(module):
     return torch.cat([p.grad.full_tensor().flatten() for p in module.parameters() if p.requires_grad])
 
 
-def gradient_of(worker, region, batch, mode, **more):
+def gradient_of(worker, region, batch, mode, *, carried=as_verl_carries, **more):
     """One optimiser step at learning rate 0, and the gradient it would have used."""
     settings = {"region": trustrl.config_to_dict(region), "startup_checks": False}
     meta = {key: more.pop(key) for key in ("bypass", "calculate_entropy") if key in more}
@@ -133,7 +133,7 @@ def gradient_of(worker, region, batch, mode, **more):
     anchors.record = recorded
     rows = len(batch.prompts) * dist.get_world_size()
     out = worker.train_mini_batch(
-        as_verl_carries(
+        carried(
             batch, global_batch_size=rows, mini_batch_size=rows, epochs=1, seed=0,
             dataloader_kwargs={"shuffle": False}, **meta,
         )

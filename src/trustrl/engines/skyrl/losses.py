@@ -18,7 +18,8 @@ from trustrl.engines import seam
 from trustrl.engines.averages import averages
 from trustrl.engines.naming import names
 from trustrl.engines.skyrl.region import region_of
-from trustrl.engines.skyrl.settings import REDUCTIONS, check_algorithm
+from trustrl.engines.skyrl.settings import check_algorithm
+from trustrl.engines.skyrl_refusals import REDUCTIONS
 from trustrl.errors import DuplicateNameError, EngineError, MissingDataError
 from trustrl.objective import policy_loss
 from trustrl.records import PolicyTokens, RolloutTokens

@@ -4,11 +4,16 @@ verl's servers return the log-prob of the sampled token alone. They do score fin
 prefill with `prompt_logprobs`, in the same words for vLLM and SGLang. These loops run verl's own, then ask the server
 that sampled for its top-K at every response token, and hand it over in the fields verl carries to its workers.
 
+verl catches whatever an agent loop raises, logs it, and trains on the remaining sequences (or, in asynchronous modes,
+on others instead). Scoring fails more often for long sequences, so this would bias training towards short answers.
+These loops therefore never raise when scoring fails: the sequence carries the reason, and the worker raises it.
+
 Cost: one prefill of each sequence beside its generation (the prefix cache is not read), and 8 K bytes per response
 token through verl's queue. At another temperature than 1 two prefills: servers score before temperature, and the
 sampled token's own score is what relates the two.
 """
 
+import logging
 from typing import Any
 from uuid import uuid4
 
@@ -19,9 +24,12 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
 from trustrl.engines.naming import is_ours
-from trustrl.engines.verl.anchors import SAMPLED_IDS, SAMPLED_LOGP
+from trustrl.engines.verl.anchors import FAULT, NOT_SCORED, SAMPLED_IDS, SAMPLED_LOGP
 from trustrl.engines.verl.region import region_of
+from trustrl.engines.verl_refusals import RECORDING
 from trustrl.errors import EngineError, MissingDataError
+
+logger = logging.getLogger(__name__)
 
 
 class RecordsTopK:
@@ -37,9 +45,18 @@ class RecordsTopK:
         if k:
             temperature = float(sampling_params.get("temperature", 1.0))
             for one in output if isinstance(output, list) else [output]:
-                ids, logp = await self._score(one, k, temperature)
-                one.extra_fields |= {SAMPLED_IDS: ids, SAMPLED_LOGP: logp}
+                one.extra_fields |= await self._recorded(one, k, temperature)
         return output
+
+    async def _recorded(self, output: Any, k: int, temperature: float) -> dict[str, Any]:
+        """Returns the fields that a sequence carries to the workers: its scores, or the reason why there are none."""
+        try:
+            ids, logp = await self._score(output, k, temperature)
+        except Exception as error:
+            logger.exception("trustrl could not score a sequence; the next training step will raise")
+            ids = torch.full((len(output.response_ids), k), NOT_SCORED, dtype=torch.int32)
+            return {SAMPLED_IDS: ids, SAMPLED_LOGP: torch.zeros(ids.shape), FAULT: f"{type(error).__name__}: {error}"}
+        return {SAMPLED_IDS: ids, SAMPLED_LOGP: logp}
 
     async def _score(self, output: Any, k: int, temperature: float) -> tuple[Tensor, Tensor]:
         """((R, K) ids, (R, K) log-probs) at the response's tokens."""
@@ -90,15 +107,11 @@ def sampled_topk(config: Any) -> int:
     return needs.topk if needs.anchor == "behavior" else 0
 
 
-@register("trustrl_single_turn_agent")
+@register(RECORDING["single_turn_agent"])
 class SingleTurnTopK(RecordsTopK, SingleTurnAgentLoop):
     """verl's `single_turn_agent`, recording."""
 
 
-@register("trustrl_tool_agent")
+@register(RECORDING["tool_agent"])
 class ToolTopK(RecordsTopK, ToolAgentLoop):
     """verl's `tool_agent`, recording."""
-
-
-RECORDING = {"single_turn_agent": "trustrl_single_turn_agent", "tool_agent": "trustrl_tool_agent"}
-"""verl's loops by the ones that record."""

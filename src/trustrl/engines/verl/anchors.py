@@ -13,8 +13,8 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Needs
-from trustrl.engines.verl.layout import like_responses, padded
-from trustrl.errors import MissingDataError
+from trustrl.engines.verl.layout import beside_responses, like_responses, padded
+from trustrl.errors import EngineError, MissingDataError
 from trustrl.records import TopK
 
 PASS = "trustrl_pass"
@@ -22,6 +22,9 @@ PASS = "trustrl_pass"
 
 SAMPLED_IDS, SAMPLED_LOGP = "teacher_ids", "teacher_logprobs"
 """μ's top-K, (B, R, K): the fields that verl carries from agent loops to workers. Its distillation uses them too."""
+
+NOT_SCORED, FAULT = -1, "trustrl_fault"
+"""The ids of a sequence that the sampler could not score, and the key of the reason in its `extra_fields`."""
 
 
 def own_forward(needs: Needs, *, bypass: bool) -> bool:
@@ -45,6 +48,7 @@ def check(needs: Needs, data: Any) -> None:
 
     Raises:
         MissingDataError: with what to set.
+        EngineError: the sampler could not score a sequence.
     """
     if "behavior" in needs.anchors and data.get("rollout_log_probs", None) is None:
         raise MissingDataError(
@@ -65,6 +69,23 @@ def check(needs: Needs, data: Any) -> None:
                 f"The sampler must record {needs.topk} ids at each token, got {ids.shape[-1]}. Record them with one of "
                 "trustrl's agent loops, which ask for as many as the region needs."
             )
+        _check_scored(ids, data)
+
+
+def _check_scored(ids: Tensor, data: Any) -> None:
+    """Raises the reason why an agent loop could not record the sampler's distribution, if there is one."""
+    first = (ids.values() if ids.is_nested else ids[data["response_mask"].bool()])[:, 0]
+    missing = int((first == NOT_SCORED).sum())
+    if not missing:
+        return
+    extra = data.get("extra_fields", None)
+    known = extra.tolist() if hasattr(extra, "tolist") else extra or []
+    reasons = sorted({one[FAULT] for one in known if isinstance(one, dict) and FAULT in one})
+    raise EngineError(
+        f"The sampler must score every sequence of a batch, got {missing} tokens without scores. "
+        f"{' '.join(reasons) or 'The log of the agent loops has the reason.'} Training on the other sequences "
+        "alone would be biased."
+    )
 
 
 def logps(data: Any, *, bypass: bool) -> dict[str, Tensor]:
@@ -78,10 +99,10 @@ def logps(data: Any, *, bypass: bool) -> dict[str, Tensor]:
 def topk(needs: Needs, data: Any) -> TopK:
     """The anchor's most probable ids of one micro-batch, (B, R, K)."""
     if needs.anchor == "behavior":
-        ids, logp, tail = data[SAMPLED_IDS], data[SAMPLED_LOGP], None
-    else:
-        ids, logp, tail = data["trustrl_topk_ids"], data["trustrl_topk_logp"], padded(data["trustrl_topk_tail_logp"])
-    return TopK(padded(ids, -1).long(), padded(logp), of=needs.anchor, tail_logp=tail)
+        ids, logp = beside_responses(data[SAMPLED_IDS], data, -1), beside_responses(data[SAMPLED_LOGP], data)
+        return TopK(ids.long(), logp, of=needs.anchor)
+    ids, logp, tail = data["trustrl_topk_ids"], data["trustrl_topk_logp"], data["trustrl_topk_tail_logp"]
+    return TopK(padded(ids, -1).long(), padded(logp), of=needs.anchor, tail_logp=padded(tail))
 
 
 def record(worker: Any, data: Any, *, distribution: bool) -> dict[str, Tensor]:

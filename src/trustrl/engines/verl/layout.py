@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from verl.workers.utils.padding import no_padding_2_padding
 
+from trustrl.errors import EngineError
+
 
 class Places(NamedTuple):
     """The tokens in the loss of one micro-batch, N of them, and where the states are that predict them."""
@@ -60,6 +62,33 @@ def padded(x: Any, fill: float = 0) -> Tensor:
     there = torch.arange(int(lengths.max()), device=values.device) < lengths.unsqueeze(1)
     out = values.new_full((*there.shape, *values.shape[1:]), fill)
     out[there] = values
+    return out
+
+
+def beside_responses(x: Any, data: Any, fill: float = 0) -> Tensor:
+    """(B, R, ...) from a tensor that came with the rollout, one row for each response token.
+
+    A sequence without a token in the loss may have any number of rows and gets `fill`: verl pads short batches with a
+    synthetic sample of 1 response token and 128 rows.
+
+    Raises:
+        EngineError: a sequence in the loss has more or fewer rows than response tokens.
+    """
+    if not x.is_nested:
+        return x
+    found, lengths = x.offsets().diff(), data["responses"].offsets().diff()
+    in_loss = padded(data["response_mask"]).bool().any(-1)
+    wrong = in_loss & (found != lengths)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise EngineError(
+            "The sampler's distribution must have one row for each response token, got "
+            f"{int(found[row])} rows for {int(lengths[row])} tokens. Record it with one of trustrl's agent loops."
+        )
+    kept = torch.where(in_loss, lengths, 0)
+    there = torch.arange(int(lengths.max()), device=kept.device) < kept.unsqueeze(1)
+    out = x.values().new_full((*there.shape, *x.values().shape[1:]), fill)
+    out[there] = x.values()[torch.repeat_interleave(in_loss, found)]
     return out
 
 

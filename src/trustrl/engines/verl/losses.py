@@ -12,20 +12,14 @@ import torch
 from torch import Tensor
 from verl.trainer.ppo import core_algos
 
-from trustrl.config.terms import (
-    FixedLength,
-    SequenceMeanTokenMean,
-    SequenceMeanTokenSum,
-    TokenMean,
-    TokenSum,
-    TokenWeights,
-)
+from trustrl.config.terms import TokenWeights
 from trustrl.engines import seam
 from trustrl.engines.averages import averages
 from trustrl.engines.naming import names
 from trustrl.engines.verl import feed
 from trustrl.engines.verl.metrics import under_their_names
 from trustrl.engines.verl.region import refuse_more_than_sampled_tokens, region_of
+from trustrl.engines.verl_refusals import REDUCTIONS
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 from trustrl.objective import policy_loss
 from trustrl.records import PolicyTokens, RolloutTokens
@@ -34,15 +28,6 @@ OLDEST = (0, 9)
 CALLED_WITH = (
     "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights",
 )  # fmt: skip
-REDUCTIONS = {
-    "token-mean": TokenMean,
-    "token-sum": TokenSum,
-    "seq-mean-token-sum": SequenceMeanTokenSum,
-    "seq-mean-token-mean": SequenceMeanTokenMean,
-    "seq-mean-token-sum-norm": FixedLength,
-}
-"""verl's `loss_agg_mode`s by the reduction they amount to; the coefficients themselves always come from verl."""
-
 _OURS: dict[str, Any] = {}
 
 

@@ -1,0 +1,117 @@
+"""Settings that the engines refuse: the pages list them all, and every row of a table refuses its example."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import trustrl
+from runner.test_recipe import SMALL
+from trustrl import ConfigError
+from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
+from trustrl.engines import refusals, verl_refusals
+from trustrl.engines.refusals import Refusal, Scope
+from trustrl.runner.plan import plan
+from trustrl.runner.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("refusal_tables", ROOT / "tools/refusal_tables.py")
+tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tables)
+
+
+@pytest.mark.parametrize("engine", tables.ENGINES)
+def test_the_page_lists_exactly_what_the_engine_refuses(engine):
+    page = (ROOT / f"docs/engines/{engine}.md").read_text()
+    assert tables.page(engine) == page, "Run `python tools/refusal_tables.py`."
+    assert page.count("| setting | must be | for regions | why |") == bool(tables.rows(engine))
+
+
+@pytest.mark.parametrize("engine", tables.ENGINES)
+def test_a_table_s_sentences_are_whole(engine):
+    for row in tables.rows(engine):
+        setting, must_be, regions, why = row.cells()
+        assert all((setting, must_be, regions))
+        assert why.endswith(".")
+        assert "{" not in setting + must_be + why
+
+
+def region_of(row):
+    return config_from_dict(laid_over(config_to_dict(trustrl.preset(row.preset)), row.region))
+
+
+def flat(settings):
+    def given(path, default):
+        return default if settings.get(path) is None else settings[path]
+
+    return given
+
+
+def id_of(row):
+    return f"{row.setting} {row.scope.words}"
+
+
+@pytest.mark.parametrize("row", verl_refusals.ROWS, ids=id_of)
+def test_each_row_of_verl_s_table_refuses_its_example(row):
+    """Every row, in the engine's order: the row's own sentence, and no other row's."""
+    settings = dict(verl_refusals.WORKING)
+    if row.preset == "gspo":
+        settings["actor_rollout_ref.actor.loss_agg_mode"] = "seq-mean-token-mean"
+    region = region_of(row)
+    others = [one for one in verl_refusals.ROWS if one is not row]
+    refusals.check(others, flat(settings | dict(row.example)), region)
+    with pytest.raises(ConfigError) as refused:
+        refusals.check(verl_refusals.ROWS, flat(settings | dict(row.example)), region)
+    start = row.setting.split("{")[0]
+    assert str(refused.value).startswith(f"{start} must be {row.must_be.split('{')[0]}")
+    assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
+    if row.example:
+        refusals.check(verl_refusals.ROWS, flat(settings), region)  # the example is what was refused
+
+
+PLANNED = [row for row in verl_refusals.ROWS if row.example and row.setting != verl_refusals.AGENT_LOOP]
+"""All but the one that plans and the launcher set by themselves, and the one that is a region."""
+
+
+@pytest.mark.parametrize("row", PLANNED, ids=id_of)
+def test_a_plan_refuses_what_each_row_of_verl_s_table_refuses(row):
+    recipe = SMALL | {
+        "engine": {"name": "verl", "settings": {"actor_rollout_ref.actor.strategy": "fsdp2"} | dict(row.example)},
+        "region": config_to_dict(region_of(row)),
+    }
+    with pytest.raises(ConfigError) as refused:
+        plan(Recipe.from_dict(recipe))
+    assert str(refused.value).startswith(f"{row.setting} must be {row.must_be.split('{')[0]}")
+
+
+@pytest.mark.parametrize("name", trustrl.presets())
+def test_no_row_of_verl_refuses_a_preset_with_settings_that_work(name):
+    region = trustrl.preset(name)
+    settings = dict(verl_refusals.WORKING)
+    settings["actor_rollout_ref.actor.loss_agg_mode"] = verl_refusals.fitting_reductions(region)[0]
+    settings |= verl_refusals.settings_needed(flat(settings), region)
+    if refusals.EXACT_ON_SAMPLER.holds(region.needs()):
+        region = trustrl.preset(name, anchor="proximal")
+    refusals.check(verl_refusals.ROWS, flat(settings), region)
+
+
+def test_a_reader_finds_settings_in_mappings_and_attributes():
+    class Attributes:
+        one = {"two": 3}
+        none = None
+
+    given = refusals.reader({"a": Attributes()})
+    assert given("a.one.two", 0) == 3
+    assert given("a.none", 5) == given("a.none.more", 5) == given("a.missing.more", 5) == 5
+
+
+def test_a_row_outside_its_scope_refuses_nothing():
+    row = Refusal(
+        setting="x",
+        must_be="1",
+        why="Because.",
+        refused=lambda *_: True,
+        example={},
+        scope=Scope("none", lambda _: False),
+    )
+    row.check(flat({}), trustrl.preset("ppo"))

@@ -1,0 +1,51 @@
+"""Every row of SkyRL's table of refused settings, on SkyRL's own configuration."""
+
+import pytest
+
+pytest.importorskip("skyrl")
+
+from skyrl.train.config import make_config
+
+import trustrl
+from trustrl import ConfigError
+from trustrl.engines import refusals, skyrl as engine
+from trustrl.engines.skyrl_refusals import ALGORITHM_ROWS, ROWS
+
+WORKING = {"gspo": ["trainer.algorithm.loss_reduction=sequence_mean"]}
+
+
+def configured(row, settings):
+    """SkyRL's configuration with these settings, and the row's region."""
+    made = make_config(algorithm_cls=engine.RegionAlgorithmConfig)
+    lines = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    region = [f"trainer.algorithm.region.{key}={value}" for key, value in row.region.items()]
+    name = f"trainer.algorithm.policy_loss_type=trustrl-{row.preset}"
+    return made.from_cli_overrides([name, *WORKING.get(row.preset, []), *region, *lines])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
+def test_each_row_of_skyrl_s_table_refuses_its_example(row):
+    config = configured(row, row.example)
+    region = engine.region_of(f"trustrl-{row.preset}", config.trainer.algorithm)
+    refusals.check([one for one in ROWS if one is not row], refusals.reader(config), region)
+    with pytest.raises(ConfigError) as refused:
+        engine.check_settings(config)
+    assert str(refused.value).startswith(row.setting.split("{")[0])
+    assert f" must be {row.must_be.split('{')[0]}" in str(refused.value)
+    assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
+    if row.example:
+        engine.check_settings(configured(row, {}))  # the example is what was refused
+    if row in ALGORITHM_ROWS:
+        with pytest.raises(ConfigError):
+            engine.settings.check_algorithm(config.trainer.algorithm, region)
+
+
+def test_no_row_of_skyrl_refuses_a_sampled_token_s_region_with_skyrl_s_defaults():
+    for name in trustrl.presets():
+        region = trustrl.preset(name)
+        if refusals.VOCABULARY.holds(region.needs()) or refusals.PER_SEQUENCE.holds(region.needs()):
+            continue
+        config = make_config(algorithm_cls=engine.RegionAlgorithmConfig).from_cli_overrides(
+            [f"trainer.algorithm.policy_loss_type=trustrl-{name}"]
+        )
+        assert engine.check_settings(config) == region
