@@ -40,6 +40,19 @@ def test_each_row_of_skyrl_s_table_refuses_its_example(row):
             engine.settings.check_algorithm(config.trainer.algorithm, region)
 
 
+def test_one_update_per_batch_against_the_trainers_own_log_probs_is_said_to_leave_the_region_nothing_to_do():
+    def config(*more):
+        name = "trainer.algorithm.policy_loss_type=trustrl-ppo"
+        made = make_config(algorithm_cls=engine.RegionAlgorithmConfig)
+        return made.from_cli_overrides([name, "trainer.policy_mini_batch_size=1024", *more])
+
+    proximal = "trainer.algorithm.region.anchor=proximal"
+    with pytest.warns(trustrl.TrustRLWarning, match="ppo cannot act: .* Set trainer.policy_mini_batch_size"):
+        engine.check_settings(config(proximal))
+    engine.check_settings(config(proximal, "trainer.update_epochs_per_batch=2"))
+    engine.check_settings(config())
+
+
 def test_no_row_of_skyrl_refuses_a_sampled_token_s_region_with_skyrl_s_defaults():
     for name in trustrl.presets():
         region = trustrl.preset(name)

@@ -4,8 +4,10 @@ from typing import Any
 
 from trustrl.config.axes import Region
 from trustrl.engines.refusals import check, reader
+from trustrl.engines.roles import by_trainer
 from trustrl.engines.skyrl.region import region_of
 from trustrl.engines.skyrl_refusals import ALGORITHM_ROWS, ROWS
+from trustrl.engines.step_check import warn_if_it_cannot_act
 
 
 def check_settings(config: Any) -> Region:
@@ -23,6 +25,14 @@ def check_settings(config: Any) -> Region:
     algorithm = config.trainer.algorithm
     region = region_of(algorithm.policy_loss_type, algorithm)
     check(ROWS, reader(config), region)
+    if by_trainer(region.needs(), "sampler"):
+        trainer = config.trainer
+        warn_if_it_cannot_act(
+            region,
+            updates_per_batch=trainer.update_epochs_per_batch * trainer.train_batch_size / trainer.policy_mini_batch_size,
+            remedy="Set trainer.policy_mini_batch_size below trainer.train_batch_size or "
+            "trainer.update_epochs_per_batch above 1, or anchor the region on the sampler with region.anchor=behavior.",
+        )
     return region
 
 

@@ -11,6 +11,8 @@ from trustrl.config.axes import Region
 from trustrl.engines import seam
 from trustrl.engines.naming import is_ours
 from trustrl.engines.refusals import check, reader
+from trustrl.engines.roles import by_trainer
+from trustrl.engines.step_check import warn_if_it_cannot_act
 from trustrl.engines.verl.region import recording_of, region_of
 from trustrl.engines.verl_refusals import ACTOR, LOSS, ROWS, WHOLE_VOCABULARY, settings_needed
 
@@ -32,6 +34,14 @@ def check_settings(config: Mapping[str, Any]) -> Region:
     region = region_of(policy_loss.get("loss_mode"), policy_loss)
     recording_of(policy_loss)
     check(ROWS, given, region)
+    epochs, mini_batch = given(f"{ACTOR}.ppo_epochs", 1), given(f"{ACTOR}.ppo_mini_batch_size", 1)
+    if by_trainer(region.needs(), "sampler"):
+        warn_if_it_cannot_act(
+            region,
+            updates_per_batch=epochs * given("data.train_batch_size", mini_batch) / mini_batch,
+            remedy=f"Set {ACTOR}.ppo_mini_batch_size below data.train_batch_size or {ACTOR}.ppo_epochs above 1, or "
+            "anchor the region on the sampler with region.anchor=behavior.",
+        )
     return region
 
 
