@@ -21,7 +21,7 @@ from trustrl.engines.skyrl import losses
 
 
 def test_every_preset_is_registered():
-    assert set(engine.registered()) == {"trustrl", *(f"trustrl-{name}" for name in trustrl.presets())}
+    assert set(engine.registered()) == {"trustrl", "trustrl-dppo", *(f"trustrl-{name}" for name in trustrl.presets())}
     assert set(engine.registered()) < set(ppo_utils.PolicyLossRegistry.list_available())
 
 

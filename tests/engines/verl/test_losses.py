@@ -31,7 +31,7 @@ SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full or l
 
 
 def test_every_preset_is_registered():
-    assert set(engine.registered()) == {"trustrl", *(f"trustrl-{name}" for name in trustrl.presets())}
+    assert set(engine.registered()) == {"trustrl", "trustrl-dppo", *(f"trustrl-{name}" for name in trustrl.presets())}
     assert {name for name in core_algos.POLICY_LOSS_REGISTRY if name.startswith("trustrl")} == set(engine.registered())
 
 

@@ -24,3 +24,12 @@ def test_a_training_worker_gets_the_same_gradient_from_ours(ranks, tmp_path):
         assert clipped[0] == pytest.approx(clipped[1], abs=1e-6), mode
         assert 0.05 < clipped[0] < 0.6, mode
         assert "trustrl/dropped_share" in ours["metrics"]
+
+
+@pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
+def test_a_step_that_drops_most_tokens_raises_unless_that_is_allowed(tmp_path):
+    said = on_ranks("verl_dropped.py", 1, tmp_path / "found")
+    assert "RAISED 0.5: A step must drop at most 50% of its tokens, got " in said
+    assert "log μ is NaN, infinite or above 0. Fix the cause, or raise policy_loss.max_dropped_share" in said
+    assert "RAISED 1.0" not in said
+    assert "tokens were dropped: log μ is NaN, infinite or above 0" in said.partition("WARNED 1.0")[2]

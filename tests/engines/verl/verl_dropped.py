@@ -1,0 +1,48 @@
+"""One rank of our verl worker on a batch whose sampler recorded NaN at most tokens; prints what it said."""
+
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import verl_world as world
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+from verl_regions import training_worker
+from verl_worker import ROWS, as_verl_wants, tokens
+
+import trustrl
+from engines import regions_oracle as oracle
+from trustrl.engines.verl.worker import RegionWorker
+
+
+def main(out: str) -> None:
+    dist.init_process_group("gloo")
+    worker = training_worker(oracle.tiny_model(Path(f"{out}-model")), kind=RegionWorker)
+    batch = tokens(0)
+    scored = as_verl_wants(batch, compute_loss=False)
+    logp = no_padding_2_padding(worker.infer_batch(scored)["log_probs"], scored)
+    batch["old_log_probs"] = logp
+    batch["rollout_log_probs"] = logp.masked_fill(torch.arange(logp.shape[1]) > 1, torch.nan)  # answers have 3 or more
+    batch["advantages"] = torch.randn(ROWS, 1).expand(ROWS, logp.shape[1]).contiguous()
+    for share in (0.5, 1.0):
+        settings = {"max_dropped_share": share, "startup_checks": False}
+        worker.set_loss_fn(partial(ppo_loss, config=world.actor("trustrl-dppo-binary-tv", policy_loss=settings)))
+        data = as_verl_wants(
+            batch, global_batch_size=ROWS, mini_batch_size=ROWS, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}
+        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", trustrl.TrustRLWarning)
+            try:
+                worker.train_mini_batch(data)
+            except trustrl.NonFiniteError as error:
+                print(f"RAISED {share}: {error}")
+        for one in said:
+            print(f"WARNED {share}: {one.message}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
