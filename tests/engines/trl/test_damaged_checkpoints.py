@@ -40,7 +40,7 @@ def resumed(folder, *more):
 
 
 def names_in(folder):
-    return sorted(one.name for one in (folder / "checkpoints").iterdir())
+    return sorted(one.name for one in (folder / "checkpoints").iterdir() if one.is_dir())
 
 
 def measured(folder):
