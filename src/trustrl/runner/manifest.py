@@ -17,7 +17,10 @@ PICKLES = (".pt", ".pth")
 
 def write_manifest(checkpoint: Path) -> None:
     """Lists the files of a complete checkpoint, after all of them have reached the disk."""
-    files = {name: _sized_and_hashed(path) for name, path in sorted(_files(checkpoint))}
+    files = {}
+    for name, path in sorted(_files(checkpoint)):
+        _sync(path)
+        files[name] = _sized_and_hashed(path)
     scratch = checkpoint / f".{MANIFEST}.{os.getpid()}"
     with scratch.open("w", encoding="utf-8") as file:
         json.dump({"version": VERSION, "name": checkpoint.name, "files": files}, file, indent=1)
@@ -25,7 +28,7 @@ def write_manifest(checkpoint: Path) -> None:
         os.fsync(file.fileno())
     os.replace(scratch, checkpoint / MANIFEST)
     for folder in (checkpoint, checkpoint.parent):
-        _sync_folder(folder)
+        _sync(folder)
 
 
 def fault_of(checkpoint: Path) -> str | None:
@@ -82,14 +85,14 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _sized_and_hashed(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
-        os.fsync(file.fileno())
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync(path: Path) -> None:
+    """Waits until a file or a directory has reached the disk."""
     if os.name != "posix":
-        return  # directories cannot be opened elsewhere
-    handle = os.open(folder, os.O_RDONLY)
+        return  # elsewhere only a file that is open for writing can be
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
