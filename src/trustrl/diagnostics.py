@@ -28,7 +28,7 @@ from trustrl.metrics import (
     STALENESS_EDGES,
     Totals,
 )
-from trustrl.numerics import either
+from trustrl.numerics import either, largest_exponent
 from trustrl.records import PolicyTokens, RolloutTokens
 from trustrl.regions.decision import Decision
 from trustrl.tokens import Tokens
@@ -36,9 +36,8 @@ from trustrl.tokens import Tokens
 RESERVED = {metric.name for metric in METRICS if f"extra/{metric.name}" not in metric.reads}
 """Names a region's own numbers may not take: they would replace a metric."""
 
-LARGEST_EXPONENT = 300.0
-LARGEST_SUMMAND = math.exp(LARGEST_EXPONENT)
-"""What enters a sum is held below this, so that sums and their squares stay finite."""
+LARGEST_LOG_RATIO = 300.0
+"""Log-ratios are clamped to this before they are added, so that one of −inf does not hide the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +159,11 @@ def collect(
     largest("max/gap", gap)
     largest("min/gap", -gap)
 
-    # A ratio's square leaves float64 at e^355; the maximum carries the true size of anything larger.
-    log_ratio = tokens.log_ratio.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    ratio = torch.exp(log_ratio)
+    # A ratio's square leaves float64 at e^355 and float32 at e^44; the maximum carries the true size of a larger one.
+    log_ratio = tokens.log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    exponent = largest_exponent(on.dtype)
+    summand = math.exp(exponent)
+    ratio = torch.exp(log_ratio.clamp(max=exponent))
     total("ratio", ratio)
     total("ratio/square", ratio.square())
     total("log_ratio", log_ratio)
@@ -170,7 +171,7 @@ def collect(
     largest("max/log_ratio", tokens.log_ratio)
     acting = used & decision.keep
     count("acting", acting)
-    total("weight", torch.where(acting, decision.weight, 0.0).clamp(-LARGEST_SUMMAND, LARGEST_SUMMAND))
+    total("weight", torch.where(acting, decision.weight, 0.0).clamp(-summand, summand))
     histograms = {"gap": gap, "log_ratio": tokens.log_ratio}
 
     # What only some micro-batches may carry brings its own count along.
@@ -184,7 +185,7 @@ def collect(
         known = ~tokens.log_mismatch.isnan()
         log_mismatch = torch.where(known, tokens.log_mismatch, 0.0)
         total("mismatch/measured", known)
-        total("mismatch", torch.exp(log_mismatch.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)) * known)
+        total("mismatch", torch.exp(log_mismatch.clamp(max=exponent)) * known)
         total("mismatch/abs", log_mismatch.abs())
         largest("max/mismatch", torch.where(known, tokens.log_mismatch, -torch.inf))
         largest("min/mismatch", torch.where(known, -tokens.log_mismatch, -torch.inf))

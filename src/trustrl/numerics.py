@@ -16,6 +16,16 @@ def verdict_dtype(like: Tensor) -> torch.dtype:
     return torch.float32 if like.device.type == "mps" else torch.float64
 
 
+def largest_exponent(dtype: torch.dtype) -> float:
+    """Returns the largest x whose eˣ may enter a sum: 1e12 squares of eˣ still add up to a finite number in `dtype`.
+
+    Example:
+        >>> largest_exponent(torch.float32), largest_exponent(torch.float64)
+        (30.0, 300.0)
+    """
+    return 30.0 if dtype == torch.float32 else 300.0
+
+
 def free_to_look(at: Tensor) -> bool:
     """True where a value can be read without waiting for a device, so that work may depend on it: on CPU."""
     return at.device.type == "cpu"

@@ -104,6 +104,11 @@ def test_wrong_arms_are_refused(tmp_path, text, said):
         load_arms(tmp_path / "arms.toml")
 
 
+def test_a_region_whose_name_is_a_path_is_not_compared(tmp_path):
+    with pytest.raises(ConfigError, match="A region's name must be one name without '/'"):
+        cells(small(), {"../x": preset("ppo")}, 1, tmp_path / "out")
+
+
 def test_fake_runs_that_finished_are_skipped_and_the_failed_one_is_run_again(tmp_path):
     found, failures, said = compared(tmp_path, breaks=("ppo", 1))
     assert [(one.region, one.seed, one.code) for one in failures] == [("ppo", 1, 1)]

@@ -7,6 +7,7 @@ import pytest
 
 import trustrl
 from trustrl import ConfigError, TrustRLError
+from trustrl.cli import main
 from trustrl.recording import EntropySlope, NonFinite, Recording
 from trustrl.runner import toml
 from trustrl.runner.recipe import Recipe, load
@@ -198,3 +199,28 @@ def test_a_value_on_the_command_line_is_toml_or_one_word(text, value):
 def test_toml_with_odd_keys_and_values_reads_back():
     data = {"x y": 1, "t": {"+a.b": [1, 'ü"\\\n\t', {"k": True}], "empty": {}, "deep": {"z": 1e-5}}, "s": {}}
     assert tomllib.loads(toml.dumps(data)) == data
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../x", "/tmp/x", "a/b", "a\\b", ".", "..", "a\n", "\x1b[2J", "a\x00b", "\u202egnp", "\ud800", ""],
+    ids=ascii,
+)
+def test_a_name_that_is_not_one_folder_s_is_refused(name):
+    with pytest.raises(ConfigError, match=r"name must be (one name|a text)"):
+        Recipe.from_dict({**SMALL, "name": name})
+
+
+@pytest.mark.parametrize("name", ["tour", "my run", "größe-0.1_b", "...", ".hidden"])
+def test_a_name_of_one_folder_is_taken(name):
+    assert Recipe.from_dict({**SMALL, "name": name}).name == name
+
+
+def test_a_run_does_not_leave_runs_by_its_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")
+    (tmp_path / "bad.toml").write_text(toml.dumps({**small().to_dict(), "name": "../../x"}))
+    for verb in ("run", "plan"):
+        assert main([verb, str(tmp_path / "bad.toml")]) == 2
+        assert "name must be one name without '/'" in capsys.readouterr().err
+    assert sorted(one.name for one in tmp_path.rglob("*")) == ["bad.toml", "deeper"]

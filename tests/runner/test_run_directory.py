@@ -1,6 +1,7 @@
 """Run folders: what is in them, what is refused, and what a kill leaves behind."""
 
 import json
+import os
 
 import pytest
 
@@ -106,6 +107,38 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
     with directory.held(), pytest.raises(ConfigError, match="another process runs"):
         run(small(), tmp_path, engine=FakeEngine())
     run(small(), tmp_path, engine=FakeEngine())
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_keeps_its_content(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"\.lock must be a regular file"):
+        run(small(), tmp_path / "run", engine=FakeEngine())
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_link_to_nowhere_as_lock_makes_no_file(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "planted")
+    with pytest.raises(ConfigError, match=r"\.lock must be a regular file"):
+        run(small(), tmp_path / "run", engine=FakeEngine())
+    assert not (tmp_path / "planted").exists()
+
+
+def test_a_lock_is_not_truncated(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run").mkdir()
+    os.link(tmp_path / "precious", tmp_path / "run" / ".lock")
+    run(small(), tmp_path / "run", engine=FakeEngine())
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["FIFO", "directory"])
+def test_a_lock_of_another_kind_is_refused_without_waiting(tmp_path, make):
+    make(tmp_path / ".lock")
+    with pytest.raises(ConfigError, match=r"\.lock must be a regular file"):
+        run(small(), tmp_path, engine=FakeEngine())
 
 
 def test_ranks_other_than_the_first_write_nothing(tmp_path, monkeypatch):

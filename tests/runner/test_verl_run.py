@@ -1,20 +1,28 @@
 """verl's log as our metrics file, with a process that only writes what verl would log."""
 
+import os
+import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 
 from runner.test_recipe import small
-from trustrl import EngineError
+from trustrl import ConfigError, EngineError
 from trustrl.runner import verl_run
+from trustrl.runner.checkpoints import is_marked
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.manifest import MANIFEST
 from trustrl.runner.running import run
 
 FAKE_VERL = """
-import json, os, pathlib, sys, time
-dies_after, batches = int(sys.argv[1]), 4
+import json, os, pathlib, sys, time, zipfile
+(dies_after, every), batches = map(int, sys.argv[1].split("/")), 4
 saved = pathlib.Path("checkpoints/latest_checkpointed_iteration.txt")
-done = int(saved.read_text()) if saved.exists() else 0
+given = dict(one.split("=") for one in sys.argv[2:])
+loaded = given.get("trainer.resume_from_path", "global_step_0")
+assert given["trainer.resume_mode"] == ("resume_path" if "trainer.resume_from_path" in given else "disable")
+done = int(loaded.rpartition("global_step_")[2])
 log = open(os.environ["VERL_FILE_LOGGER_PATH"], "w")
 def write(step, data):
     text = json.dumps({"step": step, "data": data}) + chr(10)
@@ -28,8 +36,13 @@ for batch in range(done + 1, batches + 1):
     if batch == batches:
         data["val-core/trustrl/arithmetic/reward/mean@1"] = .75
     write(batch, data)
-    if batch % 2 == 0:
-        saved.parent.mkdir(exist_ok=True); saved.write_text(str(batch))
+    if batch % every == 0:
+        folder = saved.parent / f"global_step_{batch}"
+        (folder / "actor").mkdir(parents=True)
+        for name in ("actor/optim.pt", "data.pt"):
+            with zipfile.ZipFile(folder / name, "w") as file:
+                file.writestr("data", bytes(100))
+        saved.write_text(str(batch))
 """
 
 
@@ -37,13 +50,11 @@ for batch in range(done + 1, batches + 1):
 def fake_verl(monkeypatch):
     """Sets after how many batches the process that stands in for verl ends with an error."""
 
-    def install(dies_after=99):
+    def install(dies_after=99, every=2):
         monkeypatch.setattr(verl_run, "require_packages", lambda recipe: None)
         monkeypatch.setattr(verl_run, "_write_data", lambda recipe, folder: None)
         monkeypatch.setattr(verl_run.models, "path", lambda name: name)
-        monkeypatch.setattr(
-            verl_run, "command", lambda recipe, folder, model: [sys.executable, "-c", FAKE_VERL, str(dies_after)]
-        )
+        monkeypatch.setattr(verl_run, "command", lambda *_: [sys.executable, "-c", FAKE_VERL, f"{dies_after}/{every}"])
 
     return install
 
@@ -81,3 +92,83 @@ def test_a_fake_verl_that_fails_is_reported_with_its_last_words_and_goes_on_wher
     assert steps == sorted(set(steps))
     assert steps[0] == 0
     assert steps[-1] == 8
+
+
+@pytest.fixture
+def died(fake_verl, tmp_path):
+    """The directory of a run that a fake verl left after three batches, each with a checkpoint."""
+    fake_verl(3, every=1)
+    with pytest.raises(EngineError, match="out of luck"):
+        run(RECIPE, tmp_path / "run")
+    fake_verl(every=1)
+    return tmp_path / "run"
+
+
+def resume(folder, **more):
+    run(RECIPE, folder, resume=True, **more)
+    assert [row["step"] for row in RunDirectory(folder).rows()] == [2, 4, 6, 8]
+
+
+def names_in(folder):
+    return sorted(one.name for one in (folder / "checkpoints").iterdir() if one.is_dir())
+
+
+def test_every_checkpoint_of_a_fake_verl_gets_a_manifest_and_the_newest_is_resumed_from(died, capsys):
+    assert is_marked(died / "checkpoints" / "global_step_3")
+    resume(died)
+    assert "goes on after step 6" in capsys.readouterr().err
+    assert names_in(died) == [f"global_step_{batch}" for batch in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["with a manifest", "killed before the manifest"])
+@pytest.mark.parametrize("damage", [os.unlink, lambda file: os.truncate(file, 50)], ids=["missing", "cut off"])
+def test_a_fake_verl_s_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_loaded(
+    died, capsys, marked, damage
+):
+    newest = died / "checkpoints" / "global_step_3"
+    if not marked:
+        (newest / MANIFEST).unlink()
+    damage(newest / "data.pt")
+    resume(died)
+    said = capsys.readouterr().err
+    assert "global_step_3 is not used: data.pt" in said
+    assert "goes on after step 4" in said
+    assert names_in(died) == [*(f"global_step_{batch}" for batch in (1, 2, 3, 4)), "set-aside-global_step_3"]
+
+
+def test_a_checkpoint_that_a_fake_verl_had_not_completed_is_set_aside(died, capsys):
+    (died / "checkpoints" / "global_step_4").mkdir()
+    resume(died)
+    assert "global_step_4 is not used: it was not complete" in capsys.readouterr().err
+
+
+def test_a_number_that_was_cut_off_does_not_lose_the_checkpoints(died, capsys):
+    (died / "checkpoints" / verl_run.TRACKER).write_text("")
+    resume(died)
+    assert "goes on after step 6" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_gone_stops(died):
+    shutil.rmtree(died / "checkpoints")
+    (died / "checkpoints").mkdir()
+    (died / "checkpoints" / verl_run.TRACKER).write_text("3")
+    before = RunDirectory(died).rows()
+    with pytest.raises(EngineError, match="No whole checkpoint is left"):
+        run(RECIPE, died, resume=True)
+    assert RunDirectory(died).rows() == before
+
+
+def test_a_checkpoint_that_others_can_write_is_not_given_to_verl_unless_trusted(died):
+    (died / "checkpoints" / "global_step_3" / "data.pt").chmod(0o666)
+    (died / "verl.log").unlink()
+    with pytest.raises(ConfigError, match=r"data\.pt can be written by everybody.*--trust-checkpoint"):
+        run(RECIPE, died, resume=True)
+    assert not (died / "verl.log").exists(), "verl was not started"
+    resume(died, trust_checkpoint=True)
+
+
+@pytest.mark.parametrize("key", ["trainer.resume_from_path", "+trainer.resume_mode", "trainer.default_local_dir"])
+def test_a_recipe_cannot_make_verl_load_another_checkpoint(key, tmp_path):
+    recipe = replace(RECIPE, engine=replace(RECIPE.engine, settings={key: "/tmp/global_step_1"}))
+    with pytest.raises(ConfigError, match=r"engine\.settings must leave out trainer"):
+        run(recipe, tmp_path / "run")

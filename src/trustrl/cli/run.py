@@ -14,6 +14,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (runs/<name of the recipe>)")
     parser.add_argument("--resume", action="store_true", help="goes on from the last checkpoint, if there is one")
+    add_trust(parser)
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Adds --trust-checkpoint, for every verb that resumes runs."""
+    parser.add_argument(
+        "--trust-checkpoint", action="store_true",
+        help="Load a checkpoint that other users own or can write to. Loading one can execute code",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     recipe = load(options.recipe, options.settings)
     folder = options.out or Path("runs") / recipe.name
     print(f"{recipe.name}: in {folder}", file=sys.stderr, flush=True)
-    result = run_recipe(recipe, folder, resume=options.resume)
+    result = run_recipe(recipe, folder, resume=options.resume, trust_checkpoint=options.trust_checkpoint)
     if result:  # on other ranks there is none
         print(json.dumps(result, indent=1))
         print(_drawn(folder), file=sys.stderr)

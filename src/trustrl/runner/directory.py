@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ class RunDirectory:
     """One run's folder."""
 
     path: Path
+    trust_checkpoints: bool = False
+    """Whether checkpoints are loaded that other users own or can write to."""
 
     @property
     def checkpoints(self) -> Path:
@@ -59,13 +62,14 @@ class RunDirectory:
         """While active, no other process can run here; the system lets go when this one ends, however it ends.
 
         Raises:
-            ConfigError: another process runs here.
+            ConfigError: another process runs here, or `.lock` is not a regular file.
         """
         if fcntl is None:
             yield
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / ".lock").open("w") as lock:
+        lock = _opened_lock(self.path / ".lock")
+        try:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -73,6 +77,8 @@ class RunDirectory:
                     f"The folder must be this run's own, got {self.path}, in which another process runs."
                 ) from None
             yield
+        finally:
+            os.close(lock)
 
     def begin(self, recipe: Recipe, *, resume: bool) -> None:
         """Makes the folder or takes it up again.
@@ -138,6 +144,23 @@ class RunDirectory:
         found = _object(str(file), _bytes(file))
         _check_number(str(file), found, "seconds")
         return found
+
+
+def _opened_lock(file: Path) -> int:
+    """Opens the lock file. A symbolic link is not followed, nothing is truncated, and a FIFO does not block."""
+    try:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} must be a regular file that you can write, got: {error.strerror}. Remove it, or choose another "
+            "--out."
+        ) from None
+    if not stat.S_ISREG(os.fstat(lock).st_mode):
+        os.close(lock)
+        raise ConfigError(
+            f"{file} must be a regular file, got another kind of file. Remove it, or choose another --out."
+        )
+    return lock
 
 
 def _bytes(file: Path) -> bytes:

@@ -18,6 +18,7 @@ from trustrl.runner.directory import RunDirectory, differences, write_json, writ
 from trustrl.runner.plan import plan
 from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.recipe import Recipe, load
+from trustrl.runner.recipe_tables import folder_name
 
 SECONDS_BETWEEN_LOOKS = 0.2
 LAST_WORDS = 5
@@ -62,6 +63,8 @@ def cells(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) 
         ConfigError: a region does not go with the recipe.
     """
     checks.whole("--seeds", seeds, low=1)
+    for name in regions:
+        folder_name("A region's name", name)
     found = []
     for seed in range(recipe.schedule.seed, recipe.schedule.seed + seeds):
         for name, region in regions.items():

@@ -45,7 +45,7 @@ class Recipe:
     """Which tokens the run writes down; none unless told. Its `folder` is not read: the run's own has one for them."""
 
     def __post_init__(self) -> None:
-        recipe_tables.text("name", self.name)
+        recipe_tables.folder_name("name", self.name)
         checks.instance("region", self.region, (Region,))
         ranks, sequences = self.engine.ranks, self.schedule.sequences_per_step
         if sequences % ranks:

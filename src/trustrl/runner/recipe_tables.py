@@ -256,6 +256,15 @@ def text(where: str, value: Any) -> None:
         raise ConfigError(f"{where} must be a text, got {value!r}.")
 
 
+def folder_name(where: str, value: Any) -> None:
+    """Refuses a text that cannot be the name of one directory."""
+    text(where, value)
+    if value in (".", "..") or any(sign in value for sign in "/\\") or not value.isprintable():
+        raise ConfigError(
+            f"{where} must be one name without '/', '\\' or control characters, got {value!r}. It names a folder."
+        )
+
+
 def mapping(where: str, value: Any) -> None:
     """Refuses what is no table."""
     if not isinstance(value, Mapping):

@@ -1,7 +1,6 @@
 """A recipe on TRL, in this process: `TrustRegionGRPOTrainer`, its own checkpoints, our metrics file."""
 
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +9,24 @@ from typing import Any
 from trustrl import models, tasks
 from trustrl.errors import ConfigError
 from trustrl.packages import need, require
+from trustrl.runner.checkpoints import Survey, checkpoints_in, is_marked, rotate
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.manifest import fault_of, write_manifest
 from trustrl.runner.plan import launcher
 from trustrl.runner.processes import is_main_process, take_a_port
 from trustrl.runner.progress import Progress
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.trl_settings import grpo_fields, trainer_arguments
+from trustrl.runner.trust import refuse_foreign
 
-COMPLETE = "trustrl_complete"
-"""In a checkpoint's folder once it is whole: a kill may come while transformers writes it."""
+PREFIX = "checkpoint-"
+NEEDED = {
+    "model weights": ("model", "pytorch_model", "adapter_model", "global_step"),
+    "optimizer state": ("optimizer", "global_step"),
+    "scheduler state": ("scheduler.pt", "global_step"),
+    "trainer state": ("trainer_state.json",),
+}
+"""Parts of a checkpoint, and how the names of their files start; DeepSpeed keeps several in `global_step*`."""
 
 OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
 KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
@@ -53,8 +61,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
 
         set_cpu_environment()  # before anybody imports vllm
     need("transformers.utils.logging", extra="trl").disable_progress_bar()  # ours says how it is getting on
-    checkpoint = last_checkpoint(directory.checkpoints) if main else _newest(directory.checkpoints)
-    done = 0 if checkpoint is None else _step(checkpoint)
+    done, checkpoint = last_checkpoint(recipe, directory, progress)
     if main:
         directory.forget_after(done)
     if done and main:
@@ -71,23 +78,37 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         _evaluate(recipe, directory, progress, recipe.schedule.steps, trainer.model)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole; the others are removed."""
-    whole = []
-    for one in folder.glob("checkpoint-*"):
-        if (one / COMPLETE).exists():
-            whole.append(one)
-        else:
-            shutil.rmtree(one)
-    return max(whole, key=_step, default=None)
+def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress) -> tuple[int, Path | None]:
+    """Returns the newest whole checkpoint and its step; (0, None) if the run has saved none yet.
+
+    Every rank examines all files, so all of them choose the same one. The first rank renames what was rejected.
+
+    Raises:
+        ConfigError: other users own the checkpoint or can write to it.
+        EngineError: the run's checkpoints are all damaged.
+    """
+
+    def fault(checkpoint: Path) -> str | None:
+        if not directory.trust_checkpoints:
+            refuse_foreign(directory.path, checkpoint)
+        return _missing(checkpoint, recipe.engine.ranks) or fault_of(checkpoint)
+
+    found = Survey(checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault)
+    found.refuse_if_none_is_left()
+    if is_main_process():
+        found.set_aside(progress.say)
+    return found.step, found.chosen
 
 
-def _newest(folder: Path) -> Path | None:
-    return max((one for one in folder.glob("checkpoint-*") if (one / COMPLETE).exists()), key=_step, default=None)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("checkpoint-"))
+def _missing(checkpoint: Path, ranks: int) -> str | None:
+    """Returns the part that a checkpoint lacks. transformers skips some of them without an error."""
+    _, folders, files = next(os.walk(checkpoint), ("", [], []))
+    names = {*folders, *files}
+    for what, starts in NEEDED.items():
+        if not any(name.startswith(starts) for name in names):
+            return f"it has no {what}"
+    states = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    return next((f"{state} is missing" for state in states if state not in names), None)
 
 
 def _checked_rank(recipe: Recipe) -> bool:
@@ -113,6 +134,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
         raise ConfigError(f"engine.settings must be fields of TRL's GRPOConfig: {error}.") from None
     except ValueError as error:
         raise ConfigError(f"TRL refuses the recipe's settings: {error}") from None
+    keep, args.save_total_limit = args.save_total_limit, None  # transformers would delete any folder `checkpoint-*`
     if args.use_cpu:
         need("torch", extra="trl").set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     task = tasks.load(recipe.task.name, **recipe.task.settings)
@@ -123,7 +145,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
         args=args,
         train_dataset=task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat),
         processing_class=_tokenizer(folder),
-        callbacks=[_watcher(recipe, directory, progress)] if main else [],
+        callbacks=[*([_watcher(recipe, directory, progress)] if main else []), _keeper(keep, main)],
         region=recipe.region,
         recording=recipe.recording(directory.path),
         **trainer_arguments(recipe),
@@ -139,7 +161,7 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
     every = recipe.evaluation.every
 
     class Watcher(TrainerCallback):
-        """Writes each step's metrics as it ends, evaluates in between, and marks checkpoints that are whole."""
+        """Writes each step's metrics as it ends, and evaluates in between."""
 
         reward: Mapping[str, Any] = {}
 
@@ -161,10 +183,27 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
             directory.append("metrics", row)
             progress.step(row)
 
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            Path(args.output_dir, f"checkpoint-{state.global_step}", COMPLETE).touch()
-
     return Watcher()
+
+
+def _keeper(keep: int | None, main: bool) -> Any:
+    from transformers.trainer_callback import TrainerCallback
+
+    distributed = need("torch.distributed", extra="trl")
+
+    class Keeper(TrainerCallback):
+        """Marks a checkpoint once every rank has written its part, then deletes those beyond `keep`."""
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.barrier()
+            if main:
+                folder = Path(args.output_dir)
+                write_manifest(folder / f"{PREFIX}{state.global_step}")
+                if keep is not None and keep > 0:
+                    rotate(folder, PREFIX, keep, protected=state.best_model_checkpoint)
+
+    return Keeper()
 
 
 def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step: int, model: Any) -> None:

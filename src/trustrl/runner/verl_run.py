@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,21 @@ from trustrl import models
 from trustrl.engines.verl_data import write_parquet
 from trustrl.errors import EngineError
 from trustrl.packages import require
-from trustrl.runner.directory import RunDirectory
+from trustrl.runner.checkpoints import Survey, checkpoints_in, is_marked
+from trustrl.runner.directory import RunDirectory, write_whole
+from trustrl.runner.manifest import fault_of, write_manifest
 from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.progress import Progress
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.verl_settings import HELD_OUT, TRAIN, command
+from trustrl.runner.trust import refuse_foreign
+from trustrl.runner.verl_settings import HELD_OUT, TRAIN, command, hydra
 from trustrl.tasks import load
 
 SECONDS_BETWEEN_LOOKS = 0.5
+PREFIX, TRACKER = "global_step_", "latest_checkpointed_iteration.txt"
+NEEDED = ("actor", "data.pt")
+"""Parts of a checkpoint. Without `data.pt` verl begins the data anew, without an error."""
+
 NAMES = {
     "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
     "response_length/mean": "completion_length", "actor/entropy": "entropy",
@@ -41,15 +49,17 @@ def require_packages(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
-    """Writes the data, starts verl, and translates its log line by line; from verl's last checkpoint if there is one.
+    """Writes the data, starts verl, and translates its log line by line; from the newest whole checkpoint if any.
 
     Raises:
-        EngineError: verl ended with an error; its own words are in `verl.log`.
+        ConfigError: other users own the checkpoint or can write to it.
+        EngineError: verl ended with an error, which is in `verl.log`, or none of its checkpoints is whole.
     """
     folder = directory.path.resolve()
     model = models.path(recipe.model.name)
+    batches, checkpoint = last_checkpoint(directory, progress)
+    done = batches * recipe.schedule.updates_per_batch
     _write_data(recipe, folder)
-    done = _checkpointed(directory.checkpoints) * recipe.schedule.updates_per_batch
     directory.forget_after(done)
     if done:
         progress.say(f"goes on after step {done}")
@@ -58,8 +68,8 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     with (folder / "verl.log").open("ab") as said:
         # A session of its own: Ray's processes must not outlive the run.
         process = subprocess.Popen(
-            command(recipe, folder, model), stdout=said, stderr=subprocess.STDOUT, env=environment, cwd=folder,
-            start_new_session=True, preexec_fn=ends_with_its_parent,
+            [*command(recipe, folder, model), *resumption(checkpoint)], stdout=said, stderr=subprocess.STDOUT,
+            env=environment, cwd=folder, start_new_session=True, preexec_fn=ends_with_its_parent,
         )  # fmt: skip
         try:
             _follow(process, log, recipe, directory, progress)
@@ -87,9 +97,58 @@ def _write_data(recipe: Recipe, folder: Path) -> None:
             )  # fmt: skip
 
 
-def _checkpointed(folder: Path) -> int:
-    file = folder / "latest_checkpointed_iteration.txt"
-    return int(file.read_text()) if file.exists() else 0
+def last_checkpoint(directory: RunDirectory, progress: Progress) -> tuple[int, Path | None]:
+    """Returns the newest whole checkpoint and the batches it has seen; (0, None) if the run has saved none yet.
+
+    verl writes down the number of its newest complete checkpoint. A manifest says the same, and lists the files.
+
+    Raises:
+        ConfigError: other users own the checkpoint or can write to it.
+        EngineError: the run's checkpoints are all damaged.
+    """
+    folder = directory.checkpoints
+    saved = _saved_batches(folder)
+
+    def complete(checkpoint: Path) -> bool:
+        return is_marked(checkpoint) or int(checkpoint.name.removeprefix(PREFIX)) <= saved
+
+    def fault(checkpoint: Path) -> str | None:
+        if not directory.trust_checkpoints:
+            refuse_foreign(directory.path, checkpoint)
+        missing = next((name for name in NEEDED if not (checkpoint / name).exists()), None)
+        return fault_of(checkpoint) if missing is None else f"{missing} is missing"
+
+    found = checkpoints_in(folder, PREFIX)
+    if saved > 0:
+        found.setdefault(saved, folder / f"{PREFIX}{saved}")  # a deleted one is a fault as well
+    survey = Survey(dict(sorted(found.items(), reverse=True)), complete, fault)
+    survey.refuse_if_none_is_left()
+    if survey.rejected:
+        write_whole(folder / TRACKER, str(survey.step))  # first: what verl saves there next is not complete yet
+        survey.set_aside(progress.say)
+    return survey.step, survey.chosen
+
+
+def resumption(checkpoint: Path | None) -> list[str]:
+    """Returns the settings that make verl load this checkpoint and no other."""
+    if checkpoint is None:
+        return ["trainer.resume_mode=disable"]
+    return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={hydra(checkpoint.resolve())}"]
+
+
+def _saved_batches(folder: Path) -> int:
+    """Returns the number of verl's newest complete checkpoint; 0 if there is none, or if a kill cut the file off."""
+    file = folder / TRACKER
+    text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
+
+
+def _mark(folder: Path) -> None:
+    """Writes the manifest of the checkpoint that verl completed last, unless it has one."""
+    newest = folder / f"{PREFIX}{_saved_batches(folder)}"
+    if newest.is_dir() and not is_marked(newest):
+        with suppress(FileNotFoundError):  # verl has just replaced it
+            write_manifest(newest)
 
 
 def _follow(process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
@@ -102,6 +161,7 @@ def _follow(process: Any, log: Path, recipe: Recipe, directory: RunDirectory, pr
         for line in whole.splitlines():
             found = json.loads(line)
             _translate(found["step"], found["data"], recipe, directory, progress, time.time() - began)
+        _mark(directory.checkpoints)
         if ended:
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)

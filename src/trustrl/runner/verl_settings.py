@@ -13,10 +13,14 @@ from trustrl.engines import refusals
 from trustrl.engines.verl_cpu.defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.engines.verl_data import REWARD
 from trustrl.engines.verl_refusals import ACTOR, LOSS, ROLLOUT, ROWS, settings_needed
+from trustrl.errors import ConfigError
 from trustrl.runner.recipe import Recipe
 
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
 CHECKPOINTS = "checkpoints"
+CHOSEN_HERE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
+"""Settings that would make verl load a checkpoint that nobody has verified."""
+
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -31,7 +35,7 @@ def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
     module = "trustrl.engines.verl_cpu" if recipe.engine.device == "cpu" else "trustrl.engines.verl"
     settings = _settings(recipe, folder, model)
     plain = [] if recipe.task.chat else [PLAIN_PROMPTS]
-    return [sys.executable, "-m", module, *(f"{key}={_hydra(value)}" for key, value in settings.items()), *plain]
+    return [sys.executable, "-m", module, *(f"{key}={hydra(value)}" for key, value in settings.items()), *plain]
 
 
 def check(recipe: Recipe, folder: Path) -> None:
@@ -74,8 +78,18 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
-    """verl's settings for the recipe. Those under `engine.settings` win."""
-    return {**_from_recipe(recipe, folder, model), **dict(_flat(recipe.engine.settings))}
+    """Returns verl's settings for the recipe. Those under `engine.settings` win.
+
+    Raises:
+        ConfigError: they choose the checkpoint to load.
+    """
+    theirs = dict(_flat(recipe.engine.settings))
+    for key in CHOSEN_HERE:
+        if key in {name.lstrip("+") for name in theirs}:
+            raise ConfigError(
+                f"engine.settings must leave out {key}. `trustrl run` decides which checkpoint is loaded: see --resume."
+            )
+    return {**_from_recipe(recipe, folder, model), **theirs}
 
 
 def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
@@ -164,7 +178,7 @@ def _flat(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{at}{key}", value
 
 
-def _hydra(value: Any) -> str:
+def hydra(value: Any) -> str:
     """A value in hydra's grammar."""
     match value:
         case None:
@@ -172,9 +186,9 @@ def _hydra(value: Any) -> str:
         case bool():
             return str(value)
         case list() | tuple():
-            return f"[{','.join(map(_hydra, value))}]"
+            return f"[{','.join(map(hydra, value))}]"
         case Mapping():
-            return f"{{{','.join(f'{key}:{_hydra(one)}' for key, one in value.items())}}}"
+            return f"{{{','.join(f'{key}:{hydra(one)}' for key, one in value.items())}}}"
         case str() | Path() if any(sign in str(value) for sign in " ,:{}[]()=$'\"\\"):
             return json.dumps(str(value))
         case _:

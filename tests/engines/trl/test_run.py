@@ -17,9 +17,9 @@ from trl_commands import command, environment, run
 from trustrl import config_from_dict, preset
 from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.trl_run import COMPLETE, last_checkpoint
 
 pytestmark = pytest.mark.xdist_group("runs")
+COMPLETE = "trustrl_complete"
 STEPS = 12
 SMALL = [
     f"schedule.steps={STEPS}", "schedule.checkpoint_every=4", "evaluation.count=16", "evaluation.every=3",
@@ -137,14 +137,6 @@ def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     assert "goes on after step 8" in done.stderr
     assert_same(folder, uninterrupted)
-
-
-def test_half_a_checkpoint_is_not_resumed_from(tmp_path):
-    for step in (2, 4):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    (tmp_path / "checkpoint-2" / COMPLETE).touch()
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert not (tmp_path / "checkpoint-4").exists()
 
 
 def test_a_run_killed_between_its_last_checkpoint_and_its_result_is_only_evaluated(whole, tmp_path):
