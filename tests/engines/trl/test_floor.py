@@ -75,7 +75,7 @@ def test_the_samplers_mismatch_is_corrected_once_by_the_installed_trl():
 
 def test_a_run_trains_with_every_check_and_its_first_ratio_is_one():
     trainer = world.ours(
-        trustrl.preset("dppo-binary-tv", max_increase=0.01, max_decrease=0.01), given={"startup_checks": True},
+        trustrl.DPPO(trustrl.BinaryTV(max_increase=0.01, max_decrease=0.01)), given={"startup_checks": True},
         max_steps=4, num_iterations=4, learning_rate=1e-2, logging_steps=1,
     )  # fmt: skip
     before = trainer.model.lm_head.weight.detach().clone()
