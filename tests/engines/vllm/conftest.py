@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm"):
 
 @pytest.fixture(scope="session")
 def samplers(tmp_path_factory):
-    """`samplers(tied=..., dtype=..., experts=...)` gives a `VLLMGeneration`: a float32 trainer and its sampler."""
+    """`samplers(tied=..., dtype=...)` gives a `VLLMGeneration`: trainer's model in float32 beside its sampler."""
     import torch
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -33,12 +33,12 @@ def samplers(tmp_path_factory):
     accelerator = Accelerator(cpu=True)
     built = {}
 
-    def sampler(*, tied, dtype="float32", experts=0):
-        if (tied, dtype, experts) not in built:
+    def sampler(*, tied, dtype="float32"):
+        if (tied, dtype) not in built:
             path = tmp_path_factory.mktemp("model")
-            tokenizer = save_model(path, tied=tied, experts=experts)
+            tokenizer = save_model(path, tied=tied)
             with extra_llm_options(max_logprobs=64, **cpu_options(dtype=dtype, kv_cache_memory_bytes=1 << 26)):
-                built[tied, dtype, experts] = VLLMGeneration(
+                built[tied, dtype] = VLLMGeneration(
                     AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(),
                     accelerator,
                     tokenizer,
@@ -46,7 +46,7 @@ def samplers(tmp_path_factory):
                     max_model_length=LONGEST,
                     max_completion_length=16,
                 )
-        generation = built[tied, dtype, experts]
+        generation = built[tied, dtype]
         vars(generation).pop("sync_weights", None)  # as TRL made it
         return generation
 

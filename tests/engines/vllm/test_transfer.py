@@ -30,18 +30,18 @@ EXACT = 1e-4
 def samplers(tmp_path_factory):
     built = {}
 
-    def sampler(tied, experts=0):
-        if (tied, experts) not in built:
+    def sampler(tied):
+        if tied not in built:
             path = tmp_path_factory.mktemp("model")
-            save_model(path, tied=tied, experts=experts)
+            save_model(path, tied=tied)
             llm = LLM(
                 model=str(path),
                 max_model_len=LONGEST,
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 **cpu_options(kv_cache_memory_bytes=1 << 26),
             )
-            built[tied, experts] = llm, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        return built[tied, experts]
+            built[tied] = llm, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        return built[tied]
 
     yield sampler
     KEPT.append(built)
@@ -60,9 +60,8 @@ def connected(llm, source, **settings):
     return WeightTransferTrainerFactory.trainer_init(info, client=LocalClient(llm), source=source)
 
 
-@pytest.mark.parametrize("experts", [0, 4], ids=["dense", "experts"])
-def test_an_engine_in_this_process_takes_the_weights(samplers, tied, experts):
-    llm, model = samplers(tied, experts)
+def test_an_engine_in_this_process_takes_the_weights(samplers, tied):
+    llm, model = samplers(tied)
     sender = connected(llm, ModuleSource(model))
     for version in ("one", "two"):
         perturb(model)
