@@ -62,8 +62,8 @@ def _truthy(got: Any, given: Given, region: Region) -> bool:
 
 
 def _samples_itself(given: Given) -> bool:
-    """Returns whether code of the user generates, whose log-probs only the rollout can bring."""
-    return bool(given("rollout_func", False) or given("own_generation", False))
+    """Returns whether code of the user generates, which may record log-probs and cannot be asked to score."""
+    return bool(given("rollout_func", False) or (given("own_generation", False) and not given("use_vllm", False)))
 
 
 def _fitting(given: Given, region: Region) -> Mapping[str, Any]:

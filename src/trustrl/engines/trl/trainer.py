@@ -309,7 +309,8 @@ def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _generates_itself(trainer: type) -> bool:
     """Returns whether a subclass replaces TRL's generation, and so may record log-probs itself."""
     methods = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
-    return any(not overrides.is_trls(overrides.provider(trainer, name, after=TrustRegionMixin)) for name in methods)
+    there = [overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)]
+    return any(not overrides.is_trls(cls) for cls in there)
 
 
 def _check_seams(trainer: type, *, vocabulary: bool) -> None:
