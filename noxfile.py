@@ -102,7 +102,7 @@ def other_release(session: nox.Session, package: str, version: str) -> str:
 
 @nox.session(python="3.11")
 def trl(session: nox.Session) -> None:
-    """TRL's own trainer with every region; beside it the seam on the oldest TRL we support."""
+    """TRL's own trainer with every region; regions on the sampled token also at the oldest TRL and one between."""
     install_engine(session, "trl")
     # The last TRL with a DPPO of its own: an oracle.
     session.env["TRUSTRL_TRL_1_8"] = other_release(session, "trl", "1.8.0")
@@ -111,8 +111,20 @@ def trl(session: nox.Session) -> None:
     tests = ("tests/engines/trl", "tests/tasks", "tests/models", *probe, guide)
     # A comparison and the runs to kill are trained once for all tests of their file.
     session.run("pytest", "-n", "2", "--dist", "loadgroup", *tests, *session.posargs)
-    oldest = other_release(session, "trl", "1.15.0")
-    session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": oldest})
+    fused = other_release(session, "trl", "1.15.0")  # the oldest for Top-K, TROLL and exact regions
+    session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": fused})
+    parity = [f"tests/engines/trl/test_parity.py::{name}" for name in TRL_PARITY]
+    older = ("tests/engines/trl/test_floor.py", "tests/engines/trl/test_rollout_func.py", *parity)
+    for version in ("1.0.0", "1.9.0"):
+        session.run("pytest", "-n", "2", *older, env={"PYTHONPATH": other_release(session, "trl", version)})
+
+
+TRL_PARITY = (
+    "test_a_region_is_trls_own_clip",
+    "test_a_region_that_stops_nothing_is_trls_own_weight",
+    "test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient",
+)
+"""Tests of regions on the sampled token, for releases of TRL without a fused output layer."""
 
 
 @nox.session(python="3.11")

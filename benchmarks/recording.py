@@ -84,7 +84,7 @@ def rollouts(made, size: dict) -> list[dict]:
             "completion_mask": mask,
             "advantages": torch.randn(rows, generator=draw),
         }
-        added = made._recorder.record(made.model, inputs, version=0, rows=rows, autocast=made.accelerator.autocast)
+        added = made._recorder.record(made.model, inputs, version=0, rows=rows)
         noise = 0.1 * torch.randn(rows, completion, generator=draw)
         added["trustrl_behavior_logp"] = (added["trustrl_behavior_logp"] + noise).clamp(max=-1e-6)
         found.append({**inputs, **added})

@@ -119,9 +119,7 @@ def measure(label: str, size: dict, pairs: int, folder: str) -> dict:
 
         def record(ours=ours):
             bare = {k: v for k, v in inputs.items() if k != "old_per_token_logps"}
-            return ours._recorder.record(
-                ours.model, bare, version=0, rows=size["rows"], autocast=ours.accelerator.autocast
-            )
+            return ours._recorder.record(ours.model, bare, version=0, rows=size["rows"])
 
         given = {**inputs, **record()}
         theirs = {

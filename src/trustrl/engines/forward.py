@@ -210,17 +210,23 @@ def logit_scale(config: Any) -> float:
     return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
 
 
+def adapted_head(model: Any) -> str | None:
+    """Returns the kind of an output layer whose `.weight` is not all of it (adapted, quantized), or None."""
+    layer = model.get_output_embeddings()
+    plain = isinstance(layer, nn.Linear) and not hasattr(layer, "base_layer")
+    return None if plain and layer.weight.is_floating_point() else type(layer).__name__
+
+
 def refuse_adapted_head(model: Any) -> None:
     """Refuses an output layer whose `.weight` is not all of it.
 
     Raises:
         ConfigError: an adapter or a quantised layer sits there.
     """
-    layer = model.get_output_embeddings()
-    plain = isinstance(layer, nn.Linear) and not hasattr(layer, "base_layer")
-    if not plain or not layer.weight.is_floating_point():
+    kind = adapted_head(model)
+    if kind is not None:
         raise ConfigError(
-            f"The model's output layer must be a plain linear layer, got {type(layer).__name__}. trustrl reads its "
+            f"The model's output layer must be a plain linear layer, got {kind}. trustrl reads its "
             "weight and would miss what an adapter adds: leave the output layer out of `target_modules`, "
             "`modules_to_save` and quantisation."
         )

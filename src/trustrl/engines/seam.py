@@ -51,8 +51,14 @@ def require_version(package: str, oldest: tuple[int, ...], reason: str) -> None:
         )
 
 
-def require_parameters(owner: Any, name: str, expected: tuple[str, ...]) -> None:
+def require_parameters(owner: Any, name: str, expected: tuple[str, ...], *, more: bool = False) -> None:
     """Refuses a function, of a class or a module, whose parameters are not those our code was written for.
+
+    Args:
+        owner: The class or module.
+        name: Of the function.
+        expected: Its parameters.
+        more: Whether others may follow them.
 
     Raises:
         EngineError: it is missing, or it takes something else.
@@ -67,5 +73,5 @@ def require_parameters(owner: Any, name: str, expected: tuple[str, ...]) -> None
     if method is None:
         raise EngineError(f"{where} must exist, and it does not. {advice}")
     found = tuple(inspect.signature(method).parameters)
-    if found != expected:
+    if (found[: len(expected)] if more else found) != expected:
         raise EngineError(f"{where} must take {expected}, got {found}. {advice}")

@@ -71,9 +71,7 @@ def test_no_tensor_of_tokens_times_vocabulary_reaches_autograd(name):
     def step():
         if trainer._needs.full:
             trainer._remember_head()
-        recorded = trainer._recorder.record(
-            trainer.model, inputs, version=0, rows=6, autocast=trainer.accelerator.autocast
-        )
+        recorded = trainer._recorder.record(trainer.model, inputs, version=0, rows=6)
         trainer._compute_loss(trainer.model, inputs | recorded).backward()
 
     returned, kept = largest(step)

@@ -580,9 +580,7 @@ def test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient(name)
     inputs = world.sequences()
     world.draw(before, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-    recorded = trainer._recorder.record(
-        trainer.model, inputs, version=-1, rows=4, autocast=trainer.accelerator.autocast
-    )
+    recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=4)
     world.drift(trainer.model, LITTLE.get(name, DRIFTS["qwen"]))
     found = world.result(trainer, inputs | recorded)
     wanted = plain(region, trainer.model, before, inputs)
@@ -603,9 +601,7 @@ def test_a_region_on_the_vocabulary_gets_what_plain_logits_give(name, kind, regi
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
     if region.needs().full:
         trainer._remember_head()
-    recorded = trainer._recorder.record(
-        trainer.model, inputs, version=-1, rows=4, autocast=trainer.accelerator.autocast
-    )
+    recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=4)
     if region.needs().topk:  # padding is not scored
         assert (recorded["trustrl_topk_ids"][inputs["completion_mask"] == 0] == -1).all()
     world.drift(trainer.model, DRIFTS[name])
@@ -628,9 +624,7 @@ def test_masses_outside_the_top_k_are_exact_where_differences_are_not(monkeypatc
     inputs = world.sequences()
     world.draw(model, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-    recorded = trainer._recorder.record(
-        trainer.model, inputs, version=-1, rows=4, autocast=trainer.accelerator.autocast
-    )
+    recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=4)
     seen = world.spy(monkeypatch)
     world.result(trainer, inputs | recorded)
     _, policy, rollout = seen[0]

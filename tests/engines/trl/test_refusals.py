@@ -20,7 +20,8 @@ from trustrl import DPPO, PPO, TROLL, ConfigError, EngineError, FullTV, MissingD
 from trustrl.engines import seam
 from trustrl.engines.forward import VocabularyForward, at_completions, refuse_adapted_head, softcap
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, invariants, sampler, trainer as engine
-from trustrl.engines.trl.watching import WatchedModel
+from trustrl.engines.trl.settings import check_model, check_settings
+from trustrl.engines.trl_refusals import ROWS
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 SAMPLER = {"behavior": "sampler"}
@@ -52,6 +53,18 @@ SETTINGS = {
         PPO(), SAMPLER, {"use_vllm": True},
         ["vllm_importance_sampling_correction must be False", "anchor='proximal'"],
     ),
+    "a top-K of somebody else's sampler": (
+        trustrl.preset("dppo-topk-tv"), SAMPLER | {"rollout_func": print}, {},
+        ["region must be on the sampled token when rollout_func", "dppo-binary-tv", "anchor='proximal'"],
+    ),
+    "a top-K of somebody else's sampler, beside vllm": (
+        trustrl.preset("troll", anchor="behavior"), SAMPLER | {"rollout_func": print}, VLLM,
+        ["region must be on the sampled token when rollout_func"],
+    ),
+    "a sampler that sleeps when it must score": (
+        trustrl.preset("dppo-topk-tv"), SAMPLER, VLLM | {"vllm_enable_sleep_mode": True},
+        ["vllm_enable_sleep_mode must be False", "anchor='proximal'"],
+    ),
     "a sampler without log-probs": (
         DPPO(), SAMPLER, {}, ["behavior must be 'trainer'", "behavior='trainer'", "use_vllm=True", "dppo"]
     ),
@@ -75,7 +88,7 @@ SETTINGS = {
     ),
     "another temperature": (
         PPO(), {}, {"generation_kwargs": {"temperature": 0.5}},
-        ["generation_kwargs['temperature'] must be left out", "temperature has a setting of its own"],
+        ["generation_kwargs['temperature'] must be left out", "temperature by its own setting"],
     ),
     "banned words": (
         PPO(), {}, {"generation_kwargs": {"seed": 3, "suppress_tokens": [5]}},
@@ -115,6 +128,12 @@ ALLOWED = {
     "the trainer's own anchor": (PPO(anchor="proximal"), SAMPLER, {}),
     "gspo averaged over sequences": (trustrl.preset("gspo"), {"behavior": "trainer"}, {"loss_type": "grpo"}),
     "an exact divergence from the trainer": (DPPO(FullTV(), anchor="proximal"), SAMPLER, {}),
+    "a sampler of one's own": (DPPO(), SAMPLER | {"rollout_func": print}, {}),
+    "a top-K of the trainer beside a sampler of one's own": (
+        trustrl.preset("dppo-topk-tv", anchor="proximal"),
+        SAMPLER | {"rollout_func": print},
+        {},
+    ),
     "another temperature where both know it": (PPO(), {"behavior": "trainer"}, {"temperature": 0.7}),
 }
 
@@ -127,9 +146,9 @@ def test_what_goes_with_a_region_is_not_refused(name):
 
 def test_trls_correction_may_stay_beside_a_proximal_anchor():
     region = PPO(anchor="proximal")
-    engine.check_settings(settings(use_vllm=True), region, region.needs(), "sampler")
+    check_settings(settings(use_vllm=True), region, "sampler")
     with pytest.raises(ConfigError, match="vllm_importance_sampling_correction"):
-        engine.check_settings(settings(use_vllm=True), DPPO(), DPPO().needs(), "sampler")
+        check_settings(settings(use_vllm=True), DPPO(), "sampler")
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -164,7 +183,7 @@ def test_a_quantised_output_layer_is_refused():
 
 def test_images_are_refused():
     with pytest.raises(ConfigError, match="model must be a text model"):
-        engine._check_model(SimpleNamespace(_is_vlm=True), world.tiny_model(), needs_vocabulary=False)
+        check_model(SimpleNamespace(_is_vlm=True), PPO(), output_layer=None)
     trainer = world.ours(PPO())
     inputs = world.batch(trainer.model) | {"pixel_values": torch.zeros(1)}
     with pytest.raises(ConfigError, match="Rollouts must be text, got images"):
@@ -187,9 +206,9 @@ def test_router_losses_are_refused_where_our_own_output_layer_runs():
 def test_weights_that_zero_3_takes_apart_are_refused_where_our_own_output_layer_runs(monkeypatch):
     trainer = world.ours(trustrl.preset("dppo-topk-tv"))
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
-    engine._check_model(trainer, trainer.model, needs_vocabulary=False)
+    check_model(trainer, PPO(), output_layer=None)
     with pytest.raises(ConfigError, match=r"ZeRO stage must be below 3.*use FSDP2"):
-        engine._check_model(trainer, trainer.model, needs_vocabulary=True)
+        check_model(trainer, trainer.region, output_layer=None)
 
 
 def test_exact_divergences_need_the_rollout_weights_head():
@@ -232,10 +251,11 @@ def test_a_model_that_caps_its_logits_has_its_own_log_probs():
 # ── TRL itself: what the adapter relies on ──────────────────────────────────────────────────────────────────────────
 
 
-def test_a_trl_without_the_fused_output_layer_is_refused(monkeypatch):
+@pytest.mark.parametrize("region", [trustrl.preset("dppo-topk-tv"), TROLL(), DPPO(FullTV(), anchor="proximal")])
+def test_a_trl_without_the_fused_output_layer_is_refused_where_the_vocabulary_is_needed(region, monkeypatch):
     monkeypatch.setattr(seam.metadata, "version", lambda _: "1.14.2")
-    with pytest.raises(EngineError, match=r'trl must be at least 1.15, got 1.14.2.*pip install "trl>=1.15"'):
-        world.ours(PPO())
+    with pytest.raises(EngineError, match=r'trl must be at least 1.15, got 1.14.2.*exact.*pip install "trl>=1.15"'):
+        world.ours(region)
 
 
 def test_a_package_that_is_not_there_is_refused():
@@ -314,20 +334,55 @@ LOSSES = {
     Negated: ["multiply tokens in the loss with numbers ≥ 0"],
     Infinite: ["multiply tokens in the loss with numbers ≥ 0"],
     Unmasked: ["the others with 0"],
-    Deaf: ["must depend on `advantages`"],
-    Twice: ["must call the model exactly once, got 2 calls"],
-    Unfused: ["must call the model with `labels` and `fused_lm_head=True`", "input_ids"],
+    Deaf: ["must depend on inputs['advantages']"],
+    Twice: ["_get_per_token_logps_and_entropies(model, ...) exactly once, got 2 calls"],
+    Unfused: ["_get_per_token_logps_and_entropies(model, ...) exactly once, got 0 calls"],
 }
 
 
 @pytest.mark.parametrize("base", LOSSES, ids=lambda base: base.__name__)
-def test_a_loss_that_is_not_what_the_adapter_was_written_for_is_refused(base):
+def test_a_subclass_whose_loss_is_not_trls_is_told_what_its_loss_did(base):
+    """And not to install another TRL, which is not at fault."""
     cls = type("Mine", (TrustRegionMixin, base), {})
     trainer = world.trainer_of(cls, world.tiny_model(), world.settings(), region=PPO(), behavior="trainer")
     with pytest.raises(EngineError) as error:
         trainer._compute_loss(trainer.model, world.batch(trainer.model))
-    for part in [*LOSSES[base], "Install a TRL version listed in trustrl's documentation"]:
+    for part in [f"{base.__name__}._compute_loss must", *LOSSES[base], "super()._compute_loss", "trustrl.policy_loss"]:
         assert part in str(error.value)
+    assert "Install" not in str(error.value)
+
+
+class InFront(TrustRegionGRPOTrainer):
+    def _compute_loss(self, model, inputs):
+        return GRPOTrainer._compute_loss(self, model, inputs)
+
+
+class InFrontOfAll(TrustRegionGRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return GRPOTrainer._compute_loss(self, model, inputs)
+
+
+@pytest.mark.parametrize("cls", [InFront, InFrontOfAll])
+def test_a_subclass_that_never_calls_the_regions_loss_is_stopped_after_one_step(cls):
+    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(max_steps=3), region=PPO(), behavior="trainer")
+    with pytest.raises(EngineError, match=rf"it never ran. {cls.__name__} overrides .*call super\(\) in it"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_subclass_whose_rollout_lacks_something_is_told_so():
+    class Lacking(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            del rollout["prompt_mask"]
+            return rollout
+
+    cls = type("Mine", (TrustRegionMixin, Lacking), {})
+    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(max_steps=1), region=PPO(), behavior="trainer")
+    with pytest.raises(
+        EngineError, match=r"Lacking._generate_and_score_completions must carry prompt_mask, got .*everything that TRL"
+    ):
+        trainer.train()
 
 
 @pytest.mark.parametrize("name", engine.NEEDED_INPUTS)
@@ -340,11 +395,6 @@ def test_a_rollout_without_what_the_loss_needs_is_refused(name, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", lambda *_: inputs)
     with pytest.raises(EngineError, match=f"TRL's rollout must carry {name}"):
         trainer._generate_and_score_completions([])
-
-
-def test_a_model_that_was_not_called_has_no_output():
-    with pytest.raises(EngineError, match="exactly once, got 0 calls"):
-        WatchedModel(world.tiny_model(), None).output()
 
 
 def test_a_subclass_of_ones_own_keeps_its_own_term():
@@ -491,12 +541,32 @@ def test_a_server_with_raw_log_probs_is_refused_at_another_temperature():
         sampler.prepare(with_server(temperature=0.7), rescoring=False)
 
 
-def test_a_sampler_that_sleeps_is_refused_where_it_must_score_again():
-    trainer = with_server()
-    assert callable(sampler.prepare(trainer, rescoring=True))
-    trainer.vllm_generation.enable_sleep_mode = True
-    with pytest.raises(ConfigError, match=r"vllm_enable_sleep_mode must be False.*anchor='proximal'"):
-        sampler.prepare(trainer, rescoring=True)
+def test_a_sampler_that_sleeps_is_not_refused_where_it_need_not_score_again():
+    assert callable(sampler.prepare(with_server(), rescoring=True))
+    check_settings(settings(**VLLM, vllm_enable_sleep_mode=True), DPPO(), "sampler")
+
+
+# ── the table of refusals ───────────────────────────────────────────────────────────────────────────────────────────
+
+WORKS = {"trl": (1, 16, 0), "loss_type": "grpo", "behavior": "trainer", "use_vllm": False}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.setting}: {row.must_be}")
+def test_a_row_of_the_table_refuses_its_example_and_no_other_row_does(row):
+    region = trustrl.preset(row.preset, **row.region)
+    facts = WORKS | {"region": region} | dict(row.example)
+
+    def given(name, default=None):
+        return default if facts.get(name) is None else facts[name]
+
+    refusing = []
+    for other in ROWS:
+        try:
+            other.check(given, region)
+        except ConfigError as error:
+            refusing.append((other, str(error)))
+    assert [other for other, _ in refusing] == [row]
+    assert all("{" not in cell for cell in row.cells())
 
 
 def test_log_probs_the_sampler_did_not_record_are_never_replaced():
@@ -505,4 +575,4 @@ def test_log_probs_the_sampler_did_not_record_are_never_replaced():
     inputs = world.batch(trainer.model)
     del inputs["sampling_per_token_logps"]
     with pytest.raises(MissingDataError, match=r"sampler must record .*anchor='proximal'"):
-        trainer._recorder.record(trainer.model, inputs, version=0, rows=6, autocast=trainer.accelerator.autocast)
+        trainer._recorder.record(trainer.model, inputs, version=0, rows=6)

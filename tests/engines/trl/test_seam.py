@@ -22,6 +22,7 @@ SAMPLED = trustrl.preset("dppo-binary-tv")
 TOPK = trustrl.preset("dppo-topk-tv")
 COMPUTE_LOSS = GRPOTrainer._compute_loss
 ROLL_OUT = GRPOTrainer._generate_and_score_completions
+needs_fused_head = pytest.mark.skipif(seam.version_of("trl") < (1, 15), reason="no fused output layer before 1.15")
 
 
 def loss_with(monkeypatch, theirs, *, training=True):
@@ -59,24 +60,39 @@ def test_another_signature_of_the_rollout_is_refused_when_a_trainer_is_made(monk
         world.ours(SAMPLED)
 
 
-@pytest.mark.parametrize("method", ["_compute_loss", "_generate_and_score_completions"])
+@pytest.mark.parametrize(
+    "method", ["_compute_loss", "_generate_and_score_completions", "_get_per_token_logps_and_entropies"]
+)
 def test_a_method_that_is_gone_is_refused_when_a_trainer_is_made(monkeypatch, method):
     monkeypatch.delattr(GRPOTrainer, method)
     with pytest.raises(EngineError, match=f"GRPOTrainer.{method} must exist, and it does not"):
         world.ours(SAMPLED)
 
 
-def test_an_older_version_is_refused_with_the_command_that_helps(monkeypatch):
-    monkeypatch.setattr(seam.metadata, "version", lambda package: "1.14.2")
+OLDER = {
+    "a region on the sampled token": (
+        SAMPLED, "0.29.1",
+        "trl must be at least 1.0, got 0.29.1: trustrl was never run with an older one. "
+        'Run `pip install "trl>=1.0"`.',
+    ),
+    "a region on the vocabulary": (
+        TOPK, "1.14.2",
+        "trl must be at least 1.15, got 1.14.2: before, its models have no fused output layer, which Top-K, TROLL and "
+        'exact regions need. Run `pip install "trl>=1.15"`.',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_an_older_version_is_refused_with_the_command_that_helps(monkeypatch, kind):
+    region, version, says = OLDER[kind]
+    monkeypatch.setattr(seam.metadata, "version", lambda package: version)
     with pytest.raises(EngineError) as caught:
-        world.ours(SAMPLED)
-    assert str(caught.value) == (
-        "trl must be at least 1.15, got 1.14.2: its models have no fused output layer before. "
-        'Run `pip install "trl>=1.15"`.'
-    )
+        world.ours(region)
+    assert str(caught.value) == says
 
 
-@pytest.mark.parametrize("version", ["1.15", "1.15.0", "1.16.0.dev0", "2.0.0rc1"])
+@pytest.mark.parametrize("version", ["1.0", "1.0.0", "1.9.2", "1.16.0.dev0", "2.0.0rc1"])
 def test_versions_from_the_oldest_on_are_accepted(monkeypatch, version):
     monkeypatch.setattr(seam.metadata, "version", lambda package: version)
     seam.require_version("trl", adapter.OLDEST, "any reason")
@@ -89,7 +105,7 @@ def test_a_second_model_call_inside_trls_loss_is_refused(monkeypatch):
     def twice(self, model, inputs):
         return COMPUTE_LOSS(self, model, inputs) + COMPUTE_LOSS(self, model, inputs)
 
-    with pytest.raises(EngineError, match="TRL's loss must call the model exactly once, got 2 calls"):
+    with pytest.raises(EngineError, match=r"TRL's loss must compute .* exactly once, got 2 calls. Install a TRL"):
         loss_with(monkeypatch, twice)
 
 
@@ -97,7 +113,7 @@ def test_a_loss_that_never_calls_the_model_is_refused(monkeypatch):
     def elsewhere(self, model, inputs):
         return inputs["advantages"].sum()
 
-    with pytest.raises(EngineError, match="TRL's loss must call the model exactly once, got 0 calls"):
+    with pytest.raises(EngineError, match=r"TRL's loss must compute .* exactly once, got 0 calls. Install a TRL"):
         loss_with(monkeypatch, elsewhere)
 
 
@@ -105,15 +121,17 @@ def test_a_loss_that_never_calls_the_model_is_refused(monkeypatch):
     "given", [{}, {"labels": None}, {"fused_lm_head": True}, {"labels": None, "fused_lm_head": False}],
     ids=["logits", "labels alone", "no labels", "fused head turned off"],
 )  # fmt: skip
-def test_a_loss_that_asks_the_model_for_something_else_is_refused(monkeypatch, given):
-    def unfused(self, model, inputs):
-        ids = inputs["completion_ids"]
-        return model(input_ids=ids, **{name: ids if name == "labels" else x for name, x in given.items()})
+@needs_fused_head
+def test_a_trl_that_asks_the_model_for_something_else_is_refused_where_the_vocabulary_is_needed(monkeypatch, given):
+    def unfused(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **more):
+        return model(input_ids=input_ids, **{k: input_ids if k == "labels" else x for k, x in given.items()})
 
+    trainer = world.ours(TOPK)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", unfused)
     with pytest.raises(
         EngineError, match=r"must call the model with `labels` and `fused_lm_head=True`, got .*input_ids"
     ):
-        loss_with(monkeypatch, unfused)
+        trainer._compute_loss(trainer.model, world.batch(trainer.model))
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -121,7 +139,7 @@ def test_a_loss_that_no_longer_depends_on_the_advantages_is_refused(monkeypatch,
     def precomputed(self, model, inputs):
         return COMPUTE_LOSS(self, model, inputs | {"advantages": inputs["advantages"].detach()})
 
-    with pytest.raises(EngineError, match="TRL's loss must depend on `advantages`, and it does not"):
+    with pytest.raises(EngineError, match=r"TRL's loss must depend on inputs\['advantages'\], and it does not"):
         loss_with(monkeypatch, precomputed, training=training)
 
 
@@ -142,7 +160,9 @@ def test_a_reduction_with_impossible_weights_is_refused_at_the_first_loss(monkey
         loss_with(monkeypatch, strange)
 
 
-@pytest.mark.parametrize("region", [SAMPLED, TOPK], ids=["TRL's head", "our head"])
+@pytest.mark.parametrize(
+    "region", [SAMPLED, pytest.param(TOPK, marks=needs_fused_head)], ids=["TRL's head", "our head"]
+)
 def test_an_empty_first_micro_batch_is_no_reason_to_stop(region):
     """`mask_truncated_completions` makes one where no completion has ended."""
     trainer = world.ours(region, given={"startup_checks": True})
@@ -175,6 +195,7 @@ def test_a_micro_batch_without_what_we_read_is_refused(key):
         trainer._compute_loss(trainer.model, inputs)
 
 
+@needs_fused_head
 def test_what_we_add_to_a_rollout_stays_with_its_tokens():
     """TRL shuffles and splits a rollout: the top-K of a row must arrive with the row it was recorded for."""
     seen = []

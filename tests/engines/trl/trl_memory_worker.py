@@ -32,9 +32,7 @@ def sequences(rows, length):
 def step(trainer, rows, length):
     """A rollout's recording pass, and one loss with its gradients."""
     inputs = sequences(rows, length)
-    inputs |= trainer._recorder.record(
-        trainer.model, inputs, version=0, rows=rows, autocast=trainer.accelerator.autocast
-    )
+    inputs |= trainer._recorder.record(trainer.model, inputs, version=0, rows=rows)
     trainer._compute_loss(trainer.model, inputs).backward()
 
 

@@ -97,9 +97,7 @@ def run(name, average, wrapping=None):
     inputs = my_rows()
     if trainer._needs.full:
         trainer._remember_head()
-    inputs |= trainer._recorder.record(
-        trainer.model, inputs, version=0, rows=rows, autocast=trainer.accelerator.autocast
-    )
+    inputs |= trainer._recorder.record(trainer.model, inputs, version=0, rows=rows)
     move(trainer.model)
     trainer.state.global_step = 3
     trainer._compute_loss(model, inputs).backward()

@@ -47,13 +47,14 @@ class Watched(TrustRegionGRPOTrainer):
 
 def main(folder, options):
     path = Path(folder) / "model"
-    tokenizer = save_model(path, tied=options["tied"])
+    tokenizer = save_model(path, tied=options["tied"], experts=options.get("experts", 0))
     region = trustrl.config_from_dict(options["region"])
     settings = GRPOConfig(
         output_dir=str(Path(folder) / "out"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
         model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=8, num_generations=4, num_iterations=2,
-        max_steps=4, max_completion_length=8, learning_rate=options.get("lr", 1e-2), logging_steps=1, disable_tqdm=True,
+        max_steps=options.get("steps", 4), max_completion_length=8, learning_rate=options.get("lr", 1e-2), logging_steps=1, disable_tqdm=True,
         save_strategy="no", use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64,
+        router_aux_loss_coef=0.0 if options.get("experts") else None,
         temperature=options.get("temperature", 1.0), vllm_importance_sampling_correction=options.get("correction", False),
     )  # fmt: skip
     trainer = Watched(

@@ -68,6 +68,19 @@ def test_what_is_recorded_is_the_distribution_that_sampled(name, tmp_path):
     assert all(step["trustrl/loss_weight"] == pytest.approx(1, abs=1e-5) for step in steps)
 
 
+@pytest.mark.parametrize("name", ["binary on μ", "top-K on μ, re-scored by vLLM"])
+def test_experts_are_sampled_with_the_weights_that_were_trained(name, tmp_path):
+    """A mixture of experts, in float32, over four rollouts and so at least as many weight syncs."""
+    rollouts, steps, done = train(tmp_path, REGIONS[name], tied=False, experts=4, steps=8)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (len(rollouts), len(steps)) == (4, 8)
+    assert all(rollout["gap_max"] < 1e-4 for rollout in rollouts)
+    assert all(rollout.get("top_gap_max", 0.0) < 1e-4 for rollout in rollouts)
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        assert first["trustrl/ratio_mean"] == pytest.approx(1, abs=1e-4)  # the weights that sampled
+        assert abs(second["trustrl/log_ratio_p99"]) > 1e-3  # one update later
+
+
 def test_a_temperature_reaches_the_re_scored_top_k(tmp_path):
     rollouts, _, done = train(tmp_path, topk("behavior"), temperature=0.6)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,9 +1,10 @@
-"""What is added to a rollout: the anchor's log-probs, and more of its distribution where the region asks for it.
+"""Tensors that are added to a rollout: the anchors' log-probs, and more of a distribution where the region needs it.
 
 Names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 4 for each
 anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence; 8 per sequence for its version.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor
 
 from trustrl.config.axes import Needs
-from trustrl.engines.forward import KEYWORD, at_completions
+from trustrl.engines.forward import at_completions
 from trustrl.engines.roles import sources
 from trustrl.engines.trl.settings import Behavior
-from trustrl.errors import MissingDataError
+from trustrl.engines.trl.watching import AskingModel, Score
+from trustrl.errors import ConfigError, MissingDataError
 from trustrl.records import RolloutTokens, TopK
 from trustrl.sampling import Sampling
 
-IGNORED = -100
-"""The label of a token that is not scored, as in TRL and transformers."""
+RECORDED = "sampling_per_token_logps"
+"""The log-probs that the sampler recorded, as TRL names them. They come from vLLM or from a `rollout_func`."""
 
 
 class SampledTopK(NamedTuple):
@@ -43,41 +45,37 @@ class AnchorRecorder:
         *,
         mismatch: bool,
         temperature: float,
+        logps: Score,
         score: ScoreWithSampler | None,
     ) -> None:
         self.needs = needs
         self._temperature = temperature
         self.behavior: Behavior = behavior
         self.anchors, self.distribution_from = sources(needs, behavior, mismatch=mismatch)
+        self._logps = logps
         self._score = score
 
-    def record(self, model: Any, rollout: dict[str, Any], *, version: int, rows: int, autocast: Any) -> dict[str, Any]:
-        """The tensors to add.
+    def record(self, model: Any, rollout: dict[str, Any], *, version: int, rows: int) -> dict[str, Any]:
+        """Returns the tensors to add.
 
         Args:
             model: at the weights the rollout was sampled with.
             rollout: what TRL's `_generate_and_score_completions` returned.
             version: of those weights.
             rows: how many sequences to run at once.
-            autocast: gives the context TRL runs its own forward passes in.
 
         Raises:
-            MissingDataError: the sampler recorded no log-probs.
+            ConfigError: the sampler recorded log-probs, and `behavior` is "trainer".
+            MissingDataError: the region needs the sampler's log-probs, and it recorded none.
         """
         ids = rollout["completion_ids"]
         added: dict[str, Any] = {"trustrl_version": torch.full((len(ids),), version, device=ids.device)}
-        if "behavior" in self.anchors and self.behavior == "sampler":
-            if rollout.get("sampling_per_token_logps") is None:
-                raise MissingDataError(
-                    "The sampler must record the log-probs of the tokens it draws, got none. trustrl never replaces "
-                    "them by recomputed ones: choose the region's anchor='proximal' if that is what you want."
-                )
-            added["trustrl_behavior_logp"] = rollout["sampling_per_token_logps"]
+        added |= self._from_sampler(rollout)
         by_trainer = {"proximal"} if self.behavior == "sampler" else {"proximal", "behavior"}
         wanted = sorted(self.anchors & by_trainer)
         logp = rollout.get("old_per_token_logps")
         if self.distribution_from == "trainer" or (wanted and logp is None):
-            seen = self._forward(model, rollout, rows, autocast)
+            seen = self._forward(model, rollout, rows)
             logp = seen.pop("logp")
             added |= seen
         added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
@@ -87,36 +85,49 @@ class AnchorRecorder:
             added |= {"trustrl_topk_ids": top.ids.int(), "trustrl_topk_logp": top.logp}
         return added
 
+    def _from_sampler(self, rollout: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the recorded log-probs, which nothing ever replaces."""
+        recorded = rollout.get(RECORDED)
+        if recorded is None:
+            if "behavior" in self.anchors and self.behavior == "sampler":
+                raise MissingDataError(
+                    "The sampler must record the log-probs of the tokens it draws, got none. A rollout_func returns "
+                    "them as 'logprobs'. trustrl never replaces them with recomputed ones: set anchor='proximal' on "
+                    "the region to anchor on the trainer, or behavior='trainer' if the trainer's own model generated."
+                )
+            return {}
+        if self.behavior == "trainer":
+            raise ConfigError(
+                "behavior must be 'sampler' when the rollout carries the sampler's log-probs, got 'trainer'. The "
+                "trainer's log-probs would replace the recorded ones and hide the mismatch. To anchor on the trainer's "
+                "log-probs, set anchor='proximal' on the region; a rollout_func that records none returns "
+                "'logprobs': None."
+            )
+        return {"trustrl_behavior_logp": recorded}
+
     @torch.no_grad()
-    def _forward(self, model: Any, rollout: dict[str, Any], rows: int, autocast: Any) -> dict[str, Tensor]:
-        """One pass at the rollout weights: log-probs, and the trainer's own distribution where it is the anchor."""
+    def _forward(self, model: Any, rollout: dict[str, Any], rows: int) -> dict[str, Tensor]:
+        """Runs one pass at the rollout weights: log-probs, and the trainer's distribution where it is the anchor."""
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
-        parts: list[dict[str, Tensor]] = []
-        for start in range(0, len(input_ids), rows):
-            ids, mask = input_ids[start : start + rows], attention_mask[start : start + rows]
-            labels = ids.masked_fill(mask == 0, IGNORED)
-            labels[:, :-length] = IGNORED
-            more = {}
-            if self.distribution_from == "trainer":
-                more[KEYWORD] = at_completions(
-                    labels, length, temperature=self._temperature, top_k=self.needs.topk, hidden=self.needs.full
-                )
-            with autocast():
-                out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **more)
-            part = {"logp": out.log_probs[:, -length:]}
-            if more and self.needs.topk:
-                part |= {"trustrl_topk_ids": out.topk_ids.int(), "trustrl_topk_logp": out.topk_logp}
-                part["trustrl_topk_tail_logp"] = out.topk_tail_logp
-            if more and self.needs.full:
-                part |= {"trustrl_hidden": out.hidden, "trustrl_logsumexp": out.logsumexp}
-            parts.append(part)
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        asking = None
+        if self.distribution_from == "trainer":
+            more = {"temperature": self._temperature, "top_k": self.needs.topk, "hidden": self.needs.full}
+            asking = AskingModel(model, functools.partial(at_completions, length=length, **more))
+        logp = self._logps(asking or model, input_ids, attention_mask, length, rows)[0]
+        found = {"logp": logp}
+        if asking is not None:
+            names = ["topk_ids", "topk_logp", "topk_tail_logp"] if self.needs.topk else []
+            names += ["hidden", "logsumexp"] if self.needs.full else []
+            found |= {f"trustrl_{name}": torch.cat([getattr(out, name) for out in asking.outputs]) for name in names}
+            if self.needs.topk:
+                found["trustrl_topk_ids"] = found["trustrl_topk_ids"].int()
+        return found
 
 
 def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampling: Sampling) -> RolloutTokens:
-    """One micro-batch of TRL's inputs, as trustrl names them."""
+    """Returns one micro-batch of TRL's inputs as trustrl's record."""
     topk = None
     if needs.topk:
         topk = TopK(

@@ -46,6 +46,33 @@ def micro_batches_add_up(loss_type: str, weight: float, filled: float) -> None:
         )
 
 
+class RegionActs(TrainerCallback):
+    """Check after the first step that the region's loss ran at all.
+
+    Args:
+        trainer: The trainer.
+        hidden_by: The class in front of `TrustRegionMixin` that overrides a loss, if there is one.
+    """
+
+    def __init__(self, trainer: Any, hidden_by: type | None) -> None:
+        self._trainer = trainer
+        self._hidden_by = hidden_by
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Runs the check.
+
+        Raises:
+            EngineError: a whole step was trained without the region.
+        """
+        if self._trainer._num_losses == 0:
+            by = "Something" if self._hidden_by is None else self._hidden_by.__name__
+            raise EngineError(
+                "The region's loss must run in every step, and it never ran. "
+                f"{by} overrides `_compute_loss` or `compute_loss` in front of the region: call super() in it, or "
+                "write `class Mine(TrustRegionMixin, MyGRPOTrainer)` with the override in MyGRPOTrainer."
+            )
+
+
 class FollowsTheTrainer(TrainerCallback):
     """Before the first step: a changed weight must change the sampler's log-probs as it changes the trainer's.
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from trustrl.engines.settings import refuse
-from trustrl.engines.trl.anchors import SampledTopK, ScoreWithSampler
+from trustrl.engines import refusals
+from trustrl.engines.trl.anchors import RECORDED, SampledTopK, ScoreWithSampler
+from trustrl.engines.trl_refusals import SERVER
 from trustrl.errors import EngineError
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
@@ -17,8 +18,6 @@ VLLM_DEFAULT_MAX_LOGPROBS = 20
 def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None) -> Iterator[None]:
     """While active, a colocated vLLM is built with what the region and this machine need beside TRL's settings."""
     if settings is None or not settings.use_vllm or settings.vllm_mode != "colocate":
-        if given:
-            refuse("vllm_options", "None without a colocated vLLM", given, "A server has its own command line.")
         yield
         return
     from trustrl.engines.vllm.options import cpu_options, extra_llm_options, missing_cpu_environment
@@ -57,19 +56,10 @@ def prepare(trainer: Any, *, rescoring: bool) -> ScoreWithSampler | None:
         install_sync(generation)
     elif trainer.accelerator.is_main_process and temperature != 1.0:
         mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
-        if mode != "processed_logprobs":
-            refuse(
-                "The vLLM server's logprobs_mode", "'processed_logprobs'", mode,
-                f"At temperature {temperature:g} raw log-probs are not what was sampled from: restart it with "
-                "`--logprobs-mode processed_logprobs`.",
-            )  # fmt: skip
+        facts = {"The vLLM server's logprobs_mode": mode, "temperature": temperature}
+        refusals.check(SERVER, refusals.reader(facts), trainer.region)
     if not rescoring:
         return None
-    if generation.enable_sleep_mode:
-        refuse(
-            "vllm_enable_sleep_mode", "False", True,
-            f"{trainer.region.kind} asks the sampler about finished sequences, when it sleeps; or anchor='proximal'.",
-        )  # fmt: skip
 
     def score(rollout: dict[str, Any], k: int) -> SampledTopK:
         prompts = _unpadded(rollout["prompt_ids"], rollout["prompt_mask"])
@@ -81,7 +71,7 @@ def prepare(trainer: Any, *, rescoring: bool) -> ScoreWithSampler | None:
         )
         length = scores.logp.shape[1]
         if temperature != 1.0:
-            recorded = rollout["sampling_per_token_logps"][asked, :length].to(scores.logp.device)
+            recorded = rollout[RECORDED][asked, :length].to(scores.logp.device)
             scores = tempered(scores, recorded, temperature)
         like = rollout["completion_ids"]
         ids = torch.full((*like.shape, k), -1, dtype=torch.int64, device=like.device)

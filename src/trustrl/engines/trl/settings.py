@@ -1,135 +1,57 @@
-"""Which of TRL's settings go with a region, and a sentence for each that does not."""
+"""Checks of TRL's settings against a region, at start-up."""
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from trustrl.config.axes import Needs, Region
+from trustrl.config.axes import Region
 from trustrl.config.checks import one_of
-from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
-from trustrl.engines.settings import PENALISED, TRUNCATED, refuse
+from trustrl.engines import refusals, seam
+from trustrl.engines.trl_refusals import MODEL, SETTINGS
 
 Behavior = Literal["sampler", "trainer"]
-"""Who says what μ was: the inference engine that drew the tokens, or (transformers generation) the trainer itself."""
-
-REDUCTIONS = {
-    "grpo": SequenceMeanTokenMean,
-    "bnpo": TokenMean,
-    "dr_grpo": FixedLength,
-    "dapo": TokenMean,
-    "luspo": SequenceMeanTokenSum,
-}
-"""TRL's `loss_type`s that are the clip with another average: with a region they choose the average alone."""
-
-_REGIONS_OF_THEIR_OWN = {"cispo": ("dapo", "cispo"), "sapo": ("grpo", "sapo"), "vespo": ("dapo", None)}
-_HARMLESS_GENERATION_KEYS = {
-    "seed", "n", "max_tokens", "max_new_tokens", "max_length", "stop", "stop_token_ids",
-    "stop_strings", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "detokenize", "use_cache", "cache_implementation", "pad_token_id", "bos_token_id", "eos_token_id",
-}  # fmt: skip
+"""The source of μ: log-probs recorded by the sampler (vLLM, a `rollout_func`), or by the trainer itself, which is right
+where transformers generates."""
 
 
-def check_settings(args: Any, region: Region, needs: Needs, behavior: Behavior) -> None:
-    """Refuses what would bypass the region, count the mismatch twice, or make a ratio of two different things.
+def check_settings(args: Any, region: Region, behavior: Behavior, **more: Any) -> None:
+    """Refuses settings that bypass the region, count the mismatch twice, or make a ratio of unlike log-probs.
+
+    Args:
+        args: TRL's `GRPOConfig`.
+        region: The region.
+        behavior: The source of μ.
+        **more: What the rows ask for besides TRL's settings; see `trustrl.engines.trl_refusals`.
 
     Raises:
-        ConfigError: with the setting and what to do.
+        ConfigError: with the setting and the fix.
     """
     one_of("behavior", behavior, ("sampler", "trainer"))
-    _check_loss(args, needs)
-    _check_terms(args)
-    _check_anchors(args, region, needs, behavior)
-    _check_sampling(args)
+    facts = {"behavior": behavior, "region": region, "trl": seam.version_of("trl"), **more}
+
+    def given(name: str, default: Any = None) -> Any:
+        found = facts[name] if name in facts else getattr(args, name, None)
+        return default if found is None else found
+
+    refusals.check(SETTINGS, given, region)
 
 
-def _check_loss(args: Any, needs: Needs) -> None:
-    kind = args.loss_type
-    if kind in _REGIONS_OF_THEIR_OWN:
-        average, preset = _REGIONS_OF_THEIR_OWN[kind]
-        instead = f" and region=trustrl.preset({preset!r})" if preset else "; trustrl has no such region"
-        refuse("loss_type", "an average", kind, f"{kind} is a region of its own: use loss_type={average!r}{instead}.")
-    if kind not in REDUCTIONS:
-        refuse("loss_type", f"one of {', '.join(REDUCTIONS)}", kind, "With a region it chooses the average alone.")
-    if needs.reduction is not None and REDUCTIONS[kind] is not needs.reduction:
-        fitting = [name for name, reduction in REDUCTIONS.items() if reduction is needs.reduction]
-        refuse("loss_type", " or ".join(map(repr, fitting)), kind, "This region is defined per sequence.")
-    if args.importance_sampling_level != "token":
-        refuse(
-            "importance_sampling_level", "'token'", args.importance_sampling_level,
-            "The region says at which level it decides: trustrl.preset('gspo') is the sequence's.",
-        )  # fmt: skip
-    for name, default in (("epsilon", 0.2), ("epsilon_high", None), ("delta", None)):
-        value = getattr(args, name, default)
-        if value != default:
-            refuse(
-                name, f"left at {default!r}", value,
-                "The bound belongs to the region, as in trustrl.PPO(trustrl.Ratio(max_decrease=.2, max_increase=.28)).",
-            )  # fmt: skip
+def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> None:
+    """Refuses models and set-ups that the region cannot read.
 
+    Args:
+        trainer: TRL's trainer, with its model.
+        region: The region.
+        output_layer: The kind of an output layer that is not plainly linear, or None.
 
-def _check_terms(args: Any) -> None:
-    if args.top_entropy_quantile < 1.0:
-        refuse(
-            "top_entropy_quantile", "1.0", args.top_entropy_quantile, "A region over part of the tokens is not built."
-        )
-    if args.off_policy_mask_threshold is not None:
-        refuse(
-            "off_policy_mask_threshold", "None", args.off_policy_mask_threshold,
-            "It is a second region; trustrl.preset('trm') drops whole sequences by divergence.",
-        )  # fmt: skip
-    for name in ("use_liger_kernel", "use_liger_loss"):
-        if getattr(args, name, False):
-            refuse(name, "False", True, "Liger replaces the model's forward or its loss, and the region would not act.")
+    Raises:
+        ConfigError: with the setting and the fix.
+    """
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-
-def _check_anchors(args: Any, region: Region, needs: Needs, behavior: Behavior) -> None:
-    if args.use_vllm:
-        if behavior == "trainer":
-            refuse(
-                "behavior", "'sampler' where vLLM samples", behavior,
-                "vLLM's own log-probs are recorded; for the trainer's choose the region's anchor='proximal'.",
-            )  # fmt: skip
-        if "behavior" in needs.anchors and args.vllm_importance_sampling_correction:
-            refuse(
-                "vllm_importance_sampling_correction", "False", True,
-                "This region already contains π'/μ, TRL would multiply with it once more. "
-                "(A region with anchor='proximal' may keep TRL's correction.)",
-            )  # fmt: skip
-    elif "behavior" in needs.anchors and behavior == "sampler":
-        refuse(
-            "behavior", "'trainer' where transformers generates", behavior,
-            f"It records no log-probs, and {region.kind} is anchored on them. behavior='trainer' says that the trainer "
-            "is the sampler and records them with one more forward pass; use_vllm=True records vLLM's own.",
-        )  # fmt: skip
-    if needs.full and needs.projects:
-        refuse(
-            "region",
-            "on a top-K support",
-            region,
-            "A projection of the whole vocabulary needs its logits: use support='topk'.",
-        )
-    if needs.full and needs.anchor == "behavior" and behavior == "sampler":
-        refuse(
-            "region", "a Top-K or Binary one", region,
-            "Nobody records the sampler's whole distribution; anchor='proximal' can be exact.",
-        )  # fmt: skip
-
-
-def _check_sampling(args: Any) -> None:
-    if args.top_p is not None and args.top_p < 1.0:
-        refuse("top_p", "1.0", args.top_p, TRUNCATED)
-    if args.top_k:
-        refuse("top_k", "0", args.top_k, TRUNCATED)
-    if args.min_p:
-        refuse("min_p", "None", args.min_p, TRUNCATED)
-    if args.repetition_penalty != 1.0:
-        refuse("repetition_penalty", "1.0", args.repetition_penalty, PENALISED)
-    if getattr(args, "vllm_structured_outputs_regex", None) is not None:
-        refuse("vllm_structured_outputs_regex", "None", args.vllm_structured_outputs_regex, TRUNCATED)
-    given = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
-    for key in given:
-        if key not in _HARMLESS_GENERATION_KEYS:
-            refuse(
-                f"generation_kwargs[{key!r}]", "left out", given[key],
-                "It may change what tokens are drawn from without the trainer knowing. (The temperature has a setting "
-                "of its own.)",
-            )  # fmt: skip
+    facts = {
+        "model": "vision-language" if getattr(trainer, "_is_vlm", False) else None,
+        "The model's output layer": output_layer,
+        "router_aux_loss_coef": trainer.router_aux_loss_coef if getattr(trainer, "aux_loss_enabled", False) else 0,
+        "DeepSpeed's ZeRO stage": 3 if is_deepspeed_zero3_enabled() else None,
+        "trl": seam.version_of("trl"),
+    }
+    refusals.check(MODEL, refusals.reader(facts), region)

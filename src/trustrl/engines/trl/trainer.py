@@ -1,14 +1,17 @@
 """TRL: any region in `GRPOTrainer`, by one more argument.
 
-Seams:    `_compute_loss(model, inputs)` and `_generate_and_score_completions(inputs)`, both calling super(); their
-          parameters are checked when a trainer is made. `_calculate_rewards` is only looked at
-Borrowed: everything else. TRL runs its own loss, with the advantages set to 0 and watched: what is left of it are its
+Seams:    `_compute_loss(model, inputs)`, `_generate_and_score_completions(inputs)` and
+          `_get_per_token_logps_and_entropies(model, ...)`, all calling super(); their parameters are checked when a
+          trainer is made. `_calculate_rewards` is only read
+Borrowed: everything else. TRL runs its own loss, with the advantages set to 0 and tracked: what is left of it are its
           other terms (KL to the reference, entropy, router), and its derivative by the advantages is what it multiplies
-          each token's loss with. The region's own terms are added with those coefficients, so TRL's reduction, its
-          scaling for accumulation and ranks, and its other terms stay TRL's, in every release
+          each token's loss with. The log-probs are captured where TRL computes them. The region's own terms are added
+          with those coefficients, so TRL's reduction, its scaling for accumulation and ranks, and its other terms stay
+          TRL's, in every release
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +22,15 @@ from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.engines import seam
-from trustrl.engines.forward import Head, VocabularyForward, Wanted, at_completions, refuse_adapted_head
+from trustrl.engines.forward import Head, VocabularyForward, Wanted, adapted_head, at_completions
 from trustrl.engines.roles import by_trainer, sources
-from trustrl.engines.settings import refuse
 from trustrl.engines.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
-from trustrl.engines.trl import invariants, metrics, sampler
+from trustrl.engines.trl import invariants, metrics, overrides, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens
-from trustrl.engines.trl.settings import REDUCTIONS, Behavior, check_settings
+from trustrl.engines.trl.settings import Behavior, check_model, check_settings
 from trustrl.engines.trl.state import RegionState
-from trustrl.engines.trl.watching import WatchedModel
+from trustrl.engines.trl.watching import Capture, Seen
+from trustrl.engines.trl_refusals import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.errors import ConfigError, EngineError
 from trustrl.objective import policy_loss
 from trustrl.recording import Recorder, Recording, sequence_ids
@@ -35,7 +38,9 @@ from trustrl.records import FullDivergence, PolicyTokens, TopK
 from trustrl.sampling import Sampling
 from trustrl.tokens import OnNonFinite
 
-OLDEST = (1, 15)
+ARGUMENTS = list(inspect.signature(GRPOTrainer.__init__).parameters)[1:]
+"""The arguments of `GRPOTrainer` in order."""
+
 NEEDED_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
 
@@ -46,6 +51,9 @@ _Trainer: Any = (
 
 class TrustRegionMixin(_Trainer):
     """Gives a `GRPOTrainer` subclass a trust region: `class Mine(TrustRegionMixin, MyGRPOTrainer)`."""
+
+    _capture: Capture | None = None
+    """What the loss that runs now has computed."""
 
     def __init__(
         self,
@@ -66,10 +74,10 @@ class TrustRegionMixin(_Trainer):
             *args: for `GRPOTrainer`.
             region: A region's settings, from `trustrl.preset` or built directly. With it, TRL's `loss_type` chooses the
                 average alone.
-            behavior: Who says what μ was: "sampler" (vLLM's recorded log-probs) or, where transformers generates,
-                "trainer": one forward pass without gradient at the rollout weights.
-            measure_mismatch: True records the trainer's own log-probs beside the sampler's, at the price of one more
-                forward pass a rollout, so that `trustrl/mismatch_*` is logged. Free where TRL records them anyway.
+            behavior: The source of μ: "sampler" (the log-probs that vLLM or a `rollout_func` recorded) or, where
+                transformers generates, "trainer": one forward pass without gradient at the rollout weights.
+            measure_mismatch: True records the trainer's log-probs in addition to the sampler's and logs
+                `trustrl/mismatch_*`. Costs one more forward pass per rollout, unless TRL records them anyway.
             startup_checks: Whether to refuse to train when the policy and its anchor disagree before the first step, or
                 vLLM does not follow the trainer's weights.
             on_nonfinite: See `trustrl.policy_loss`.
@@ -83,23 +91,28 @@ class TrustRegionMixin(_Trainer):
             ConfigError: a setting does not go with the region; says which, and what to do.
             EngineError: this TRL is not one the adapter was written for.
         """
-        _check_seams(type(self))
         if not isinstance(region, Region):
             raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+        _check_seams(type(self), vocabulary=bool(region.needs().topk or region.needs().full))
         if recording is not None and not isinstance(recording, Recording):
             raise ConfigError(f"recording must be a trustrl.recording.Recording, got {recording!r}.")
         self.region = region
         self._needs = region.needs()
         self._on_nonfinite: OnNonFinite = on_nonfinite
-        settings = kwargs.get("args", args[2] if len(args) > 2 else None)
+        settings = _given("args", args, kwargs)
+        more = {
+            "rollout_func": _given("rollout_func", args, kwargs) is not None,
+            "own_generation": _generates_itself(type(self)),
+            "vllm_options": vllm_options,
+        }
         if settings is not None:  # before the model is loaded; TRL's defaults are checked below
-            check_settings(settings, region, self._needs, behavior)
+            check_settings(settings, region, behavior, **more)
         rescoring = sources(self._needs, behavior, mismatch=False)[1] == "sampler"
         with sampler.colocated_options(settings, top_k=self._needs.topk if rescoring else 0, given=vllm_options):
             super().__init__(*args, **kwargs)
-        check_settings(self.args, region, self._needs, behavior)
+        check_settings(self.args, region, behavior, **more)
         base = _base_model(self.model)
-        _check_model(self, base, needs_vocabulary=bool(self._needs.topk or self._needs.full))
+        check_model(self, region, output_layer=adapted_head(base))
         self._vocabulary = None
         self._rollout_heads: dict[bool, Head] = {}
         """The output layer that the rollout in use was sampled with, by whether it is for training."""
@@ -107,45 +120,51 @@ class TrustRegionMixin(_Trainer):
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         score = sampler.prepare(self, rescoring=rescoring)
         self._recorder = AnchorRecorder(
-            self._needs, behavior, mismatch=measure_mismatch, temperature=self.temperature, score=score
-        )
+            self._needs, behavior, mismatch=measure_mismatch, temperature=self.temperature,
+            logps=super()._get_per_token_logps_and_entropies, score=score,
+        )  # fmt: skip
         self._sampling = Sampling(logprobs="processed", temperature=self.temperature, engine="TRL")
         rank = self.accelerator.process_index
         tokens = None if recording is None else Recorder(recording, region, rank=rank)
         self._names = None if recording is None else _SequenceNames(rank)
+        check = self._step_check(behavior, max_dropped_share)
+        self._region_metrics = metrics.StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
+        self._first_loss = startup_checks
+        self.add_callback(RegionState(region))
+        self._num_losses = 0
+        self.add_callback(invariants.RegionActs(self, overrides.hides_the_region(type(self), TrustRegionMixin)))
+        if startup_checks and self.use_vllm:
+            self.add_callback(invariants.FollowsTheTrainer(self))
+
+    def _step_check(self, behavior: Behavior, max_dropped_share: float) -> StepCheck:
+        """Returns the check of every step's metrics; warns if one update per rollout leaves the region nothing to do."""
         updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
-        if by_trainer(self._needs, behavior) and self.accelerator.is_main_process:
+        main = self.accelerator.is_main_process
+        if main and by_trainer(self._needs, behavior):
             warn_if_it_cannot_act(
-                region,
+                self.region,
                 updates_per_batch=updates,
                 remedy="Set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps, or use "
                 "vLLM, whose recorded log-probs differ from the trainer's.",
             )
-        check = StepCheck(
-            region,
+        return StepCheck(
+            self.region,
             max_dropped_share=max_dropped_share,
             setting="max_dropped_share",
             updates_per_batch=max(1, round(updates)),
-            speaks=self.accelerator.is_main_process,
+            speaks=main,
         )
-        self._region_metrics = metrics.StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
-        self._first_loss = startup_checks
-        self.add_callback(RegionState(region))
-        if startup_checks and self.use_vllm:
-            self.add_callback(invariants.FollowsTheTrainer(self))
 
     # ── seam 1: a rollout, and what the region needs beside it ──────────────────────────────────────────────────────
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
-        _check_inputs(rollout)
+        _check_inputs(rollout, type(self))
         training = self.model.training
         rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         if self._needs.full:
             self._remember_head()
-        added = self._recorder.record(
-            self.model, rollout, version=self.state.global_step, rows=rows, autocast=self.accelerator.autocast
-        )
+        added = self._recorder.record(self.model, rollout, version=self.state.global_step, rows=rows)
         if training and self._names is not None:
             ids = rollout["completion_ids"]
             added["trustrl_sequence"] = self._names.of(self.state.global_step, len(ids)).to(ids.device)
@@ -171,7 +190,8 @@ class TrustRegionMixin(_Trainer):
     # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        _check_inputs(inputs)
+        self._num_losses += 1
+        _check_inputs(inputs, type(self))
         in_loss = inputs["completion_mask"].bool()
         if "tool_mask" in inputs:
             in_loss = in_loss & inputs["tool_mask"].bool()
@@ -179,12 +199,11 @@ class TrustRegionMixin(_Trainer):
             inputs = _corrected(inputs, in_loss)
         if self._vocabulary is not None:
             self._vocabulary.rollout_head = self._rollout_heads.get(self.model.training)
-        watched = WatchedModel(model, self._wanted(inputs))
-        others, weights = self._their_loss(watched, inputs, in_loss)
-        policy = self._policy_tokens(watched.output(), in_loss.shape[1])
+        others, weights, seen = self._their_loss(model, inputs, in_loss)
+        policy = self._policy_tokens(seen)
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
-            _check_weights(weights, in_loss)
+            _check_weights(weights, in_loss, type(self))
             invariants.ratio_is_one(policy, rollout, self._needs.anchor, self._recorder.behavior)
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
@@ -192,8 +211,15 @@ class TrustRegionMixin(_Trainer):
         self._region_metrics.add(self, out, policy, rollout, weights, inputs.get("trustrl_sequence"))
         return others + out.loss
 
-    def _their_loss(self, model: WatchedModel, inputs: dict[str, Any], in_loss: Tensor) -> tuple[Tensor, Tensor]:
-        """TRL's loss without its policy term, and what it would multiply each token's policy term with."""
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Runs TRL's own method; captures the policy's log-probs while a loss runs."""
+        score, capture = super()._get_per_token_logps_and_entropies, self._capture
+        if capture is None or model is not capture.model:  # the reference model's, or a rollout's
+            return score(model, *args, **kwargs)
+        return capture.run(score, model, *args, **kwargs)
+
+    def _their_loss(self, model: Any, inputs: dict[str, Any], in_loss: Tensor) -> tuple[Tensor, Tensor, Seen]:
+        """Returns TRL's loss without its policy term, each token's factor in that term, and the captured pass."""
         advantages = torch.zeros(in_loss.shape, device=in_loss.device, requires_grad=True)
         theirs = {**inputs, "advantages": advantages}
         # TRL weighs its KL term with the ratio to `old_per_token_logps`. Nobody else needs it here, and without it the
@@ -203,24 +229,28 @@ class TrustRegionMixin(_Trainer):
             before = None
         if before is not None:
             theirs["old_per_token_logps"] = before
-        with torch.enable_grad():  # in evaluation too; the model itself runs as the caller had it
-            others = super()._compute_loss(model, theirs)
-            slope = None
-            if others.requires_grad:
-                (slope,) = torch.autograd.grad(others, advantages, retain_graph=True, allow_unused=True)
+        self._capture = capture = Capture(model, self._wanted(inputs))
+        try:
+            with torch.enable_grad():  # in evaluation too; the model itself runs as the caller had it
+                others = super()._compute_loss(model, theirs)
+        finally:
+            self._capture = None
+        if len(capture.seen) != 1:
+            rule = "compute the policy's log-probs with _get_per_token_logps_and_entropies(model, ...) exactly once"
+            raise _broken_loss(type(self), rule, f"got {len(capture.seen)} calls")
+        slope = None
+        if others.requires_grad:
+            (slope,) = torch.autograd.grad(others, advantages, retain_graph=True, allow_unused=True)
         if slope is None:
-            raise EngineError(
-                "TRL's loss must depend on `advantages`, and it does not. Install a TRL version listed in trustrl's "
-                "documentation."
-            )
+            raise _broken_loss(type(self), "depend on inputs['advantages']", "and it does not")
         weights = -slope
         if before is not None:
             # With advantage 0 both branches of TRL's minimum are equal, and each passes on half of the gradient.
-            logp = model.output().log_probs[:, -in_loss.shape[1] :].detach()
+            logp = capture.seen[0].logp.detach()
             ratio = torch.exp(torch.where(logp.isfinite(), logp, 0.0) - before)  # what TRL saw
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
             weights = torch.where(in_loss, weights / ((ratio + clipped) / 2), 0.0)
-        return others, weights
+        return others, weights, capture.seen[0]
 
     def _wanted(self, inputs: dict[str, Any]) -> Callable[[Tensor], Wanted] | None:
         if self._vocabulary is None:
@@ -236,8 +266,9 @@ class TrustRegionMixin(_Trainer):
             anchor_logsumexp=inputs.get("trustrl_logsumexp"),
         )
 
-    def _policy_tokens(self, out: Any, length: int) -> PolicyTokens:
+    def _policy_tokens(self, seen: Seen) -> PolicyTokens:
         more: dict[str, Any] = {}
+        out = seen.output
         if self._vocabulary is not None:
             if self._needs.topk:
                 more = {"topk_logp": out.gathered_logp, "tail_logp": out.tail_logp}
@@ -246,8 +277,8 @@ class TrustRegionMixin(_Trainer):
             if self._needs.full:
                 more["full_divergence"] = FullDivergence(tv=out.tv, kl=out.kl, of=self._needs.anchor)
         return PolicyTokens(
-            logp=out.log_probs[:, -length:],
-            entropy=out.entropy[:, -length:],
+            logp=seen.logp,
+            entropy=seen.entropy,
             version=self.state.global_step,
             sampling=self._sampling,
             **more,
@@ -293,54 +324,54 @@ def _corrected(inputs: dict[str, Any], in_loss: Tensor) -> dict[str, Any]:
     return {**inputs, "advantages": advantages.expand(in_loss.shape), "importance_sampling_ratio": ones}
 
 
-def _check_seams(trainer: type) -> None:
-    seam.require_version("trl", OLDEST, "its models have no fused output layer before")
-    seam.require_parameters(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"))
-    seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))
+def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns one of `GRPOTrainer`'s arguments, given by name or by position, or None."""
+    position = ARGUMENTS.index(name)
+    return kwargs.get(name, args[position] if len(args) > position else None)
+
+
+def _generates_itself(trainer: type) -> bool:
+    """Returns whether a subclass replaces TRL's generation, and so may record log-probs itself."""
+    methods = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
+    there = [overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)]
+    return any(not overrides.is_trls(cls) for cls in there)
+
+
+def _check_seams(trainer: type, *, vocabulary: bool) -> None:
+    seam.require_version("trl", OLDEST, "trustrl was never run with an older one")
+    if vocabulary:
+        reason = "before, its models have no fused output layer, which Top-K, TROLL and exact regions need"
+        seam.require_version("trl", OLDEST_FUSED, reason)
     if not issubclass(trainer, GRPOTrainer):
         raise ConfigError(
             f"TrustRegionMixin must stand before a GRPOTrainer, got {trainer.__name__}. "
             "Write `class Mine(TrustRegionMixin, MyGRPOTrainer)`."
         )
+    seam.require_parameters(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"))
+    seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))
+    scored = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
+    seam.require_parameters(GRPOTrainer, "_get_per_token_logps_and_entropies", scored, more=True)
 
 
-def _check_inputs(inputs: dict[str, Any]) -> None:
+def _broken_loss(trainer: type, rule: str, got: str) -> EngineError:
+    cls = overrides.provider(trainer, "_compute_loss", after=TrustRegionMixin)
+    return overrides.broken(cls, "_compute_loss", rule, got)
+
+
+def _check_inputs(inputs: dict[str, Any], trainer: type) -> None:
     missing = [name for name in NEEDED_INPUTS if inputs.get(name) is None]
     if missing:
-        raise EngineError(
-            f"TRL's rollout must carry {', '.join(missing)}, got {', '.join(sorted(inputs))}. "
-            "Install a TRL version listed in trustrl's documentation."
-        )
+        method = "_generate_and_score_completions"
+        cls = overrides.provider(trainer, method, after=TrustRegionMixin)
+        raise overrides.broken(cls, method, f"carry {', '.join(missing)}", f"got {', '.join(sorted(inputs))}")
     if inputs.get("pixel_values") is not None:
-        raise ConfigError("Rollouts must be text, got images. Regions on vision-language models are not built.")
+        raise ConfigError("Rollouts must be text, got images. Regions on vision-language models are not supported.")
 
 
-def _check_weights(weights: Tensor, in_loss: Tensor) -> None:
-    """The one look at what TRL's reduction gave; it waits for the device, so it is taken once."""
+def _check_weights(weights: Tensor, in_loss: Tensor, trainer: type) -> None:
+    """Checks the factors of TRL's reduction. Waits for the device, so it runs once."""
     outside, inside = weights[~in_loss], weights[in_loss]
     if outside.any() or not inside.isfinite().all() or (inside < 0).any() or not inside.any():
-        raise EngineError(
-            "TRL's loss must multiply tokens in the loss with numbers ≥ 0 and the others with 0, got "
-            f"{inside.min().item() if inside.numel() else 0:g} to {inside.max().item() if inside.numel() else 0:g} "
-            "inside. Install a TRL version listed in trustrl's documentation."
-        )
-
-
-def _check_model(trainer: Any, base: Any, *, needs_vocabulary: bool) -> None:
-    if getattr(trainer, "_is_vlm", False):
-        raise ConfigError("model must be a text model, got a vision-language model. Regions on images are not built.")
-    refuse_adapted_head(base)
-    if not needs_vocabulary:
-        return
-    kind = trainer.region.kind
-    if getattr(trainer, "aux_loss_enabled", False):
-        refuse("router_aux_loss_coef", "0", trainer.router_aux_loss_coef, f"{kind} does not compute router losses.")
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    if is_deepspeed_zero3_enabled():
-        refuse(
-            "DeepSpeed's ZeRO stage",
-            "below 3",
-            3,
-            f"{kind} reads the output layer, which stage 3 takes apart: use FSDP2.",
-        )
+        low, high = (inside.min().item(), inside.max().item()) if inside.numel() else (0.0, 0.0)
+        rule = "multiply tokens in the loss with numbers ≥ 0 and the others with 0"
+        raise _broken_loss(trainer, rule, f"got {low:g} to {high:g} inside")

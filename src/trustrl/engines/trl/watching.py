@@ -1,8 +1,7 @@
-"""A stand-in for the model that TRL's loss calls, so that its one forward pass serves the region as well."""
+"""Capture of the forward pass that TRL's loss makes, so that the region reuses it."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,51 +9,75 @@ from torch import Tensor
 from trustrl.engines.forward import KEYWORD, Wanted, gather_head
 from trustrl.errors import EngineError
 
+Score = Callable[..., tuple[Any, ...]]
+"""TRL's `_get_per_token_logps_and_entropies`: (log-probs, entropies or None, more in some releases)."""
 
-class WatchedModel:
-    """Calls the model as TRL asks, adds the region's wishes (made from TRL's labels), and keeps what came out."""
+
+class Seen(NamedTuple):
+    """One captured forward pass."""
+
+    logp: Tensor
+    """(B, T): log-probs of the completion tokens, as the model returned them."""
+
+    entropy: Tensor | None
+    output: Any
+    """The model's output where the region asked for more of the vocabulary, else None."""
+
+
+class Capture:
+    """The forward passes of one policy in one call of TRL's loss.
+
+    Args:
+        model: The policy that the loss gets.
+        wanted: From TRL's labels to what the region needs of the vocabulary; None for regions on the sampled token.
+    """
 
     def __init__(self, model: Any, wanted: Callable[[Tensor], Wanted] | None) -> None:
-        self._model = model
+        self.model = model
         self._wanted = wanted
         self._grad = torch.is_grad_enabled()
+        self.seen: list[Seen] = []
+
+    def run(self, score: Score, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls TRL's own method and keeps what it returned."""
+        gather_head(model)
+        asking = None if self._wanted is None else AskingModel(model, self._wanted)
+        # The caller enables gradients to read TRL's reduction, also in evaluation. The model runs as it was called.
+        with torch.set_grad_enabled(self._grad):
+            logp, entropy, *more = score(asking or model, *args, **kwargs)
+        self.seen.append(Seen(logp, entropy, asking.outputs[0] if asking else None))
+        # The region drops and counts tokens with a non-finite log-prob. They must not turn TRL's other terms into NaN.
+        return (torch.where(logp.isfinite(), logp, 0.0), entropy, *more)
+
+
+class AskingModel:
+    """Model proxy that asks for more of the vocabulary in each call, and keeps the outputs.
+
+    Args:
+        model: The model, taught the keyword by `VocabularyForward`.
+        wanted: From TRL's labels to what the region needs.
+    """
+
+    def __init__(self, model: Any, wanted: Callable[[Tensor], Wanted]) -> None:
+        self._model = model
+        self._wanted = wanted
         self.outputs: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One forward pass.
+        """Runs one forward pass.
 
         Raises:
-            EngineError: TRL asks for it in a way this adapter does not know.
+            EngineError: the call has no labels.
         """
-        if "labels" not in kwargs or not kwargs.get("fused_lm_head"):
+        if kwargs.get("labels") is None or not kwargs.get("fused_lm_head"):
             raise EngineError(
-                "TRL's loss must call the model with `labels` and `fused_lm_head=True`, got "
-                f"{sorted(kwargs)}. Install a TRL version listed in trustrl's documentation."
+                "TRL's _get_per_token_logps_and_entropies must call the model with `labels` and `fused_lm_head=True`, "
+                f"got {sorted(kwargs)}. Install a TRL version listed in trustrl's documentation, or choose a region on "
+                "the sampled token such as trustrl.preset('dppo-binary-tv')."
             )
-        if self._wanted is not None:
-            kwargs[KEYWORD] = self._wanted(kwargs["labels"])
-        gather_head(self._model)
-        # The caller turns gradients on to read TRL's reduction, also in evaluation; the model must not notice.
-        with torch.set_grad_enabled(self._grad):
-            out = self._model(*args, **kwargs)
-        self.outputs.append(out)
-        # A token the region will count as faulty and leave out must not turn TRL's own terms into NaN.
-        logp = out.log_probs
-        blanked = torch.where(logp.isfinite(), logp, 0.0)
-        return SimpleNamespace(log_probs=blanked, entropy=out.entropy, aux_loss=getattr(out, "aux_loss", None))
-
-    def output(self) -> Any:
-        """What the model returned.
-
-        Raises:
-            EngineError: it was not called exactly once.
-        """
-        if len(self.outputs) != 1:
-            raise EngineError(
-                f"TRL's loss must call the model exactly once, got {len(self.outputs)} calls. "
-                "Install a TRL version listed in trustrl's documentation."
-            )
-        return self.outputs[0]
+        kwargs[KEYWORD] = self._wanted(kwargs["labels"])
+        self.outputs.append(self._model(*args, **kwargs))
+        return self.outputs[-1]

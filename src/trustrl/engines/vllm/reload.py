@@ -1,13 +1,15 @@
-"""New weights for a model that vLLM has packed for the CPU's matrix kernels.
+"""Weight reload for a model that vLLM has packed for the CPU's matrix kernels.
 
-Three things go wrong when a trainer's weights are loaded the plain way, and only the first is an exception:
+Four things go wrong when a trainer's weights are loaded the plain way, and only the first is an exception:
 
 1. packed layers have lost the loaders `load_weights` looks for; vLLM's layer-wise reload puts them back for a while;
 2. that reload repacks the layers it has loaded. A tied head shares the embedding's weight and is loaded by nobody, so
    it keeps multiplying by its old packed copy (an error of one nat and more);
-3. cached prefixes were computed with the old weights and are used again.
+3. vLLM packs the experts of an MoE layer only while the layer has no kernel. A reload leaves plain weights where the
+   kernel reads packed ones (8 to 10 nats);
+4. cached prefixes were computed with the old weights and are used again.
 
-On a GPU nothing is packed: a tied head reads the weight that was just loaded.
+On a GPU nothing is packed: a tied head reads the weight that was just loaded, and expert kernels are left alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +24,7 @@ from trustrl.engines.vllm.options import on_cpu
 from trustrl.errors import EngineError
 
 Weights = Iterable[tuple[str, Tensor]]
+_KERNEL = "trustrl_kernel_before_reload"
 
 
 def model_runner_of(llm: Any) -> Any:
@@ -56,16 +59,30 @@ def reloaded(runner: Any) -> Iterator[None]:
 
 
 def begin_reload(model: nn.Module) -> None:
-    """Gives every layer its loaders back."""
+    """Gives every layer its loaders back and, on a CPU, makes vLLM pack the experts again."""
     import_module("vllm.model_executor.model_loader.reload").initialize_layerwise_reload(model)
+    for method in _expert_methods(model) if on_cpu() else []:
+        if method.moe_kernel is not None:
+            setattr(method, _KERNEL, method.moe_kernel)
+            method.moe_kernel = None
 
 
 @torch.no_grad()
 def end_reload(model: nn.Module, model_config: Any) -> None:
     """Packs what has been loaded and, on a CPU, the heads that share a weight with a layer that has."""
     import_module("vllm.model_executor.model_loader.reload").finalize_layerwise_reload(model, model_config)
+    for method in _expert_methods(model):
+        before = vars(method).pop(_KERNEL, None)
+        if method.moe_kernel is None:  # no new weights came for this layer, which has its packed ones back
+            method.moe_kernel = before
     for head in tied_heads(model) if on_cpu() else []:
         head.quant_method.process_weights_after_loading(head)
+
+
+def _expert_methods(model: nn.Module) -> list[Any]:
+    """Returns the objects that hold the expert kernels of a model's MoE layers."""
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    return [method for method in methods if hasattr(method, "moe_kernel")]
 
 
 def tied_heads(model: nn.Module) -> list[Any]:

@@ -1,0 +1,56 @@
+"""Errors that name the class whose method broke what the adapter relies on: TRL's trainer, or a subclass of it."""
+
+from typing import Any
+
+from trustrl.errors import EngineError
+
+_INSTALL = "Install a TRL version listed in trustrl's documentation."
+_ADVICE = {
+    "_compute_loss": (
+        "With a region it must call super()._compute_loss(model, inputs) once, with the advantages it was given, and "
+        "may add terms to the result that do not depend on them. To write the whole loss yourself, call "
+        "trustrl.policy_loss in it and leave TrustRegionMixin out."
+    ),
+    "_generate_and_score_completions": (
+        "It must return everything that TRL's own _generate_and_score_completions returns, and may add to it."
+    ),
+}
+
+
+def provider(trainer: type, method: str, *, after: type | None = None) -> type:
+    """Returns the class that provides a method.
+
+    Args:
+        trainer: The trainer's class.
+        method: The method's name.
+        after: Only classes that follow this one in the method resolution order count, as for its `super()`.
+    """
+    order = trainer.__mro__
+    start = order.index(after) + 1 if after is not None else 0
+    return next(cls for cls in order[start:] if method in vars(cls))
+
+
+def is_trls(cls: type) -> bool:
+    """Returns whether a class comes from TRL or below it, and not from a user."""
+    return cls.__module__.split(".")[0] in ("trl", "transformers")
+
+
+def broken(cls: type, method: str, rule: str, got: str) -> EngineError:
+    """Returns the error for a method that does not do what the adapter relies on.
+
+    Args:
+        cls: The class that provides it.
+        method: One of the overridden methods.
+        rule: What it must do.
+        got: What it did.
+    """
+    if is_trls(cls):
+        name = {"_compute_loss": "TRL's loss"}.get(method, "TRL's rollout")
+        return EngineError(f"{name} must {rule}, {got}. {_INSTALL}")
+    return EngineError(f"{cls.__name__}.{method} must {rule}, {got}. {_ADVICE[method]}")
+
+
+def hides_the_region(trainer: type, mixin: type) -> type | None:
+    """Returns the class in front of the mixin that overrides a loss, or None."""
+    front: tuple[Any, ...] = trainer.__mro__[: trainer.__mro__.index(mixin)]
+    return next((cls for cls in front if {"_compute_loss", "compute_loss"} & vars(cls).keys()), None)

@@ -1,0 +1,181 @@
+"""TRL's `rollout_func`, the agentic path: its recorded log-probs are μ, with TRL's own loop around it.
+
+The sampler is another network than the trainer's: the same architecture with slightly other weights, so that what it
+records differs from what the trainer would compute.
+"""
+
+import pytest
+
+pytest.importorskip("trl")
+
+import torch
+import world
+from datasets import Dataset
+from trl import GRPOTrainer
+
+import trustrl
+from trustrl import ConfigError, EngineError, MissingDataError
+from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin
+
+EDGE = 0.002
+REGION = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE))
+TOOL = slice(2, 4)
+"""Places of a completion that an environment wrote, where there is one."""
+
+
+def sampler_network(width=0.003):
+    network = world.tiny_model().eval()
+    world.drift(network, width)
+    return network
+
+
+@torch.no_grad()
+def draw(network, prompts, length):
+    """(ids, log-probs) for each prompt; ends with no EOS."""
+    ids, logps = [], []
+    for prompt in prompts:
+        drawn, recorded = [], []
+        for _ in range(length):
+            logp = network(torch.tensor([prompt + drawn])).logits[0, -1].log_softmax(-1)
+            logp = logp.index_fill(0, torch.arange(3), -torch.inf).log_softmax(-1)
+            drawn.append(int(torch.multinomial(logp.exp(), 1)))
+            recorded.append(network(torch.tensor([prompt + drawn])).logits[0, -2].log_softmax(-1)[drawn[-1]].item())
+        ids.append(drawn)
+        logps.append(recorded)
+    return ids, logps
+
+
+def rollout_func(network, *, records="logprobs", tool=False, length=6):
+    """As TRL calls it: (prompts, trainer) → prompt_ids, completion_ids, logprobs."""
+
+    def roll_out(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        ids, logps = draw(network, prompt_ids, length)
+        if records == "nonsense":
+            logps = [[-1.0] * length for _ in logps]
+        more = {}
+        if tool:
+            more["env_mask"] = [[int(not TOOL.start <= at < TOOL.stop) for at in range(length)] for _ in ids]
+            logps = [[0.0 if TOOL.start <= at < TOOL.stop else x for at, x in enumerate(row)] for row in logps]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None if records is None else logps, **more}
+
+    return roll_out
+
+
+def trainer_of(region=REGION, *, roll_out, cls=TrustRegionGRPOTrainer, given=None, **more):
+    usual = {"max_steps": 2, "num_iterations": 2, "learning_rate": 1e-2, "logging_steps": 1}
+    args = world.settings(**usual | more)
+    ours = {"region": region, **(given or {})}
+    return world.trainer_of(cls, world.tiny_model(), args, rollout_func=roll_out, **ours)
+
+
+def logs(trainer):
+    return [entry for entry in trainer.state.log_history if "trustrl/tokens" in entry]
+
+
+@torch.no_grad()
+def test_recorded_log_probs_are_mu_their_mismatch_is_reported_and_masks_follow_them(monkeypatch):
+    trainer = trainer_of(roll_out=rollout_func(sampler_network()), given={"measure_mismatch": True})
+    first = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    rollouts, original = [], GRPOTrainer._generate_and_score_completions
+
+    def watched(self, inputs):
+        rollouts.append(original(self, inputs))
+        return rollouts[-1]
+
+    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
+    seen = world.spy(monkeypatch)
+    with torch.enable_grad():
+        trainer.train()
+    assert len(rollouts) == 1
+    assert len(seen) == 2
+
+    trainer.model.load_state_dict(first)
+    trainers = world.at_sampled(world.logprobs(trainer.model, rollouts[0]), rollouts[0])
+    recorded = rollouts[0]["sampling_per_token_logps"]
+    gap = (trainers - recorded).abs()
+    assert gap.mean() > 0.01, "the sampler must differ from the trainer for this test to say something"
+    before, after = logs(trainer)
+    print(
+        {name: before[f"trustrl/{name}"] for name in ("mismatch_abs_mean", "mismatch_max", "masked_share", "ratio_max")}
+    )
+    assert before["trustrl/mismatch_abs_mean"] == pytest.approx(gap.mean().item(), rel=1e-4)
+    assert before["trustrl/ratio_mean"] == pytest.approx(torch.exp(trainers - recorded).mean().item(), rel=1e-4)
+    assert after["trustrl/mismatch_abs_mean"] == before["trustrl/mismatch_abs_mean"]
+
+    for out, policy, rollout in seen:
+        assert sorted(rollout.behavior_logp.flatten().tolist()) == sorted(recorded.flatten().tolist())
+        pi, mu, sign = policy.logp.exp(), rollout.behavior_logp.exp(), rollout.advantage.sign()[:, None]
+        leaves = (sign * (pi - mu) > EDGE) & (sign != 0)
+        assert torch.equal(~out.decision.keep, leaves)
+        assert 0.02 < leaves.double().mean() < 0.9
+    assert before["trustrl/masked_share"] > 0.02, "against the trainer's own log-probs nothing has moved yet"
+
+
+def test_the_trainers_log_probs_in_place_of_recorded_ones_are_refused_before_the_first_step():
+    trainer = trainer_of(roll_out=rollout_func(sampler_network()), given={"behavior": "trainer"})
+    with pytest.raises(
+        ConfigError, match=r"behavior must be 'sampler' when the rollout carries .*got 'trainer'.*anchor='proximal'"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_rollout_func_that_records_nothing_is_refused_and_the_trainer_may_stand_in_by_name():
+    silent = rollout_func(sampler_network(), records=None)
+    with pytest.raises(MissingDataError, match=r"sampler must record .*'logprobs'.*anchor='proximal'"):
+        trainer_of(roll_out=silent).train()
+    trainer = trainer_of(roll_out=silent, given={"behavior": "trainer"})
+    trainer.train()
+    assert logs(trainer)[0]["trustrl/ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_recorded_log_probs_that_are_not_the_samplers_are_refused_before_the_first_step():
+    trainer = trainer_of(roll_out=rollout_func(sampler_network(), records="nonsense"))
+    with pytest.raises(EngineError, match=r"ratio π/b must be 1 .*the sampler's log-probs"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_what_an_environment_wrote_is_neither_counted_nor_anchored(monkeypatch):
+    trainer = trainer_of(roll_out=rollout_func(sampler_network(), tool=True), max_steps=1, num_iterations=1)
+    seen = world.spy(monkeypatch)
+    trainer.train()
+    ((out, _, rollout),) = seen
+    assert not rollout.in_loss[:, TOOL].any()
+    assert rollout.in_loss.sum() == 6 * 4
+    assert logs(trainer)[0]["trustrl/tokens"] == 6 * 4
+    assert out.decision.keep.shape == (6, 6)
+
+
+def test_a_region_on_the_trainer_reports_the_mismatch_for_nothing():
+    trainer = trainer_of(trustrl.PPO(anchor="proximal"), roll_out=rollout_func(sampler_network()))
+    trainer.train()
+    assert logs(trainer)[0]["trustrl/mismatch_abs_mean"] > 0.01
+    assert logs(trainer)[0]["trustrl/ratio_mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_evaluation_takes_the_recorded_log_probs_too():
+    data = Dataset.from_dict({"prompt": ["1+1=", "2+1=", "3+1="]})
+    trainer = trainer_of(
+        roll_out=rollout_func(sampler_network()), given={"measure_mismatch": True, "eval_dataset": data}
+    )
+    trainer.evaluate()
+    found = trainer.state.log_history[-1]
+    assert found["eval_trustrl/mismatch_abs_mean"] > 0.01
+    assert found["eval_trustrl/ratio_max"] > 1.01
+
+
+class RecordsItself(GRPOTrainer):
+    """A subclass that samples with a network of its own."""
+
+    def _generate_single_turn(self, prompt_ids, *_):
+        ids, logps = draw(self.network, prompt_ids, 6)
+        return ids, logps
+
+
+def test_a_subclass_that_generates_and_records_is_taken_at_its_word():
+    cls = type("Mine", (TrustRegionMixin, RecordsItself), {"network": sampler_network()})
+    trainer = trainer_of(roll_out=None, cls=cls, given={"measure_mismatch": True})
+    trainer.train()
+    assert logs(trainer)[0]["trustrl/mismatch_abs_mean"] > 0.01
