@@ -12,7 +12,7 @@ nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = [
-    "lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "skyrl", "report", "docs", "package",
+    "lint", "tests", "triton", "real_model", "trl", "trl_vllm", "verl", "skyrl", "report", "docs", "package", "pins",
 ]  # fmt: skip
 
 TORCH = "torch==2.13.0"
@@ -84,9 +84,9 @@ def install_notebooks(session: nox.Session) -> None:
     session.env["OMP_NUM_THREADS"] = "1"
 
 
-def install_engine(session: nox.Session, environment: str) -> None:
-    """Exactly the packages of one environment file, and the test tools."""
-    session.install(TORCH)
+def install_engine(session: nox.Session, environment: str, torch: str = TORCH) -> None:
+    """Installs exactly the packages of one environment file, and the test tools."""
+    session.install(torch)
     session.install("--no-deps", "-r", f"environments/{environment}.txt")
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "engine_test"))
     session.install("--no-deps", "-e", ".")
@@ -139,6 +139,20 @@ def trl_vllm(session: nox.Session) -> None:
 def verl(session: nox.Session) -> None:
     """Regions in verl: its workers, `main_ppo` on Ray; the losses also at the oldest verl we support."""
     install_engine(session, "verl")
+    test_verl(session)
+    oldest = other_release(session, "verl", "0.9.0")
+    session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
+
+
+@nox.session(python="3.11")
+def verl_pins(session: nox.Session) -> None:
+    """verl at its own pins, `verl[cpu]==0.9.1` with torch 2.11. Needs 6 GB for CUDA packages, so it is not in CI."""
+    install_engine(session, "verl-pins", torch="torch==2.11.0")
+    test_verl(session)
+
+
+def test_verl(session: nox.Session) -> None:
+    """Runs the tests of the verl adapter in an environment that has verl."""
     vllm = Path(session.virtualenv.location).parent / "trl_vllm" / "bin" / "python"
     if vllm.exists():  # vLLM needs another transformers than verl: its server runs in the environment made before
         session.env["TRUSTRL_VLLM_PYTHON"] = str(vllm)
@@ -146,8 +160,6 @@ def verl(session: nox.Session) -> None:
     on_ray = "tests/audit/test_mapreduce.py"  # audits through Ray Data, which no other environment has
     # Each run is trained once for all tests of its file.
     session.run("pytest", "-n", "2", "--dist", "loadgroup", "tests/engines/verl", on_ray, guide, *session.posargs)
-    oldest = other_release(session, "verl", "0.9.0")
-    session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
 
 
 @nox.session(python="3.11")
@@ -192,6 +204,23 @@ def package(session: nox.Session) -> None:
     """Wheel and sdist as a user gets them: built, checked, installed without the source, every extra resolved."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "package"))
     session.run("pytest", "tests/package", *session.posargs, env={"TRUSTRL_PACKAGE_TORCH": TORCH})
+
+
+@nox.session(python="3.11")
+def pins(session: nox.Session) -> None:
+    """Resolves the wheel with every engine release and extra that the docs name; see tools/pins.py."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "pins"))
+    session.run("python", "tools/pins.py", *session.posargs)
+
+
+@nox.session(python=["3.11", "3.12", "3.13"])
+@nox.parametrize("torch", ["2.11.0", "2.15.0"])
+def torch_versions(session: nox.Session, torch: str) -> None:
+    """The core's tests on the oldest and the newest torch. Each needs 5 GB for CUDA packages, so it is not in CI."""
+    session.install(f"torch=={torch}")
+    session.install("-e", ".", *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test"))
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("pytest", "-n", "2", *session.posargs)
 
 
 @nox.session(python="3.11")
