@@ -6,6 +6,8 @@ in the end-to-end run.
 
 import asyncio
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +172,17 @@ def test_only_regions_on_the_samplers_top_k_are_scored(of, k):
     if k <= VOCABULARY:
         run(Loop(of, server, output(server)))
         assert bool(server.asked) == bool(k)
+
+
+def test_loading_the_package_registers_every_loop_that_a_region_may_be_given():
+    """verl's workers load the package by its name alone."""
+    code = (
+        "import trustrl.engines.verl, trustrl.engines.verl_refusals as rows; "
+        "from verl.experimental.agent_loop.agent_loop import _agent_loop_registry as known; "
+        "assert set(rows.RECORDING.values()) <= known.keys(), known.keys()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_every_output_of_a_loop_is_scored():
