@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks/evidence"))
 
 import answers
 import findings
+import smollm2_clipping
 from holm import holm
 
 from trustrl.cli import main
@@ -141,3 +142,16 @@ def test_the_guide_of_explain_counts_the_runs_that_moved_far_and_did_not_collaps
             moved.append(median(at[last]) - median(at[0]) > KL_OF_A_BATCH)
     said = f"Of {len(moved)} runs that did not collapse, {sum(moved)} moved more than 0.05 nats"
     assert said in (ROOT / "docs/guides/explain.md").read_text()
+
+
+def test_the_readme_s_figures_on_whole_distributions_follow_from_the_smollm2_tokens():
+    m = smollm2_clipping.moved(smollm2_clipping.after(smollm2_clipping.load(), 16))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for words in (
+        f"mean exact total variation (TV) of {m['rare']:.3f}, where all tokens average {m['all']:.3f}",
+        f"(Spearman {m['ratio']:.2f} against {m['binary']:.2f})",
+        f"Top-20 TV reaches {m['top-20']:.2f}",
+    ):
+        assert words in readme
+    assert m["ratio"] > m["binary"]
+    assert m["rare"] > m["all"]
