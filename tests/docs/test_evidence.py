@@ -1,6 +1,7 @@
 """What the results pages claim, computed again from the committed data."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,8 @@ from holm import holm
 from trustrl.cli import main
 from trustrl.explain.steps import KL_OF_A_BATCH
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.recipe import load
+from trustrl.runner.recipe import load, load_arms
+from trustrl.runner.trl_settings import grpo_fields
 
 RUNS = [(*key, seed, run) for key, seeds in findings.runs().items() for seed, run in seeds.items()]
 
@@ -155,3 +157,16 @@ def test_the_readme_s_figures_on_whole_distributions_follow_from_the_smollm2_tok
         assert words in readme
     assert m["ratio"] > m["binary"]
     assert m["rare"] > m["all"]
+
+
+@pytest.mark.filterwarnings("ignore:drpo.width")
+@pytest.mark.parametrize(
+    ("arm", "corrected"),
+    [("dppo-binary-tv", False), ("dppo-binary-tv-proximal", True), ("troll-behavior", False), ("troll", True)],
+)
+def test_the_runs_on_anchors_had_trl_s_default_correction_where_the_anchor_is_the_trainer_s(arm, corrected):
+    folder = ROOT / "recipes/evidence"
+    recipe = replace(load(folder / "both.toml"), region=load_arms(folder / "arms.toml")[arm])
+    fields = grpo_fields(recipe, "out")
+    assert fields["vllm_importance_sampling_correction"] is corrected
+    assert not {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"} & fields.keys()
