@@ -24,6 +24,8 @@ METRICS = (
     "trustrl/gap_abs_mean", "trustrl/ratio_max", "trustrl/kl_k3", "trustrl/mismatch_abs_mean",
 )  # fmt: skip
 KEY = ("setting", "arm", "seed")
+DERIVED = ("collapsed", "rollouts", "reward_first", "reward_last", "reward_best")
+"""Parts of a result that follow from the steps; `findings.py` computes what the pages need of them."""
 
 
 def schema() -> pa.Schema:
@@ -34,7 +36,7 @@ def schema() -> pa.Schema:
 
 def one(setting: str, arm: str, directory: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A run's result, and a row for each of its steps."""
-    result = directory.result()
+    result = {name: value for name, value in directory.result().items() if name not in DERIVED}
     key = {"setting": setting, "arm": arm, "seed": result["seed"]}
     versions = json.loads((directory.path / "environment.json").read_text())["packages"]
     rows = [{**key, "step": row["step"], **{name: row.get(name) for name in METRICS}} for row in directory.rows()]

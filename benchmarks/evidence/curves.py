@@ -7,25 +7,32 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from findings import over_seeds, runs, steps
+from findings import over_seeds, rewards_of_rollouts, runs
 
-from trustrl.runner.figures import COLOURS, LINES
-from trustrl.runner.summary import windows
+from trustrl.runner.figures import COLOURS, FEW_ROLLOUTS, LINES
+from trustrl.runner.summary import FEWEST_ROLLOUTS, windows
 
 MOST_BANDS = 4
 FIGURES = Path(__file__).parents[2] / "docs/results/figures"
 
 
 def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
-    """Saves the figure; a line is the mean over seeds, its band their range where there are not too many."""
+    """Saves the figure: means over seeds, with their range as a band where there are few arms.
+
+    Each rollout is a marker where a run has few of them; otherwise a line shows the mean of three.
+    """
     columns = min(len(arms), 2 * len(settings), 4)
     figure, axes = plt.subplots(
         2, len(settings), figsize=(3.9 * len(settings) + 1.2, 4.6 + 0.22 * len(arms)), squeeze=False, sharey="row",
         height_ratios=[3, 0.6 + 0.33 * len(arms)],
     )  # fmt: skip
+    counts = {
+        setting: max((len(one) for arm in arms for one in rewards_of_rollouts(setting, arm).values()), default=0)
+        for setting in settings
+    }
     for top, bottom, setting in zip(*axes, settings, strict=True):
-        top.set_title(setting, fontsize=11)
-        top.set_xlabel("step (update of the weights)")
+        top.set_title(f"{setting}: {counts[setting]} rollouts", fontsize=11)
+        top.set_xlabel("updates before the rollout")
         bottom.set_xlabel("held-out accuracy, 95 % interval; grey: before")
         for at, arm in enumerate(arms):
             colour, line = COLOURS[at % len(COLOURS)], LINES[at % len(LINES)]
@@ -34,7 +41,8 @@ def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
         bottom.set_yticks(range(len(arms)), arms)
         bottom.set_ylim(len(arms) - 0.5, -0.5)
         bottom.set_xlim(-0.02, 1.02)
-    axes[0][0].set_ylabel("reward, mean of 16 steps")
+    smoothed = "\n(line without markers: of three)" if max(counts.values()) > FEW_ROLLOUTS else ""
+    axes[0][0].set_ylabel(f"mean reward of a rollout{smoothed}")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=columns, frameon=False, fontsize=9)
     for axis in axes.flat:
@@ -49,12 +57,16 @@ def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
 
 
 def _curve(axis, setting: str, arm: str, colour: str, line: str, *, band: bool) -> None:
-    made = list(steps().get((setting, arm), {}).values())
+    made = list(rewards_of_rollouts(setting, arm).values())
     if not made:
         return
-    at_each = list(zip(*(windows([row["reward"] for row in rows], 16) for rows in made), strict=True))
-    at = [row["step"] for row in made[0]]
-    axis.plot(at, [sum(v) / len(v) for v in at_each], line, color=colour, label=arm, linewidth=1.8)
+    few = len(made[0]) <= FEW_ROLLOUTS
+    series = [[reward for _, reward in one] for one in made]
+    if not few:
+        series = [windows(one, FEWEST_ROLLOUTS) for one in series]
+    at, at_each = [step for step, _ in made[0]], list(zip(*series, strict=True))
+    marks = {"marker": "o", "ms": 4, "linewidth": 0.9} if few else {"linewidth": 1.8}
+    axis.plot(at, [sum(v) / len(v) for v in at_each], line, color=colour, label=arm, **marks)
     if band:
         axis.fill_between(at, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.09, linewidth=0)
 

@@ -1,25 +1,34 @@
 """What the collected runs say of a region in a setting, and of two regions against each other."""
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pyarrow.parquet as pq
 from collect import RUNS, STEPS
+from holm import LEVEL, holm
+from scipy.stats import t as student_t
 
 from trustrl.runner.comparison import spread
-from trustrl.runner.summary import steps_to
+from trustrl.runner.summary import collapsed, rollouts, steps_to
 
 THRESHOLD = 0.6
 """The reward whose first step is the measure of speed."""
 
+UPDATES = {"mismatch": 1, "stale-4": 4}
+"""Updates made on each rollout, where they are not 16."""
+
+EVALUATED = 500
+"""Held-out problems in each evaluation (`evaluation.count` of the recipes)."""
+
 
 @cache
 def runs() -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
-    """Each run's result by (setting, arm) and seed, with its mean reward and the steps to `THRESHOLD`."""
+    """Each run's result by (setting, arm) and seed, with what follows from its steps."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     curves = steps()
     for line in RUNS.read_text().splitlines():
@@ -27,8 +36,29 @@ def runs() -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
         rows = curves[run["setting"], run["arm"]][run["seed"]]
         run["mean_reward"] = sum(row["reward"] for row in rows) / len(rows)
         run["steps_to"] = steps_to(rows, THRESHOLD)
+        run["collapsed"] = collapsed(rows, evaluations(run), updates_per_batch(run["setting"]))
         found[run["setting"], run["arm"]][run["seed"]] = run
     return found
+
+
+def updates_per_batch(setting: str) -> int:
+    """Returns the updates made on each rollout of a setting."""
+    return UPDATES.get(setting, 16)
+
+
+def evaluations(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns a run's two evaluations as its folder had them."""
+    steps_at = {"before": 0, "after": run["steps"]}
+    return [{"step": step, "accuracy": run[f"accuracy_{when}"], "count": EVALUATED} for when, step in steps_at.items()]
+
+
+def rewards_of_rollouts(setting: str, arm: str) -> dict[int, list[tuple[int, float]]]:
+    """Returns (updates made before it, mean reward) of each rollout, by seed."""
+    made = steps().get((setting, arm), {})
+    return {
+        seed: [(row["step"] - 1, row["reward"]) for row in rollouts(rows, updates_per_batch(setting))]
+        for seed, rows in made.items()
+    }
 
 
 @cache
@@ -52,25 +82,53 @@ class Difference:
     mean: float
     low: float
     high: float
+    """Ends of the 95 % interval of this comparison alone."""
+
     seeds: int
+    p: float
+    """Of the paired t test, for this comparison alone."""
+
+    holm: float
+    """The same, adjusted for all comparisons on the page."""
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the interval excludes 0, else 0."""
-        return (self.low > 0) - (self.high < 0)
+        """1 or -1 where the adjusted p is below 5 %, else 0."""
+        return 0 if self.holm >= LEVEL else 1 if self.mean > 0 else -1
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
 
-def difference(setting: str, arm: str, other: str, name: str = "accuracy_after") -> Difference | None:
-    """None with fewer than two seeds in common."""
+Key = tuple[str, str, str]
+"""(setting, arm, other arm)."""
+
+
+def by_seed(setting: str, arm: str, other: str, name: str) -> list[float]:
+    """Returns the differences of the seeds that both arms have."""
     first, second = runs().get((setting, arm), {}), runs().get((setting, other), {})
-    common = sorted(first.keys() & second.keys())
-    if len(common) < 2:
-        return None
-    found = spread([first[seed][name] - second[seed][name] for seed in common])
-    return Difference(found["mean"], found["low"], found["high"], len(common))
+    return [first[seed][name] - second[seed][name] for seed in sorted(first.keys() & second.keys())]
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Returns the two-sided p of the one-sample t test against 0."""
+    found = spread(values)
+    if not found["sd"]:
+        return float(found["mean"] == 0)
+    return float(2 * student_t.sf(abs(found["mean"]) / (found["sd"] / math.sqrt(len(values))), len(values) - 1))
+
+
+def family(
+    settings: Sequence[str], pairs: Sequence[tuple[str, str]], name: str = "accuracy_after"
+) -> dict[Key, Difference]:
+    """Returns a page's comparisons, adjusted together; those with fewer than two seeds in common are left out."""
+    made = {(setting, *pair): by_seed(setting, *pair, name) for setting in settings for pair in pairs}
+    made = {key: values for key, values in made.items() if len(values) > 1}
+    p_values = [p_value(values) for values in made.values()]
+    return {
+        key: Difference(found["mean"], found["low"], found["high"], found["n"], p, adjusted)
+        for key, found, p, adjusted in zip(made, map(spread, made.values()), p_values, holm(p_values), strict=True)
+    }
 
 
 def rows(settings: Sequence[str], arms: Sequence[str]) -> list[str]:
@@ -100,11 +158,16 @@ def rows(settings: Sequence[str], arms: Sequence[str]) -> list[str]:
 
 
 def differences(settings: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """A Markdown table of paired differences in the final accuracy and in the mean reward over training."""
-    lines = ["| setting | difference | seeds | final accuracy [95 %] | mean reward [95 %] |", "|---|---|---|---|---|"]
-    for setting in settings:
-        for arm, other in pairs:
-            final, reward = difference(setting, arm, other), difference(setting, arm, other, "mean_reward")
-            if final is not None:
-                lines.append(f"| {setting} | `{arm}` − `{other}` | {final.seeds} | {final} | {reward} |")
+    """Returns a Markdown table of a page's paired differences in the final accuracy and in the mean reward."""
+    lines = [
+        "| setting | difference | seeds | final accuracy [95 %] | p, Holm | mean reward [95 %] | p, Holm |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    final, reward = family(settings, pairs), family(settings, pairs, "mean_reward")
+    for (setting, arm, other), one in final.items():
+        other_one = reward[setting, arm, other]
+        lines.append(
+            f"| {setting} | `{arm}` − `{other}` | {one.seeds} | {one} | {one.holm:.3f} | {other_one} | "
+            f"{other_one.holm:.3f} |"
+        )
     return lines

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import torch
 from pages import command, fill
+from scipy.stats import spearmanr
 from smollm2_masks import percent, share
 from smollm2_tokens import RESULTS, UPDATES, load, setting
 
@@ -86,6 +87,7 @@ def page() -> None:
     fill(file, "setting", setting())
     fill(file, "shares", shares(found))
     fill(file, "bins", bins_table(found))
+    fill(file, "whole", whole_table(found))
     fill(file, "words", words(found[max(UPDATES)]))
 
 
@@ -127,6 +129,31 @@ def bins_table(found: dict) -> str:
         for name in REGIONS:
             cells = [f"{d[name][inside].sum()} of {inside.sum()}" for inside in in_bins(d)]
             lines.append(f"| {update} | `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def moved(d: dict) -> dict[str, float]:
+    """Returns how far whole distributions moved, and how well each statistic of a token ranks that.
+
+    "all" and "rare" are mean exact TVs: of all tokens, and of those with μ < `RARE` that PPO masks. The others are
+    Spearman's rank correlations with the exact TV.
+    """
+    exact = d["tv_exact"]
+    statistics = {"ratio": abs(d["log_pi"] - d["log_mu"]), "binary": d["tv_binary"], "top-20": d["tv_20"]}
+    ranks = {name: float(spearmanr(values, exact).statistic) for name, values in statistics.items()}
+    return {"all": float(exact.mean()), "rare": float(exact[d["ppo"] & (d["mu"] < RARE)].mean()), **ranks}
+
+
+def whole_table(found: dict) -> str:
+    lines = [
+        f"| updates | mean exact TV, all tokens | mean exact TV, μ < {RARE:g} and masked by PPO | rank correlation of "
+        "\\|log π/μ\\| | of Binary TV | of Top-20 TV |",
+        "|---|---|---|---|---|---|",
+    ]
+    for update, d in found.items():
+        m = moved(d)
+        ranks = " | ".join(f"{m[name]:.2f}" for name in ("ratio", "binary", "top-20"))
+        lines.append(f"| {update} | {m['all']:.3f} | {m['rare']:.3f} | {ranks} |")
     return "\n".join(lines)
 
 

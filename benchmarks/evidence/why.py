@@ -1,4 +1,4 @@
-"""The README's picture: how far a token may rise under a clip and under a divergence mask, and whom each stops.
+"""The README's picture: the largest allowed increase of a sampled token's probability, and what each rule masks.
 
     python benchmarks/evidence/why.py draw
 
@@ -34,12 +34,12 @@ def draw() -> None:
     from trustrl.runner.figures import COLOURS
 
     figure, (rule, measured) = plt.subplots(1, 2, figsize=(10.4, 3.9))
-    mu = np.geomspace(1e-5, 0.78, 2)  # above, a token reaches π = 1 before either stops it
+    mu = np.geomspace(1e-5, 0.78, 2)  # above, a token reaches π = 1 before either masks it
     styles = dict(zip(REGIONS, zip(COLOURS, ("-", "--"), strict=False), strict=True))
     for name, rise in allowed_rise(mu).items():
         colour, line = styles[name]
         rule.loglog(mu, rise, line, color=colour, linewidth=2.2, label=REGIONS[name])
-    rule.set_title("how far a token may rise before it is stopped", fontsize=10, loc="left")
+    rule.set_title("largest allowed increase of the sampled token's probability", fontsize=10, loc="left")
     rule.set_xlabel("μ: the sampler's probability of the token", fontsize=9)
     rule.set_ylabel("largest allowed π − μ", fontsize=9)
     rule.legend(frameon=False, fontsize=9, loc="lower right")
@@ -52,10 +52,10 @@ def draw() -> None:
             places + (i - 0.5) * 0.4, heights, 0.38, color=COLOURS[i], hatch="/" * 3 * i, edgecolor="white"
         )
         measured.bar_label(bars, [f"{h:.0f}" if h else "0" for h in heights], fontsize=8, padding=1)
-    measured.set_title(f"whom they stop: SmolLM2-135M after {max(UPDATES)} updates on a batch", fontsize=10, loc="left")
+    measured.set_title(f"tokens each rule masks: SmolLM2, {max(UPDATES)} updates on a batch", fontsize=10, loc="left")
     measured.set_xticks(places, BINS, fontsize=9)
     measured.set_xlabel("μ", fontsize=9)
-    measured.set_ylabel("stopped tokens, %", fontsize=9)
+    measured.set_ylabel("masked tokens, %", fontsize=9)
     measured.margins(y=0.12)
     for axis in (rule, measured):
         axis.spines[["top", "right"]].set_visible(False)

@@ -272,6 +272,38 @@ def test_equal_rewards_at_the_end_of_a_solved_task_are_healthy(tmp_path):
     assert names(folder(tmp_path / "run", solved)) == []
 
 
+def far(row, updates=16):
+    """A policy that a batch's updates carry far away."""
+    return {"trustrl/kl_k3": 0.01 * ((row["step"] - 1) % updates)}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "found"),
+    [
+        pytest.param([0.4, 0.3, 0.5, 0.3, 0.5, 0.6, 0.8, 0.3], [], id="one bad rollout at the end"),
+        pytest.param([0.3, 0.5, 0.3, 0.6, 0.2, 0.2, 0.2, 0.1], ["too many updates per batch"], id="three of them"),
+    ],
+)
+def test_a_reward_that_fell_is_harm_from_three_rollouts_on(tmp_path, rewards, found):
+    run = RunDirectory(tmp_path / "run")
+    run.begin(small("schedule.steps=128", "schedule.updates_per_batch=16"), resume=False)
+    for step in range(1, 129):
+        row = healthy(step, 16) | {"reward": rewards[(step - 1) // 16], "trustrl/entropy": 0.4}
+        run.append("metrics", row | far(row))
+    assert names(tmp_path / "run") == found
+
+
+@pytest.mark.parametrize(("after", "found"), [(0.5, []), (0.2, ["too many updates per batch"])])
+def test_a_held_out_accuracy_that_fell_is_harm(tmp_path, after, found):
+    path = folder(tmp_path / "run", lambda row: far(row, 8), updates=8)
+    for step, accuracy in ((0, 0.4), (STEPS, after)):
+        RunDirectory(path).append("evaluation", {"step": step, "accuracy": accuracy, "count": 500})
+    assert names(path) == found
+    assert ["held-out accuracy" in [one.metric for one in cause.numbers] for cause in explain(path)] == [True] * len(
+        found
+    )
+
+
 def test_entropy_next_to_nothing_without_a_solved_task_is_a_collapse(tmp_path):
     path = folder(tmp_path / "run", lambda row: {"trustrl/entropy": 0.5 * math.exp(-row["step"] / 8), "reward": 0.3})
     assert names(path) == ["entropy collapse"]

@@ -387,7 +387,7 @@ def test_the_policys_own_ids_join_as_cells_where_the_anchor_is_known():
     assert kl(topk=own, topk_anchor_logp=b[:, [0, 2]].log()) == pytest.approx(exact, rel=1e-9)
 
 
-def test_the_papers_fill_is_a_named_option_and_worse_on_heavy_tails():
+def test_the_fixed_fill_is_a_named_option_and_worse_on_heavy_tails():
     """Against the dense gradient: the bucket is close, the fixed 1e-12 is not."""
     w = world(9, rows=6, width=6, vocabulary=200, peak=0.7, drift=0.6)
     w.in_loss.fill_(True)

@@ -38,11 +38,19 @@ def steps(count, every=1, **more):
 
 
 def run_folder(
-    path, *, name="small", region="dppo-binary-tv", rows=None, evaluations=((0, 0.25), (8, 0.75)), finished=True
+    path,
+    *,
+    name="small",
+    region="dppo-binary-tv",
+    rows=None,
+    evaluations=((0, 0.25), (8, 0.75)),
+    finished=True,
+    updates=1,
 ):
     """A run's folder; `rows` as in metrics.jsonl."""
     path.mkdir(parents=True)
-    recipe = replace(small(f"region.preset={region}"), name=name)
+    schedule = (f"schedule.steps={8 * updates}", f"schedule.updates_per_batch={updates}")
+    recipe = replace(small(f"region.preset={region}", *schedule), name=name)
     (path / "recipe.toml").write_text(recipe.to_toml(), encoding="utf-8")
     lines = [json.dumps(row) + "\n" for row in (steps(8) if rows is None else rows)]
     (path / "metrics.jsonl").write_text("".join(lines))

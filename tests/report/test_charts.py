@@ -39,6 +39,13 @@ def test_a_run_that_logs_once_a_batch_keeps_its_own_steps(tmp_path):
     assert [step for step, _ in lines(of(found, "reward"))[0]] == [16, 32, 48, 64]
 
 
+def test_the_reward_of_a_rollout_is_one_point_however_many_updates_were_made_on_it(tmp_path):
+    rows = [row | {"reward": (row["step"] - 1) // 16 / 10} for row in steps(128)]
+    found = charts(read_runs([run_folder(tmp_path / "a", rows=rows, updates=16)]))
+    assert lines(of(found, "reward"))[0] == [(1 + 16 * at, at / 10) for at in range(8)]
+    assert len(lines(of(found, "kl_k3"))[0]) == 128
+
+
 def test_stopped_and_projected_tokens_are_one_share(tmp_path):
     rows = steps(2, **{"trustrl/projected_share": 0.2})
     found = charts(read_runs([run_folder(tmp_path / "a", rows=rows)]))

@@ -193,7 +193,7 @@ def test_only_an_edge_that_the_sampled_token_decides_is_drawn(region, edge, tmp_
 @pytest.mark.parametrize(("engine", "update", "step"), [("trl", 0, 4), ("verl", 0, 5), ("verl", 1, 6)])
 def test_recorded_steps_are_shown_as_the_curves_count_them(engine, update, step, tmp_path):
     """TRL records count the updates that are done, verl's the batches, here of two updates."""
-    folder = run_folder(tmp_path / "a")
+    folder = run_folder(tmp_path / "a", updates=2)
     recipe = (folder / "recipe.toml").read_text()
     (folder / "recipe.toml").write_text(recipe.replace('name = "trl"', f'name = "{engine}"'))
     write_records(folder / "records", {"token_id": [1], "update": [update]}, step=3)

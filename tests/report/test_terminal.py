@@ -43,7 +43,7 @@ def test_unfinished_failed_and_collapsed_runs_are_said_to_be(tmp_path):
     half = run_folder(tmp_path / "a", name="s-half", rows=steps(8)[:3], finished=False)
     failed = run_folder(tmp_path / "b", name="s-failed", rows=steps(8)[:2], finished=False)
     (tmp_path / "b.log").write_text("error: out of memory\n")
-    fallen = run_folder(tmp_path / "c", name="s-fallen", rows=[*steps(8), {"step": 9, "reward": 0.0, "loss": 0.1}])
+    fallen = run_folder(tmp_path / "c", name="s-fallen", evaluations=((0, 0.25), (8, 0.05)))
     said = of(half, failed, fallen)
     for words in (
         "s-half: unfinished, step 3 of 8",
@@ -53,6 +53,12 @@ def test_unfinished_failed_and_collapsed_runs_are_said_to_be(tmp_path):
     ):
         assert words in said
     assert said.count("COLLAPSED") == 1
+
+
+def test_the_reward_says_how_many_rollouts_it_is_of(tmp_path):
+    rows = [row | {"reward": (row["step"] - 1) // 16 / 8} for row in steps(128)]
+    said = of(run_folder(tmp_path / "a", rows=rows, updates=16))
+    assert "▁▂▃▄▅▆▇█  0 → 0.875, highest 0.875 (8 rollouts)" in said
 
 
 def test_a_run_without_anything_is_still_said(tmp_path):

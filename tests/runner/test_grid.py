@@ -22,11 +22,13 @@ folder.mkdir(parents=True, exist_ok=True)
 if region == sys.argv[4] and seed == int(sys.argv[5]):
     sys.exit("broken on purpose")
 top = .9 if region == "ppo" else .7
-rows = [{"step": s, "reward": top * s / 20 + .01 * seed, "loss": 0., "trustrl/masked_share": .1} for s in range(1, 21)]
+rows = [{"step": s, "reward": top * s / 20 + .01 * seed, "loss": None if seed == 1 else 0.,
+         "trustrl/masked_share": .1} for s in range(1, 21)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 (folder / "result.json").write_text(json.dumps({
-    "accuracy_before": .3, "accuracy_after": top + .01 * seed, "reward_last_tenth": top, "collapsed": seed == 1,
-    "masked_share": .1, "projected_share": None}))
+    "accuracy_before": .3, "accuracy_after": top + .01 * seed, "collapsed": "by another rule"}))
+seen = [{"step": 0, "accuracy": .3, "count": 500}, {"step": 20, "accuracy": top + .01 * seed, "count": 500}]
+(folder / "evaluation.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in seen))
 """
 
 

@@ -1,6 +1,7 @@
 """Run folders: what is in them, what is refused, and what a kill leaves behind."""
 
 import json
+import math
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from trustrl.errors import RecordError
 from trustrl.runner.directory import RunDirectory, write_whole
 from trustrl.runner.recipe import load
 from trustrl.runner.running import run
-from trustrl.runner.summary import collapsed, steps_to, summary
+from trustrl.runner.summary import collapsed, lowest_accuracy, rollouts, steps_to, summary
 
 
 class FakeEngine:
@@ -46,7 +47,8 @@ def test_a_run_with_a_fake_engine_leaves_everything_behind(tmp_path):
     assert {"python", "platform", "packages", "commit", "cpus"} <= environment.keys()
     assert [row["step"] for row in RunDirectory(tmp_path / "run").rows()] == list(range(1, 9))
     assert (result["accuracy_before"], result["accuracy_after"]) == (0.25, 0.75)
-    assert result["reward_last_tenth"] == result["reward_best_tenth"] == 0.8
+    assert result["rollouts"] == 4, "two updates on each"
+    assert result["reward_last"] == result["reward_best"] == pytest.approx(0.5), "mean of .3, .5 and .7"
     assert result["masked_share"] == pytest.approx(0.1)
     assert not result["collapsed"]
 
@@ -212,10 +214,58 @@ def rows(rewards, losses=None):
         pytest.param([0.9] * 10 + [0.5] * 10, None, False, id="it fell by less than half"),
         pytest.param([0.2] * 19 + [0.0], None, False, id="one bad step in a tenth of two"),
         pytest.param([0.5] * 10, [0.0] * 9 + [None], True, id="a loss that is not finite"),
+        pytest.param([0.4, 0.0, 0.0], None, True, id="three rollouts below half of the first"),
+        pytest.param([0.4, 0.0], None, False, id="fewer than three rollouts"),
     ],
 )
-def test_collapse(rewards, losses, verdict):
-    assert collapsed(rows(rewards, losses)) is verdict
+def test_without_a_second_evaluation_the_reward_of_three_rollouts_decides_a_collapse(rewards, losses, verdict):
+    assert collapsed(rows(rewards, losses), [], 1) is verdict
+    assert collapsed(rows(rewards, losses), [{"step": 0, "accuracy": 0.9, "count": 500}], 1) is verdict
+
+
+def evaluations(before, after, count=500):
+    return [{"step": 0, "accuracy": before, "count": count}, {"step": 128, "accuracy": after, "count": count}]
+
+
+def rows_of_rollouts(rewards, updates=16):
+    """As TRL leaves them: the reward of a rollout in the row of each update on it."""
+    return rows([reward for reward in rewards for _ in range(updates)])
+
+
+def test_one_bad_rollout_at_the_end_of_eight_is_no_collapse():
+    bad_end = rows_of_rollouts([0.44, 0.31, 0.48, 0.28, 0.55, 0.61, 0.77, 0.36])  # dppo-binary-tv, seed 3 of `both`
+    assert not collapsed(bad_end, evaluations(0.35, 0.698), 16)
+    assert not collapsed(bad_end, [], 16), "before the last evaluation"
+    assert summary(bad_end, [], 16)["rollouts"] == 8
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "count", "verdict"),
+    [
+        pytest.param(0.35, 0.698, 500, False, id="it learned"),
+        pytest.param(0.332, 0.106, 500, True, id="it lost what it had"),
+        pytest.param(0.362, 0.332, 500, False, id="within two standard errors"),
+        pytest.param(0.0625, 0.0, 16, False, id="one problem of sixteen"),
+        pytest.param(0.03, 0.0, 500, True, id="a low start"),
+        pytest.param(0.0, 0.0, 500, False, id="nothing to lose"),
+    ],
+)
+def test_held_out_accuracy_decides_a_collapse_whatever_the_reward(before, after, count, verdict):
+    for rewards in ([0.1] * 4 + [0.9] * 4, [0.9] * 4 + [0.1] * 4):
+        assert collapsed(rows_of_rollouts(rewards), evaluations(before, after, count), 16) is verdict
+
+
+def test_the_margin_is_two_standard_errors_of_the_difference():
+    margin = 2 * math.sqrt((0.4 * 0.6 + 0.2 * 0.8) / 100)
+    assert lowest_accuracy(evaluations(0.4, 0.2, 100)) == pytest.approx(0.4 - margin)
+    assert lowest_accuracy(evaluations(0.4, 0.2, 100)[:1]) is None
+
+
+def test_a_row_per_batch_and_a_row_per_update_have_the_same_rollouts():
+    per_update = rows_of_rollouts([0.1, 0.2, 0.3, 0.4], updates=2)
+    per_batch = [{"step": step, "reward": step / 20, "loss": 0.0} for step in (2, 4, 6, 8)]
+    assert [row["reward"] for row in rollouts(per_update, 2)] == [0.1, 0.2, 0.3, 0.4]
+    assert [row["reward"] for row in rollouts(per_batch, 2)] == [0.1, 0.2, 0.3, 0.4]
 
 
 def test_steps_to_a_threshold_needs_a_tenth_of_the_run_above_it():
@@ -224,4 +274,4 @@ def test_steps_to_a_threshold_needs_a_tenth_of_the_run_above_it():
 
 
 def test_a_summary_of_nothing_is_empty():
-    assert summary([], [])["accuracy_after"] is None
+    assert summary([], [], 1)["accuracy_after"] is None

@@ -36,16 +36,16 @@ def run(options: argparse.Namespace) -> int:
     result = run_recipe(recipe, folder, resume=options.resume, trust_checkpoint=options.trust_checkpoint)
     if result:  # on other ranks there is none
         print(json.dumps(result, indent=1))
-        print(_drawn(folder), file=sys.stderr)
+        print(_drawn(folder, recipe.schedule.updates_per_batch), file=sys.stderr)
     return 0
 
 
-def _drawn(folder: Path) -> str:
+def _drawn(folder: Path, updates_per_batch: int) -> str:
     """Draws the run if that can be done; it has ended well either way."""
     from trustrl.runner.directory import RunDirectory
     from trustrl.runner.figures import draw_run
 
     try:
-        return f"drawn: {draw_run(RunDirectory(folder))}"
+        return f"drawn: {draw_run(RunDirectory(folder), updates_per_batch)}"
     except MissingPackageError as error:
         return f"not drawn: {error}"

@@ -380,8 +380,8 @@ class TROLL(AnchoredRegion):
     """How many of the anchor's most probable ids are cells of their own (sparse form)."""
 
     tail_mass: float = field(default=1e-5, kw_only=True)
-    """A recorder may stop before k ids once the anchor's remaining mass is below this, as in the paper. In a
-    narrower record, tokens with more left are left out and counted as faults of the support."""
+    """Largest anchor mass that a record with fewer than k columns may leave out. Tokens with more left out are dropped
+    and counted as faults of the support. Not used with k columns or more."""
 
     anchor: Anchor = field(default="proximal", kw_only=True)
     """π' in the paper; `behavior` projects around what actually sampled."""
@@ -390,8 +390,8 @@ class TROLL(AnchoredRegion):
     """`topk`: cells are the recorded ids, the sampled token and one bucket for the rest. `full`: the vocabulary."""
 
     rest: Literal["bucket", "fill"] = field(default="bucket", kw_only=True)
-    """What stands for unrecorded ids: one bucket that carries gradient (ours), or, for comparison, the paper's fixed
-    1e-12 at the policy's own top ids and nothing elsewhere."""
+    """Treatment of unrecorded ids: one bucket that carries gradient, or, for comparison, an anchor probability of 1e-12
+    at the policy's own top ids and nothing elsewhere. Neither is the paper's sparse selection."""
 
     def __post_init__(self) -> None:
         checks.real("troll.bound", self.bound, rule="nats in (0, 1e3]", low=0.0, high=1e3)

@@ -1,6 +1,6 @@
 """A run's folder as the rules see it: steps laid out by batch and update."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from trustrl.errors import ConfigError, RecordError, UnknownNameError
 from trustrl.recording.files import RECORDS
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.recipe import Recipe, load
-from trustrl.runner.summary import NO_METRICS, summary
+from trustrl.runner.summary import NO_METRICS, rollouts, summary
 
 EQUAL = "frac_reward_zero_std"
 EQUAL_GROUPS = 0.9
@@ -33,8 +33,13 @@ class Evidence:
 
     @cached_property
     def verdict(self) -> dict[str, Any]:
-        """What the run amounts to, by the rules of `trustrl.runner.summary`."""
-        return summary(self.rows, self.evaluations)
+        """Verdict on the run, by the rules of `trustrl.runner.summary`."""
+        return summary(self.rows, self.evaluations, self.recipe.schedule.updates_per_batch)
+
+    @cached_property
+    def rollouts(self) -> list[Point]:
+        """First step and mean reward of each rollout."""
+        return points(rollouts(self.rows, self.recipe.schedule.updates_per_batch), "reward")
 
     @property
     def records(self) -> Path:
@@ -96,7 +101,7 @@ def _recipe(file: Path) -> Recipe:
         raise RecordError(f"The recipe of a run must be whole, got {file}: {error}") from None
 
 
-def points(rows: Sequence[Row], metric: str) -> list[Point]:
+def points(rows: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
     """A metric over the steps that have it and where it was finite."""
     return [(row["step"], float(row[metric])) for row in rows if row.get(metric) is not None]
 

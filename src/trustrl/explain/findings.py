@@ -11,6 +11,7 @@ HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
     "loss": "finite",
     "grad_norm": "finite",
     "reward": "rises, or stays near its best",
+    "held-out accuracy": "rises",
     "entropy change": "below .3 for the three largest",
     "frac_reward_zero_std": "below .5",
     "frac_reward_nan": "0",

@@ -54,7 +54,7 @@ def no_learning_signal(run: Evidence) -> Finding | None:
         return None
     width = max(1, len(shares) // 10)
     first, last = shares[:width], shares[-max(width, len(shares) // 4) :]
-    reward = run.verdict["reward_last_tenth"]
+    reward = run.verdict["reward_last"]
     from_the_start = min(shares[0][1], middle(first)) >= EQUAL_GROUPS
     if middle(last) < EQUAL_GROUPS or not (from_the_start or reward is None or reward < SOLVED):
         return None
@@ -81,7 +81,7 @@ def entropy_collapse(run: Evidence) -> Finding | None:
 def entropy_left(run: Evidence) -> Number | None:
     """The entropy of the last tenth, where it is next to nothing and the task is not solved."""
     entropies = points(run.rows, ENTROPY)
-    reward = run.verdict["reward_last_tenth"]
+    reward = run.verdict["reward_last"]
     if not entropies or (reward is not None and reward >= SOLVED):
         return None
     last = entropies[-max(1, len(entropies) // 10) :]

@@ -11,6 +11,7 @@ from itertools import pairwise
 from trustrl.explain.evidence import Evidence, Point, middle, points
 from trustrl.explain.findings import Finding, Number, Order, confidence
 from trustrl.explain.signal import broken, entropy_left
+from trustrl.runner.summary import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
 
 KL, MASKED, ENTROPY = "trustrl/kl_k3", "trustrl/masked_share", "trustrl/entropy"
 
@@ -79,13 +80,8 @@ def too_many_updates(run: Evidence) -> Finding | None:
 
 
 def harms(run: Evidence) -> list[Number]:
-    """What broke: reward, entropy either way, or the policy's own numbers."""
-    found = []
-    best, last = run.verdict["reward_best_tenth"], run.verdict["reward_last_tenth"]
-    if best is not None and last < best / 2:
-        found.append(
-            Number("reward", run.rows[-1]["step"], last, best / 2, "below", "last tenth, against half the best")
-        )
+    """Returns what broke: held-out accuracy, reward, entropy either way, or a value that is not finite."""
+    found = _fallen(run)
     entropies = points(run.rows, ENTROPY)
     if entropies:
         first = entropies[0][1]
@@ -96,6 +92,21 @@ def harms(run: Evidence) -> list[Number]:
         if left is not None:
             found.append(left)
     return found + [one for name in ("loss", "grad_norm") if (one := broken(run, name)) is not None]
+
+
+def _fallen(run: Evidence) -> list[Number]:
+    """Returns the held-out accuracy and the reward where they fell, by the limits of `trustrl.runner.summary`."""
+    found = []
+    lowest, after = lowest_accuracy(run.evaluations), run.verdict["accuracy_after"]
+    if lowest is not None and after < lowest:
+        what = f"last evaluation, against the first less {STANDARD_ERRORS} standard errors"
+        found.append(Number("held-out accuracy", run.evaluations[-1]["step"], after, lowest, "below", what))
+    lowest, last = lowest_reward([reward for _, reward in run.rollouts]), run.verdict["reward_last"]
+    if lowest is not None and last < lowest:
+        count = rollouts_in_a_mean(len(run.rollouts))
+        what = f"last {count} rollouts, against half of the best {count} or of the first"
+        found.append(Number("reward", run.rollouts[-count][0], last, lowest, "below", what))
+    return found
 
 
 def _one_update(run: Evidence) -> Number | None:

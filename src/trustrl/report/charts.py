@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trustrl.metrics import METRICS
-from trustrl.report.runs import Run
+from trustrl.report.runs import Run, updates_per_batch
 from trustrl.report.words import number, statistic_of, unit_of
-from trustrl.runner.summary import windows
+from trustrl.runner.summary import rollouts, windows
 
 MAX_POINTS = 1000
 """Of a line: beyond it, the lowest and highest of each stretch of steps are kept."""
@@ -62,8 +62,9 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     measured = [run.rows for run in runs]
     found = [
         Chart(
-            key="reward", title="Reward", unit="mean of a step", about="Over the completions that were trained on.",
-            lines=_lines(measured, _reader("reward")),
+            key="reward", title="Reward", unit="mean of a rollout",
+            about="One point per rollout, at the first update made on it.",
+            lines=_lines([rollouts(run.rows, updates_per_batch(run.recipe)) for run in runs], _reader("reward")),
         ),
         Chart(
             key="accuracy", title="Held-out accuracy", unit="share of problems", about="Step 0 is before training.",

@@ -133,9 +133,9 @@ def _card(at: int, run: dict[str, Any], shared: dict[str, str], *, several: bool
     head = f"<h3>{swatch(at)}{letter(at)}&ensp;{_said(run['label'])}</h3>" if several else ""
     shown = {name: value for name, value in run["facts"].items() if name not in shared}
     steps = f"{run['steps']}" if run["steps_planned"] is None else f"{run['steps']} of {run['steps_planned']}"
-    shown |= {"steps": steps}
-    if run["reward_first_tenth"] is not None:
-        first, best, last = (f"{run[f'reward_{part}_tenth']:.2f}" for part in ("first", "best", "last"))
+    shown |= {"steps": steps, "rollouts": str(run["rollouts"])}
+    if run["reward_first"] is not None:
+        first, best, last = (f"{run[f'reward_{part}']:.2f}" for part in ("first", "best", "last"))
         shown["reward, first → best → last"] = f"{first} → {best} → {last}"
     for key, word in (("masked_share", "stopped, mean of steps"), ("projected_share", "projected, mean of steps")):
         if run[key] is not None:

@@ -93,10 +93,17 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def _run(folder: Path, label: str, recipe: dict[str, Any]) -> Run:
     directory = RunDirectory(folder)
     rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
-    verdict = summary(rows, evaluations)
+    verdict = summary(rows, evaluations, updates_per_batch(recipe))
     result = directory.result() if directory.finished else {}
     status, words = _ending(folder, finished=directory.finished)
     return Run(folder, label, recipe, _region(recipe), rows, evaluations, verdict, status, words, result.get("seconds"))
+
+
+def updates_per_batch(recipe: Mapping[str, Any]) -> int:
+    """Returns the updates made on each rollout; 1 unless the recipe has another whole number."""
+    schedule = recipe.get("schedule")
+    found = schedule.get("updates_per_batch") if isinstance(schedule, Mapping) else None
+    return found if isinstance(found, int) and found > 0 else 1
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

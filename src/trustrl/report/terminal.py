@@ -41,7 +41,8 @@ def _block(report: Report, at: int, one: dict[str, Any]) -> list[str]:
     for chart in report.charts:
         line = next((line for line in chart.lines if line.run == at), None)
         if line is not None and chart.key != "accuracy":
-            lines.append(_metric(chart, [value for _, value in line.points]))
+            unit = f"{one['rollouts']} rollouts" if chart.key == "reward" else chart.unit
+            lines.append(_metric(chart, unit, [value for _, value in line.points]))
     tokens = one["tokens"]
     if tokens is not None:
         counts = ", ".join(f"{count:,} {name}" for name, count in tokens["verdicts"].items() if count)
@@ -55,13 +56,13 @@ def _block(report: Report, at: int, one: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _metric(chart: Chart, values: Sequence[float | None]) -> str:
+def _metric(chart: Chart, unit: str, values: Sequence[float | None]) -> str:
     finite = [value for value in values if value is not None]
     show = percent if chart.percent else number
     ends = f"{show(finite[0])} → {show(finite[-1])}" if finite else "never finite"
     most = f", highest {show(max(finite))}" if finite else ""
     missing = f", {len(values) - len(finite)} not finite" if len(finite) < len(values) else ""
-    unit = "" if chart.percent or chart.key == "reward" else f" ({chart.unit})"
+    unit = "" if chart.percent else f" ({unit})"
     title = chart.title if chart.title[1].isupper() else chart.title[0].lower() + chart.title[1:]
     return f"  {title:<30}{sparkline(values)}  {ends}{most}{unit}{missing}"
 

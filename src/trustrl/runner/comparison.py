@@ -7,10 +7,10 @@ from typing import Any
 
 from trustrl.runner.directory import RunDirectory, finite
 from trustrl.runner.grid import Cell, Failure
-from trustrl.runner.summary import COLLAPSE, rewards_of, steps_to
+from trustrl.runner.summary import COLLAPSE, rewards_of, rollouts, steps_to, summary
 
 INTERVAL = "95 % confidence interval of the mean: Student's t over seeds"
-CURVES = ("reward", "trustrl/masked_share", "trustrl/projected_share")
+CURVES = ("trustrl/masked_share", "trustrl/projected_share")
 T_975 = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
     2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860, 2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484,
@@ -65,8 +65,12 @@ def _order(cells: Sequence[Cell]) -> list[str]:
 def _run(cell: Cell, threshold: float) -> dict[str, Any]:
     directory = RunDirectory(cell.folder)
     rows = directory.rows()
-    result = directory.result() if directory.finished else {}
+    updates = cell.recipe.schedule.updates_per_batch
+    result = {}
+    if directory.finished:  # judged again: a result from an older version has that version's verdict
+        result = directory.result() | summary(rows, directory.rows("evaluation"), updates)
     curves = {name: [row.get(name) for row in rows] for name in CURVES if any(name in row for row in rows)}
+    rewarded = [row for row in rollouts(rows, updates) if row["reward"] is not None]
     return {
         "region": cell.region,
         "seed": cell.seed,
@@ -75,6 +79,7 @@ def _run(cell: Cell, threshold: float) -> dict[str, Any]:
         "steps_to_threshold": steps_to(rows, threshold) if rewards_of(rows) else None,
         "step": [row["step"] for row in rows],
         "curves": curves,
+        "rollouts": {"step": [row["step"] for row in rewarded], "reward": rewards_of(rewarded)},
     }
 
 
@@ -93,7 +98,7 @@ def _row(runs: Sequence[Mapping[str, Any]], failures: Sequence[Failure]) -> dict
         "failed": sum(one.region == region for one in failures),
         "accuracy_before": over("accuracy_before"),
         "accuracy_after": over("accuracy_after"),
-        "reward_last_tenth": over("reward_last_tenth"),
+        "reward_last": over("reward_last"),
         "collapse_rate": sum(run["result"]["collapsed"] for run in done) / len(done) if done else None,
         "reached_threshold": len(reached),
         "steps_to_threshold": spread(reached),

@@ -10,10 +10,12 @@ from trustrl.errors import MissingDataError
 from trustrl.metrics import PROBABILITY_EDGES, bin_names
 from trustrl.packages import need
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.summary import mean_of, windows
+from trustrl.runner.summary import mean_of, rewards_of, rollouts, windows
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":")
+FEW_ROLLOUTS = 24
+"""Up to so many rollouts each one is drawn as a marker."""
 
 
 def draw(folder: Path) -> list[Path]:
@@ -31,8 +33,12 @@ def draw(folder: Path) -> list[Path]:
     return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
 
 
-def draw_run(directory: RunDirectory) -> Path:
+def draw_run(directory: RunDirectory, updates_per_batch: int = 1) -> Path:
     """Draws `run.png` into a run's folder: what it learned, what the region did, and to which tokens.
+
+    Args:
+        directory: The run's folder.
+        updates_per_batch: Updates made on each rollout; the reward is drawn once per rollout.
 
     Raises:
         MissingDataError: no step was measured.
@@ -46,9 +52,10 @@ def draw_run(directory: RunDirectory) -> Path:
     need("matplotlib", extra="plots").use("Agg")
     plt = need("matplotlib.pyplot", extra="plots")
     figure, (learned, acted, where) = plt.subplots(1, 3, figsize=(11, 3.3))
-    steps, width = [row["step"] for row in rows], max(1, len(rows) // 20)
-    rewards = [row.get("reward") or 0.0 for row in rows]
-    learned.plot(steps, windows(rewards, width), color=COLOURS[0], label="reward of the batch")
+    steps = [row["step"] for row in rows]
+    sampled = rollouts(rows, updates_per_batch)
+    rewarded = [row for row in sampled if row["reward"] is not None]
+    _rewards(learned, [row["step"] for row in rewarded], rewards_of(rewarded), "-", COLOURS[0], "reward of the rollout")
     evaluations = directory.rows("evaluation")
     marks = {"color": COLOURS[1], "marker": "o", "linestyle": "none", "label": "held-out accuracy"}
     learned.plot([row["step"] for row in evaluations], [row["accuracy"] for row in evaluations], **marks)
@@ -66,6 +73,14 @@ def draw_run(directory: RunDirectory) -> Path:
     for axis, title in ((learned, "what it learned"), (acted, "what the region did"), (where, "to which tokens")):
         axis.set_title(title, fontsize=10, loc="left")
     return _saved(figure, (learned, acted, where), directory.path / "run.png")
+
+
+def _rewards(axis: Any, at: Sequence[int], rewards: Sequence[float], line: str, colour: str, label: str) -> None:
+    """Draws one marker per rollout where there are few of them, else a line through their running mean."""
+    few = len(rewards) <= FEW_ROLLOUTS
+    values = rewards if few else windows(rewards, len(rewards) // FEW_ROLLOUTS)
+    marks: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 0.9} if few else {"linewidth": 1.8}
+    axis.plot(at, values, line, color=colour, label=label, **marks)
 
 
 def shares_by_probability(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
@@ -97,15 +112,22 @@ def _curves(found: Mapping[str, Any], file: Path) -> Path:
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.5, 6.4), sharex=True)
     for region, (colour, line) in _styles(list(found["regions"])).items():
         runs = [run for run in found["runs"] if run["region"] == region and run["finished"]]
-        for axis, name in ((top, "reward"), (bottom, "share")):
-            series = [windows(_series(run, name), max(1, len(run["step"]) // 20)) for run in runs]
-            steps = runs[0]["step"] if runs else []
+        rewards = [run["rollouts"]["reward"] for run in runs]
+        shares = [windows(_shares(run), max(1, len(run["step"]) // 20)) for run in runs]
+        for axis, series, steps in (
+            (top, rewards, runs[0]["rollouts"]["step"] if runs else []),
+            (bottom, shares, runs[0]["step"] if runs else []),
+        ):
             if not series or any(len(one) != len(steps) for one in series):
                 continue
             at_each = list(zip(*series, strict=True))
-            axis.plot(steps, [sum(v) / len(v) for v in at_each], line, color=colour, label=region, linewidth=1.8)
+            means = [sum(v) / len(v) for v in at_each]
+            if axis is top:
+                _rewards(axis, steps, means, line, colour, region)
+            else:
+                axis.plot(steps, means, line, color=colour, label=region, linewidth=1.8)
             axis.fill_between(steps, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.13, lw=0)
-    top.set_ylabel("reward")
+    top.set_ylabel("reward of the rollout")
     bottom.set_ylabel("share of tokens\nstopped or projected")
     bottom.set_xlabel("step (update of the weights)")
     seeds = max(row["finished"] for row in found["regions"].values())
@@ -114,10 +136,8 @@ def _curves(found: Mapping[str, Any], file: Path) -> Path:
     return _saved(figure, (top, bottom), file)
 
 
-def _series(run: Mapping[str, Any], name: str) -> list[float]:
+def _shares(run: Mapping[str, Any]) -> list[float]:
     curves = run["curves"]
-    if name == "reward":
-        return [value or 0.0 for value in curves.get("reward", [])]
     kinds = [curves.get(f"trustrl/{kind}_share", [0.0] * len(run["step"])) for kind in ("masked", "projected")]
     return [(a or 0.0) + (b or 0.0) for a, b in zip(*kinds, strict=True)]
 

@@ -77,6 +77,6 @@ def _result(recipe: Recipe, directory: RunDirectory, seconds: float) -> dict[str
         "engine": recipe.engine.name,
         "region": config_to_dict(recipe.region),
         "seed": recipe.schedule.seed,
-        **summary(directory.rows(), directory.rows("evaluation")),
+        **summary(directory.rows(), directory.rows("evaluation"), recipe.schedule.updates_per_batch),
         "seconds": round(seconds, 1),
     }
