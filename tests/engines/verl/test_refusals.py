@@ -56,7 +56,9 @@ def test_a_region_anchored_on_the_trainer_keeps_verls_correction():
 
 def test_one_update_per_batch_against_the_trainers_own_log_probs_is_said_to_leave_the_region_nothing_to_do():
     one = f"actor_rollout_ref.actor.ppo_mini_batch_size={configuration().data.train_batch_size}"
-    with pytest.warns(trustrl.TrustRLWarning, match=r"ppo cannot act: .* Set actor_rollout_ref.actor.ppo_mini_batch_size"):
+    with pytest.warns(
+        trustrl.TrustRLWarning, match=r"ppo cannot act: .* Set actor_rollout_ref.actor.ppo_mini_batch_size"
+    ):
         check_settings(configuration(*PROXIMAL, one))
     check_settings(configuration(*PROXIMAL, one, "actor_rollout_ref.actor.ppo_epochs=2"))
     check_settings(configuration(*RIGHT, one))  # the sampler's numbers are not the trainer's

@@ -27,9 +27,10 @@ def check_settings(config: Any) -> Region:
     check(ROWS, reader(config), region)
     if by_trainer(region.needs(), "sampler"):
         trainer = config.trainer
+        mini_batches = trainer.train_batch_size / trainer.policy_mini_batch_size
         warn_if_it_cannot_act(
             region,
-            updates_per_batch=trainer.update_epochs_per_batch * trainer.train_batch_size / trainer.policy_mini_batch_size,
+            updates_per_batch=trainer.update_epochs_per_batch * mini_batches,
             remedy="Set trainer.policy_mini_batch_size below trainer.train_batch_size or "
             "trainer.update_epochs_per_batch above 1, or anchor the region on the sampler with region.anchor=behavior.",
         )

@@ -137,7 +137,7 @@ class TrustRegionMixin(_Trainer):
             self.add_callback(invariants.FollowsTheTrainer(self))
 
     def _step_check(self, behavior: Behavior, max_dropped_share: float) -> StepCheck:
-        """Returns the check of every step's metrics; warns if one update per rollout leaves the region nothing to do."""
+        """Returns the check of every step's metrics. Warns if one update per rollout leaves the region idle."""
         updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
         main = self.accelerator.is_main_process
         if main and by_trainer(self._needs, behavior):
