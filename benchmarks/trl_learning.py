@@ -138,15 +138,18 @@ def draw() -> None:
             runs = [r for r in done if (r["region"], r["setting"]) == (region, setting)]
             colour, line = styles[region]
             for row, series in enumerate(([r["steps"]["reward"] for r in runs], [_share(r) for r in runs])):
-                smooth = [_smooth(values) for values in series]
+                by_rollout = row == 0 and SETTINGS[setting] > 1  # the rows of a rollout's updates repeat its reward
+                every = SETTINGS[setting] if by_rollout else 1
+                smooth = [values[::every] if by_rollout else _smooth(values) for values in series]
                 middle = [sum(v) / len(v) for v in zip(*smooth, strict=True)]
-                at = range(1, len(middle) + 1)
-                axes[row][column].plot(at, middle, line, color=colour, label=region, linewidth=1.8)
+                at = [1 + every * i for i in range(len(middle))]
+                marks = {"marker": "o", "markersize": 4, "linewidth": 0.9} if by_rollout else {"linewidth": 1.8}
+                axes[row][column].plot(at, middle, line, color=colour, label=region, **marks)
                 low, high = zip(*((min(v), max(v)) for v in zip(*smooth, strict=True)), strict=True)
                 axes[row][column].fill_between(at, low, high, color=colour, alpha=0.12, linewidth=0)
         axes[0][column].set_title(setting)
         axes[1][column].set_xlabel("optimiser step")
-    axes[0][0].set_ylabel("reward of the batch\n(mean of 5 steps)")
+    axes[0][0].set_ylabel("mean reward of a rollout\n(line without markers: of 5)")
     axes[1][0].set_ylabel("stopped or projected\nshare of tokens")
     axes[0][0].legend(frameon=False, loc="lower right")
     for axis in axes.flat:
