@@ -115,7 +115,7 @@ def topk_cells(
     valid = topk.valid.reshape(-1, width)
     sampled = valid & (topk.ids.reshape(-1, width) == token.unsqueeze(-1))
     known = valid & ~sampled
-    # A copy that is then filled in place: at these sizes fresh memory costs more than the arithmetic.
+    # A copy that is then filled in place: at these sizes fresh memory costs about as much as the arithmetic.
     log_b, log_p = (
         x.detach().reshape(-1, width).to(double, copy=True).masked_fill_(~known, -torch.inf) for x in (topk.logp, own)
     )

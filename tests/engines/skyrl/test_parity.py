@@ -79,7 +79,7 @@ def test_what_is_stopped_has_skyrls_name_and_value(name):
 
 
 def test_skyrls_dppo_takes_the_trainers_policy_for_a_missing_sampler():
-    """Ours does not; that anchor is the ablation of the paper that collapses."""
+    """Ours does not: another anchor is another algorithm."""
     tokens = harmless(world.batch())._replace(rollout_logprobs=None)
     theirs = world.result(AlgorithmConfig(policy_loss_type="dppo"), tokens)
     assert theirs.gradient.abs().sum() > 0
