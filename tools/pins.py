@@ -229,7 +229,11 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(TWO_AT_A_TIME) as pool:
         wheel = build_wheel(Path(folder))
-        outcomes = list(pool.map(lambda row: resolve_row(row, wheel, resolve_with_uv), rows))
+        outcomes = []
+        for one in pool.map(lambda row: resolve_row(row, wheel, resolve_with_uv), rows):
+            outcomes.append(one)
+            found = ", ".join(_yes(part) for part in (one.alone, one.core, one.with_extras))
+            print(f"{one.row.engine} [{one.row.extra}]: {found}", file=sys.stderr, flush=True)
     print(table(outcomes))
     print(f"\n{len(rows)} environments in {time.monotonic() - started:.0f} s")
     if asked.write:
