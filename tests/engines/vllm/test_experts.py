@@ -22,7 +22,7 @@ def found(tmp_path_factory):
     paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(HERE / "experts_run.py"), str(tmp_path_factory.mktemp("experts"))],
-        capture_output=True, text=True, timeout=500,
+        capture_output=True, text=True, timeout=900,
         env=own_environment(PYTHONPATH=paths, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"),
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
