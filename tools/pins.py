@@ -71,7 +71,7 @@ ENGINES = (
     *_rows("verl 0.9.1", "verl==0.9.1", ["", "cpu"], ("verl", *TOOLS), tests="`verl`, `verl_pins`"),
     *_rows("verl 0.9.1", "verl==0.9.1", GPU, ("verl", *TOOLS), tests="-"),
     *_rows("verl 0.9.0", "verl==0.9.0", [""], ("verl", *TOOLS), tests="`verl`"),
-    *_rows("verl 0.9.0", "verl==0.9.0", ["vllm", "sglang", "mcore"], ("verl", *TOOLS), tests="-"),
+    *_rows("verl 0.9.0", "verl==0.9.0", ["vllm", "sglang"], ("verl", *TOOLS), tests="-"),
     *_rows("SkyRL 0.3.0", "skyrl==0.3.0", ["", "ray"], TOOLS, tests="`skyrl`", python="3.12"),
     *_rows("SkyRL 0.3.0", "skyrl==0.3.0", ["skyrl-train", "fsdp", "megatron"], TOOLS, tests="-", python="3.12"),
     *_rows("vLLM 0.32.0", "vllm==0.32.0", [""], TOOLS, tests="`trl_vllm` (CPU build)"),
