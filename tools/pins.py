@@ -68,6 +68,8 @@ GPU = ["vllm", "sglang", "fsdp", "megatron"]
 ENGINES = (
     *_rows("TRL 1.16.0", "trl==1.16.0", ["", "vllm"], ("trl", *TOOLS), tests="`trl`, `trl_vllm`"),
     *_rows("TRL 1.15.0", "trl==1.15.0", [""], ("trl", *TOOLS), tests="`trl`"),
+    *_rows("TRL 1.9.0", "trl==1.9.0", [""], ("trl", *TOOLS), tests="`trl`"),
+    *_rows("TRL 1.0.0", "trl==1.0.0", [""], ("trl", *TOOLS), tests="`trl`"),
     *_rows("verl 0.9.1", "verl==0.9.1", ["", "cpu"], ("verl", *TOOLS), tests="`verl`, `verl_pins`"),
     *_rows("verl 0.9.1", "verl==0.9.1", GPU, ("verl", *TOOLS), tests="-"),
     *_rows("verl 0.9.0", "verl==0.9.0", [""], ("verl", *TOOLS), tests="`verl`"),
