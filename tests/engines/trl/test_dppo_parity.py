@@ -146,6 +146,7 @@ def test_where_the_sampled_id_is_outside_the_top_k_trl_replaces_the_kth_id_and_w
     theirs = rollout.pop("divergence")
     trainer = world.ours(region(kind, SMALL_K))
     inputs = rollout | {"num_items_in_batch": rollout["completion_mask"].sum(), "advantages": torch.ones(6)}
+    del inputs["sampling_per_token_logps"]  # 1.8.0's sampler was its trainer, and ours records its own
     recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=6)
     on = rollout["completion_mask"].bool()
     outside = on & ~(recorded["trustrl_topk_ids"] == rollout["completion_ids"].unsqueeze(-1)).any(-1)
