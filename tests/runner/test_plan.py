@@ -80,6 +80,24 @@ def test_a_plan_refuses_what_verl_with_a_region_would_refuse(overrides, says):
         plan(small("engine.name=verl", "region.preset=dppo-topk-tv", *overrides))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        pytest.param(["engine.settings.loss_type=cispo"], "loss_type must be an average", id="a loss that is a region"),
+        pytest.param(["engine.settings.top_p=0.9"], "top_p must be 1.0", id="truncated sampling"),
+        pytest.param(["engine.settings.epsilon_high=0.28"], "epsilon_high must be left at None", id="a bound of TRL's"),
+        pytest.param(
+            ["sampler.kind=vllm", "engine.settings.vllm_importance_sampling_correction=true"],
+            "vllm_importance_sampling_correction must be False", id="a mismatch counted twice",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_what_trl_with_a_region_would_refuse(overrides, says):
+    """The engine asks the same rows (tests/engines/trl/test_refusals.py)."""
+    with pytest.raises(ConfigError, match=says):
+        plan(small(*overrides))
+
+
 def test_an_exact_region_on_gpus_must_name_fsdp2():
     exact = [
         "engine.name=verl",

@@ -212,8 +212,8 @@ _SAMPLING = (
         setting="generation_kwargs[{key!r}]", must_be="left out", facts=_unknown_key, words={"key": "..."},
         refused=lambda got, given, region: bool(_unknown_key(given, region)),
         example={"generation_kwargs": {"suppress_tokens": [5]}},
-        why="It may change the distribution that tokens are drawn from, which the trainer cannot see. (Set the "
-        "temperature by its own setting.)",
+        why="It may change the distribution that tokens are drawn from, which the trainer cannot see. Set the "
+        "temperature by its own setting.",
     ),
 )  # fmt: skip
 

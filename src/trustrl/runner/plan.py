@@ -137,6 +137,7 @@ def engine_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
     if recipe.engine.name == "verl":
         verl_settings.check(recipe, folder)
         return {"name": "verl", "command": verl_settings.command(recipe, folder, recipe.model.name)}
+    trl_settings.check(recipe)
     recording = recipe.recording(folder)
     return {
         "name": "trl",

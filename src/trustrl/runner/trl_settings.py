@@ -1,7 +1,10 @@
 """A recipe as TRL's own settings: fields of `GRPOConfig`, and the trainer's other arguments."""
 
+import sys
 from typing import Any
 
+from trustrl.engines import refusals
+from trustrl.engines.trl_refusals import SETTINGS
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.roles import behavior_of
 
@@ -56,6 +59,19 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
             "vllm_importance_sampling_correction": "behavior" not in recipe.region.needs().anchors,
         }
     return found | engine.settings
+
+
+def check(recipe: Recipe) -> None:
+    """Raises if the adapter would refuse the recipe's settings. Asks the adapter's own rows, without TRL.
+
+    Raises:
+        ConfigError: with TRL's setting and what to do.
+    """
+    newest = (sys.maxsize,)  # a plan may be made where TRL is not installed; the adapter checks the release
+    given = {"trl": newest, "region": recipe.region, **grpo_fields(recipe, ""), **trainer_arguments(recipe)}
+    refusals.check(
+        SETTINGS, lambda name, default=None: default if given.get(name) is None else given[name], recipe.region
+    )
 
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
