@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.config.axes import Needs
+from trustrl.numerics import either
 from trustrl.records import PolicyTokens, RolloutTokens, TopK
 
 LARGEST_LOGP = 1e-3
@@ -18,6 +19,12 @@ ANCHOR_NOISE = 0.5
 
 FILL = 1e-12
 """The anchor probability at the policy's own top ids with `rest="fill"`, where the record has none."""
+
+COARSE_ROUNDOFF, FINE_ROUNDOFF = 2.0**-8, 2.0**-24
+"""Unit roundoff of bfloat16 and of float32, the finest that engines compute in."""
+
+LOW_BITS = 0x1FFF
+"""The bits of a float32 that are 0 in every bfloat16 and float16 number."""
 
 FINEST_RECORD = torch.empty(0, dtype=torch.float32)
 """Engines record log-probs in float32 at best, whatever dtype they arrive in."""
@@ -72,12 +79,12 @@ def vocabulary_cells(
     judged = usable & support
     good = {
         "support": support,
-        "mass": ~judged | (_at_most_one(b.sum(-1), full.logp) & _at_most_one(p.sum(-1), policy_logp)),
+        "mass": ~judged | (_at_most_one(b.sum(-1), log_b) & _at_most_one(p.sum(-1), log_p)),
     }
     if vocabulary:
         own = log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
         logp = policy.logp.detach().reshape(-1).to(double)
-        good["column"] = ~judged | _same_logp(own, logp, policy_logp, policy.logp)
+        good["column"] = ~judged | _same_logp(own, logp)
     if needs.projects:
         fine = (usable & _all(good)).unsqueeze(-1)
         log_p = torch.where(fine, policy_logp.reshape(-1, vocabulary).to(double), -torch.inf)
@@ -95,7 +102,7 @@ def topk_cells(
 
     - `support`: no log-prob is NaN or above 0, and the sampled id is in range.
     - `mass`: neither side's probabilities sum to more than 1 (see `largest_mass`).
-    - `column`: the policy's log-prob in the sampled id's column is its `logp` (see `same_logp_slack`).
+    - `column`: the policy's log-prob in the sampled id's column is its `logp` (see `_same_logp`).
     - `narrow`: a record with fewer than k columns leaves at most `tail_mass` of the anchor out.
     """
     topk, own, token_ids = rollout.topk, policy.topk_logp, rollout.token_ids
@@ -135,8 +142,8 @@ def topk_cells(
     judged = usable & support
     good = {
         "support": support,
-        "mass": ~judged | (_at_most_one(all_b, topk.logp) & _at_most_one(all_p, own, policy.logp)),
-        "column": ~judged | ~has_column | _same_logp(own_p, logp.detach(), own, policy.logp),
+        "mass": ~judged | (_at_most_one(all_b, log_b) & _at_most_one(all_p, log_p)),
+        "column": ~judged | ~has_column | _same_logp(own_p, logp.detach()),
     }
     if ends_early:
         good["narrow"] = ~judged | (1 - log_anchor.exp() - mass_b <= needs.tail_mass)
@@ -166,34 +173,38 @@ def resolution_of(*logp: Tensor) -> float:
     return max(torch.finfo(x.dtype).eps for x in (*logp, FINEST_RECORD))
 
 
-def largest_mass(num_cells: int, *logp: Tensor) -> float:
+def largest_mass(num_cells: int, unit_roundoff: float) -> float:
     r"""Returns the largest sum that the probabilities of distinct ids can have after rounding.
 
-        Σ ≤ n^u · exp(1e-3),   n cells, unit roundoff u of the coarsest dtype
+        Σ ≤ n^u · exp(1e-3),   n cells, unit roundoff u
 
     A log-prob stored with unit roundoff u is ℓ·(1 + θ) with |θ| ≤ u, so a probability p becomes at most p^(1−u), and
     n of them that sum to 1 become at most n^u (equal ones are the worst case). The factor exp(1e-3) is what a single
-    log-prob may exceed 0 by. For 64 ids: 1.001 in float32, 1.003 in float16, 1.017 in bfloat16.
+    log-prob may exceed 0 by. For 64 ids: 1.001 for float32 numbers, 1.018 for bfloat16 ones.
     """
-    return math.exp(LARGEST_LOGP + math.log(max(num_cells, 1)) * resolution_of(*logp) / 2)
+    return math.exp(LARGEST_LOGP + math.log(max(num_cells, 1)) * unit_roundoff)
 
 
-def same_logp_slack(magnitude: Tensor, *logp: Tensor) -> Tensor:
-    r"""Returns how far two records of one log-prob may differ after rounding.
+def is_coarse(logp: Float[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+    """Returns whether each number fits 11 significant bits, as every bfloat16 and float16 number does.
 
-        |ℓ₁ − ℓ₂| ≤ 2u·|ℓ| + 1e-3,   unit roundoff u of the coarsest dtype
-
-    Each was rounded once, by at most u·|ℓ|; 1e-3 is what the order of an engine's sums may add.
+    Trainers often compute in bfloat16 and hand over float32: the numbers show how they were rounded, the dtype does
+    not. A float32 number fits by chance once in 8,192.
     """
-    return LARGEST_LOGP + resolution_of(*logp) * magnitude.abs()
+    return (logp.detach().to(torch.float32).contiguous().view(torch.int32) & LOW_BITS) == 0
 
 
-def _at_most_one(mass: Tensor, columns: Tensor, *others: Tensor) -> Bool[Tensor, " n"]:
-    return mass <= largest_mass(columns.shape[-1] + 2, columns, *others)  # the sampled token and the tail are cells too
+def _at_most_one(mass: Tensor, columns: Tensor) -> Bool[Tensor, " n"]:
+    num_cells = columns.shape[-1] + 2  # the sampled token and the tail are cells too
+    coarse, fine = (largest_mass(num_cells, u) for u in (COARSE_ROUNDOFF, FINE_ROUNDOFF))
+    return mass <= either(is_coarse(columns).all(-1), coarse, fine, like=mass)
 
 
-def _same_logp(column: Tensor, logp: Tensor, *made_as: Tensor) -> Bool[Tensor, " n"]:
-    return (column - logp).abs() <= same_logp_slack(logp, *made_as)
+def _same_logp(column: Tensor, logp: Tensor) -> Bool[Tensor, " n"]:
+    """Compares two records of one log-prob: each was rounded once, so |ℓ₁ − ℓ₂| ≤ 2u·|ℓ| + 1e-3."""
+    coarse = is_coarse(column) | is_coarse(logp)
+    slack = either(coarse, 2 * COARSE_ROUNDOFF, 2 * FINE_ROUNDOFF, like=logp)
+    return (column - logp).abs() <= slack * logp.abs() + LARGEST_LOGP
 
 
 def _all(good: dict[str, Tensor]) -> Bool[Tensor, " n"]:

@@ -26,9 +26,10 @@ def test_with_k_columns_the_mass_left_out_is_not_checked_and_with_fewer_it_drops
     whole = judged(trustrl.TROLL(k=K, anchor="behavior"))
     assert whole["trustrl/anchor_tail_mean"] > 0.1
     assert whole["trustrl/dropped_share"] == 0
-    narrow = judged(trustrl.TROLL(k=K + 1, anchor="behavior"))
+    with pytest.warns(trustrl.TrustRLWarning, match="dropped most of its tokens: fewer than k ids are recorded"):
+        narrow = judged(trustrl.TROLL(k=K + 1, anchor="behavior"))
     assert narrow["trustrl/dropped_share"] == 1
-    assert narrow["trustrl/fault_support"] == 20
+    assert narrow["trustrl/fault_narrow"] == 20
     assert judged(trustrl.TROLL(k=K + 1, anchor="behavior", tail_mass=0.999))["trustrl/dropped_share"] == 0
 
 

@@ -381,7 +381,7 @@ class TROLL(AnchoredRegion):
 
     tail_mass: float = field(default=1e-5, kw_only=True)
     """Largest anchor mass that a record with fewer than k columns may leave out. Tokens with more left out are dropped
-    and counted as faults of the support. Not used with k columns or more."""
+    and counted as `fault_narrow`. Not used with k columns or more."""
 
     anchor: Anchor = field(default="proximal", kw_only=True)
     """π' in the paper; `behavior` projects around what actually sampled."""
