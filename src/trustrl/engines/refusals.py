@@ -12,6 +12,10 @@ from typing import Any
 from trustrl.config.axes import Needs, Region
 from trustrl.errors import ConfigError
 
+TRUNCATED = "μ would be renormalised over the kept words and π not: sample from the whole vocabulary."
+PENALISED = "π knows nothing of the penalty that μ sampled with."
+"""Reasons that rows of several engines give."""
+
 Given = Callable[[str, Any], Any]
 """Returns the value of a setting by its dotted name, or the second argument if the setting is absent or None."""
 

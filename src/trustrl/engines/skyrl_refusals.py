@@ -11,14 +11,15 @@ from trustrl.engines.naming import more_than_sampled_tokens
 from trustrl.engines.refusals import (
     ON_SAMPLER,
     ON_TRAINER,
+    PENALISED,
     PER_SEQUENCE,
+    TRUNCATED,
     VOCABULARY,
     Given,
     Refusal,
     Scope,
     other_than,
 )
-from trustrl.engines.settings import PENALISED, TRUNCATED
 
 ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
 ENGINE = "generator.inference_engine.engine_init_kwargs"

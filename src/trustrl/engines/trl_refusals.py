@@ -16,14 +16,15 @@ from trustrl.engines.refusals import (
     EXACT,
     EXACT_ON_SAMPLER,
     ON_SAMPLER,
+    PENALISED,
     PER_SEQUENCE,
     SAMPLER_TOPK,
+    TRUNCATED,
     VOCABULARY,
     Given,
     Refusal,
     other_than,
 )
-from trustrl.engines.settings import PENALISED, TRUNCATED
 
 OLDEST = (1, 0)
 """The oldest supported TRL, for regions on the sampled token."""

@@ -12,14 +12,15 @@ from trustrl.engines.refusals import (
     EXACT,
     EXACT_ON_SAMPLER,
     ON_SAMPLER,
+    PENALISED,
     PER_SEQUENCE,
     SAMPLER_TOPK,
+    TRUNCATED,
     VOCABULARY,
     Given,
     Refusal,
     other_than,
 )
-from trustrl.engines.settings import PENALISED, TRUNCATED
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 LOSS = f"{ACTOR}.policy_loss"
