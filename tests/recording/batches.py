@@ -1,5 +1,6 @@
 """Micro-batches with everything a record may hold, and what the loss decided about them."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,9 @@ def batch(
     topk = None
     if k:
         ids = torch.stack([torch.randperm(97, generator=draw)[:k] for _ in range(rows * length)]).view(rows, length, k)
-        topk = TopK(ids, torch.log_softmax(normal(rows, length, k), -1) - 0.5)
+        # The ids share 0.9 of what the sampled token leaves on either side.
+        left = torch.log1p(-torch.maximum(behavior, logp.detach()).clamp(max=-1e-3).exp()) + math.log(0.9)
+        topk = TopK(ids, torch.log_softmax(normal(rows, length, k), -1) + left.unsqueeze(-1))
     rollout = RolloutTokens(
         advantage=normal(rows),
         in_loss=in_loss,

@@ -1,5 +1,9 @@
 """TRL's own correction of the sampler mismatch: what the runs on anchors had (docs/results/c-anchors.md)."""
 
+import pytest
+
+pytest.importorskip("trl")
+
 from trl import GRPOConfig
 
 
