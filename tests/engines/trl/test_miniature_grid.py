@@ -31,8 +31,9 @@ preset = "dppo-binary-tv"
 max_increase = 0.01
 max_decrease = 0.01
 
-[per-sequence]  # TRL refuses it with an average over tokens
-preset = "gspo"
+[too-wide]  # more ids than the model has, which only the run finds out
+preset = "dppo-topk-tv"
+k = 100_000
 """
 
 
@@ -54,12 +55,12 @@ def test_every_arm_runs_with_every_seed_and_failures_are_counted(grid):
     assert done.returncode == 1, done.stderr[-3000:]
     found = json.loads((folder / "table.json").read_text())
     assert [(one["region"], one["seed"], one["finished"]) for one in found["runs"]] == [
-        ("pg-is", 0, True), ("tight", 0, True), ("per-sequence", 0, False),
-        ("pg-is", 1, True), ("tight", 1, True), ("per-sequence", 1, False),
+        ("pg-is", 0, True), ("tight", 0, True), ("too-wide", 0, False),
+        ("pg-is", 1, True), ("tight", 1, True), ("too-wide", 1, False),
     ]  # fmt: skip
     counts = {name: (row["finished"], row["failed"]) for name, row in found["regions"].items()}
-    assert counts == {"pg-is": (2, 0), "tight": (2, 0), "per-sequence": (0, 2)}
-    assert "loss_type" in found["failures"][0]["said"]
+    assert counts == {"pg-is": (2, 0), "tight": (2, 0), "too-wide": (0, 2)}
+    assert "top_k" in found["failures"][0]["said"]
     assert done.stdout == (folder / "table.md").read_text()
     assert "0 of 2, 2 failed" in done.stdout
 
@@ -87,3 +88,11 @@ def test_a_second_comparison_of_the_finished_arms_trains_nothing(grid):
     again = run("compare", *arguments, "--regions", "pg-is,tight")
     assert again.returncode == 0, again.stderr[-3000:]
     assert "4 runs, 4 of them finished already" in again.stderr
+
+
+def test_an_arm_that_the_adapter_would_refuse_is_refused_before_anything_is_trained(tmp_path):
+    (tmp_path / "arms.toml").write_text('[pg-is]\npreset = "pg-is"\n\n[per-sequence]\npreset = "gspo"\n')
+    done = run("compare", *SETTINGS, "--arms", tmp_path / "arms.toml", "--seeds", 1, "--out", tmp_path / "grid")
+    assert done.returncode == 2
+    assert "loss_type must be 'grpo' with a region" in done.stderr
+    assert not list((tmp_path / "grid").glob("*/seed-0/metrics.jsonl"))
