@@ -109,6 +109,7 @@ def test_a_checkpoint_knows_its_region(model, tmp_path):
 def test_a_worker_refuses_what_the_launcher_would_have_refused(preset, strategy, ranks, fused, says):
     """For runs that were started without it; the engine is made by hand, since none of these runs here."""
     worker = object.__new__(RegionWorker)
+    worker._rank = 0  # verl's own __init__ sets it, and starts a process group
     worker.engine = SimpleNamespace(ulysses_sequence_parallel_size=ranks)
     worker.engine_config = SimpleNamespace(strategy=strategy, use_fused_kernels=fused)
     with pytest.raises(trustrl.ConfigError, match=says):
