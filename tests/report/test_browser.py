@@ -187,7 +187,7 @@ def test_charts_can_be_read_by_keyboard_and_as_tables(opened, tmp_path):
     assert tab.locator("#chart-reward .readout").text_content().startswith("step 8:  1")
     tab.locator("#chart-reward summary").click()
     assert tab.locator("#chart-reward tbody tr").count() == 8
-    assert tab.locator("#chart-reward caption").text_content() == "Reward, mean of a step"
+    assert tab.locator("#chart-reward caption").text_content() == "Reward, mean of a rollout"
     tab.locator("#scatter-gap summary").click()
     counted = [int(text) for text in tab.locator("#scatter-gap tbody td:nth-child(2)").all_text_contents()]
     assert sum(counted) == 200
