@@ -141,12 +141,7 @@ def verl(session: nox.Session) -> None:
     install_engine(session, "verl")
     test_verl(session)
     oldest = other_release(session, "verl", "0.9.0")
-    files = [f"tests/engines/verl/test_{name}.py" for name in VERL_FLOOR]
-    session.run("pytest", "-n", "2", *files, env={"PYTHONPATH": oldest})
-
-
-VERL_FLOOR = ("agent_loop", "conformance", "losses", "padding", "parity", "refusals", "regions", "worker")
-"""Tests at the oldest verl: losses, settings and workers. Whole runs are the newest verl's alone."""
+    session.run("pytest", "-n", "2", "tests/engines/verl", env={"PYTHONPATH": oldest})
 
 
 @nox.session(python="3.11")
