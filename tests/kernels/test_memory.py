@@ -9,7 +9,8 @@ import pytest
 
 V, D, N = 151_936, 512, 1024  # as in the worker
 WORKER = Path(__file__).with_name("memory_worker.py")
-# glibc raises its threshold with every large block it frees, and keeps what lies below. A fixed one returns each tile.
+# glibc raises its mmap threshold with every large block it frees, and then keeps freed blocks below that size, which
+# count as resident memory. With a fixed threshold it returns every freed tile.
 ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 

@@ -52,7 +52,7 @@ def run_folder(
     schedule = (f"schedule.steps={8 * updates}", f"schedule.updates_per_batch={updates}")
     text = replace(small(f"region.preset={region}", *schedule), name="small").to_toml()
     assert text.count('name = "small"') == 1
-    # A recipe of ours has no such name as some tests give; a folder of a stranger's may.
+    # Some tests use names that a recipe refuses, because a folder from another program may have them.
     text = text.replace('name = "small"', f"name = {json.dumps(name)}")
     (path / "recipe.toml").write_text(text, encoding="utf-8")
     lines = [json.dumps(row) + "\n" for row in (steps(8) if rows is None else rows)]
