@@ -1,10 +1,10 @@
-"""How right log-probs from bf16 products are on a real model, with head repair, beside what is done elsewhere.
+"""Error of log-probs from bf16 products on a real model: head repair compared with plain bf16 and float32 products.
 
     nox -s real_model
 
-SmolLM2-135M's hidden states on prose and on its own samples, rounded to bf16 with its head. The truth is the float64
-product of the same rounded numbers. Given ids are the K most probable of a slightly moved policy, as an anchor's would
-be. `bound` is `logp_error`, returned by the pass itself.
+Uses SmolLM2-135M's hidden states on prose and on its own samples, rounded to bf16 together with its head. The reference
+is the float64 product of the same rounded numbers. Given ids are the K most probable ids of a slightly moved policy, as
+an anchor's would be. `bound` is the `logp_error` that the pass returns.
 """
 
 import smollm2
@@ -17,14 +17,14 @@ IDS = (0, 16, 64, 256)
 
 
 def rows(data: dict[str, Tensor], corpus: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(hidden, head) in bf16, sampled tokens, and the moved policy's ids in order of their probability."""
+    """Returns hidden and head in bf16, the sampled tokens, and the moved policy's ids by falling probability."""
     hidden, head = data[f"{corpus}_hidden"].bfloat16(), data["head"].bfloat16()
     moved = data[f"{corpus}_moved_hidden"] @ data["moved_head"].T
     return hidden, head, data[f"{corpus}_token_ids"], moved.topk(max(IDS), dim=-1).indices
 
 
 def errors(data: dict[str, Tensor], corpus: str) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    """For each K: |log-prob error| of the sampled token, the bound, and the mass outside the given ids."""
+    """Returns, for each K, the sampled token's |log-prob error|, the bound, and the mass outside the given ids."""
     hidden, head, token, ids = rows(data, corpus)
     truth = torch.log_softmax(hidden.double() @ head.double().T, -1).gather(-1, token[:, None])[:, 0]
     found = {}

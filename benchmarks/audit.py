@@ -1,12 +1,12 @@
-"""How fast `trustrl audit` reads, and how much memory it takes, at 1, 10 and 100 million tokens.
+"""Speed and memory of `trustrl audit` at 1, 10 and 100 million tokens.
 
     trustrl run tour schedule.updates_per_batch=8 records.sample=1 --out runs/adding
     python benchmarks/audit.py runs/adding/records [--millions 1 10 100] [--workers 2] [--verb calibrate]
 
-The tokens are not real runs of that size: real records are repeated, each log-prob of the policy moved by a little
-noise, the verdict taken anew, and 64 answers of 4 tokens joined to a sequence of 256. Files are as a run with the
-default `max_rows_per_step` writes them, 100,000 rows each, and are deleted afterwards. Each audit is a process of its
-own; CPU seconds and peak memory are the system's account of it, start-up included.
+The tokens do not come from runs of that size. The script repeats real records, adds a little noise to each log-prob of
+the policy, recomputes the verdicts, and joins 64 answers of 4 tokens into a sequence of 256. It writes files of 100,000
+rows, as a run with the default `max_rows_per_step` does, and deletes them afterwards. Each audit runs in a separate
+process. CPU seconds and peak memory are the system's figures for that process, including start-up.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import torch
 
 import trustrl
 from trustrl.recording import read
-from trustrl.recording.rows import Rows
-from trustrl.recording.writing import PartWriter, part_name
+from trustrl.recording.record_writer import PartWriter, part_name
+from trustrl.recording.token_rows import Rows
 
 ROWS, LENGTH, JITTER = 100_000, 256, 0.02
 REGION = trustrl.preset("dppo-binary-tv")
@@ -35,7 +35,7 @@ VERBS = {
 
 
 def write(source: dict[str, torch.Tensor], folder: Path, step: int, rows: int) -> None:
-    """One part file through the library's own writer, with verdicts that follow from its log-probs."""
+    """Writes one part file with the library's writer, with verdicts that match its log-probs."""
     draw = torch.Generator().manual_seed(step)
     num = len(source["policy_logp"])
     at = (torch.arange(rows) + int(torch.randint(num, (), generator=draw))) % num
@@ -63,12 +63,12 @@ def write(source: dict[str, torch.Tensor], folder: Path, step: int, rows: int) -
 
 
 def measured(command: list[str]) -> dict[str, float]:
-    """Wall and CPU seconds and peak resident memory of a process and those it started."""
+    """Runs a command and returns its wall seconds, CPU seconds and peak resident memory, including child processes."""
     began = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
+        raise SystemExit(f"{' '.join(command)} exited with code {os.waitstatus_to_exitcode(status)}.")
     return {
         "seconds": time.perf_counter() - began,
         "cpu_seconds": used.ru_utime + used.ru_stime,
@@ -83,16 +83,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--verb", choices=tuple(VERBS), default="audit")
     parser.add_argument(
-        "--distinct", type=int, default=10**9, help="files that are written; the others are links to them"
+        "--distinct", type=int, default=10**9, help="number of files to write; the others are links to them"
     )
-    parser.add_argument("--scratch", type=Path, help="where the files go for a while: 3 GB for 100 million tokens")
+    parser.add_argument("--scratch", type=Path, help="folder for temporary files; 100 million tokens need 3 GB")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = read(options.records)
     dropped = ("kept", "weight", "update", "rank", "topk_ids", "topk_logp")
     source = {name: found[name] for name in found if name not in dropped}
     run = [sys.executable, "-m", "trustrl.cli", options.verb]
-    nothing = measured([sys.executable, "-c", "import torch, trustrl.audit, pyarrow.parquet"])
+    nothing = measured([sys.executable, "-c", "import torch, trustrl.tools.audit, pyarrow.parquet"])
     results = [{"tokens": 0, "workers": 0, "load": os.getloadavg()[0], **nothing}]
     print(json.dumps(results[0]), file=sys.stderr, flush=True)
     folder = Path(tempfile.mkdtemp(dir=options.scratch, prefix="trustrl-audit-"))
@@ -100,7 +100,7 @@ def main() -> None:
         written = 0
         for millions in sorted(options.millions):
             tokens = int(millions * 1e6)
-            while written < tokens:  # the smaller set is a part of the larger one
+            while written < tokens:  # a larger set extends the smaller one
                 rows, step = min(ROWS, tokens - written), written // ROWS
                 if step < options.distinct:
                     write(source, folder, step, rows)

@@ -1,16 +1,17 @@
-"""Below three products? The compacted backward pass on a real model: time against gradient error.
+"""Time and gradient error of the compacted backward pass on a real model, relative to three bare products.
 
     pip install torch==2.13.0 matplotlib
     pip install -r benchmarks/smollm2-requirements.txt
     python benchmarks/compacted.py
 
-The table goes to stdout, the figure to docs/figures/compacted.png. SmolLM2-135M: 1,024 tokens, H 576, V 49,152; given
-ids are the 64 most probable of a perturbed policy; the loss is −Σ A·log π / N with Gaussian A, and in the rows marked
-"entropy" a bonus of 0.01 on top. Inputs are rounded to bf16 in both dtypes; float64 on the same numbers is the truth.
+Prints the table and writes the figure to docs/figures/compacted.png. SmolLM2-135M: 1,024 tokens, H 576, V 49,152.
+Given ids are the 64 most probable ids of a perturbed policy. The loss is −Σ A·log π / N with Gaussian A; rows marked
+"entropy" add a bonus of 0.01. Inputs are rounded to bf16 in both dtypes. The reference is float64 on the same numbers.
 
-Times are CPU times of one pinned thread, alternating; a ratio is the median over seven rounds of (forward + backward)
-over (three bare products of that round; in bf16, just before). The bare products are one forward and two backward, into
-arrays made beforehand, each in the fastest layout and tile width found. The passes make their own gradients.
+Times are CPU times of one pinned thread, with alternating paths. A ratio is the median over seven rounds of (forward +
+backward) / (three bare products of the same round; in bf16, measured just before). The bare products are one forward
+and two backward, into preallocated arrays, each in the fastest layout and tile width found. The passes allocate their
+own gradients.
 """
 
 import argparse
@@ -25,15 +26,15 @@ from typing import NamedTuple
 
 import smollm2
 import torch
+from research.compacted import token_logprobs_compacted
+from research.gradient_error import gradient_error_bound
 from torch import Tensor
 
 import trustrl
-from trustrl.kernels.compacted import token_logprobs_compacted
-from trustrl.kernels.dropped import gradient_error_bound
 
 K, BONUS, ROUNDS, BLOCK_ROWS = 64, 0.01, 7, 256
 EXPONENTS = (6, 8, 10, 12, 14, 16, 18, 20)
-DENSE_AND = {  # exponents to time, by corpus and dtype; the whole is to stay under six minutes
+DENSE_AND = {  # exponents to time, by corpus and dtype; keeps the whole run under six minutes
     ("text", torch.bfloat16): (8, 10, 12, 14, 16, 20),
     ("text", torch.float32): (8, 12, 14, 16),
     ("samples", torch.bfloat16): (10, 12, 14, 16),
@@ -53,12 +54,12 @@ class Case(NamedTuple):
     advantage: Tensor
 
     def to(self, dtype: torch.dtype) -> "Case":
-        """The same numbers in another dtype."""
+        """Returns the same numbers in another dtype."""
         return self._replace(hidden=self.hidden.to(dtype), head=self.head.to(dtype))
 
 
 class Setting(NamedTuple):
-    """How the backward pass is compacted; an exponent of None is the dense pass."""
+    """Settings of the compacted backward pass. An exponent of None selects the dense pass."""
 
     exponent: int | None
     block_rows: int = BLOCK_ROWS
@@ -85,7 +86,7 @@ def main() -> None:
     figure = parser.parse_args().figure
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64  # each dtype, layout and pass is compiled for itself
+    torch._dynamo.config.recompile_limit = 64  # each dtype, layout and pass is compiled separately
     data = smollm2.load()
     results = [result for corpus in ("text", "samples") for result in measured(corpus, case_of(data, corpus))]
     print(table(results))
@@ -100,7 +101,7 @@ def case_of(data: dict[str, Tensor], corpus: str) -> Case:
 
 
 def measured(corpus: str, case: Case) -> list[Result]:
-    """Every line of one corpus."""
+    """Returns every table row of one corpus."""
     truth = {entropy: gradients(case.to(torch.float64), Setting(None, entropy=entropy))[0] for entropy in (False, True)}
     results = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -127,7 +128,7 @@ def measured(corpus: str, case: Case) -> list[Result]:
 
 
 def run(case: Case, setting: Setting) -> tuple[Tensor, object]:
-    """(loss, what was dropped)."""
+    """Returns (loss, record of the dropped columns)."""
     kwargs = {"gather_ids": case.gather_ids, "entropy": setting.entropy}
     dropped = None
     if setting.exponent is None:
@@ -144,7 +145,7 @@ def leaves(case: Case, frozen: bool = False) -> Case:
 
 
 def gradients(case: Case, setting: Setting) -> tuple[tuple[Tensor, Tensor], float, float, tuple[Tensor, Tensor]]:
-    """(gradients, share of columns kept, mean mass dropped, bounds)."""
+    """Returns (gradients, share of columns kept, mean mass dropped, bounds)."""
     case = leaves(case)
     loss, dropped = run(case, setting)
     kept, mass, bound = 1.0, 0.0, (torch.zeros(()), torch.zeros(()))
@@ -159,21 +160,21 @@ def gradients(case: Case, setting: Setting) -> tuple[tuple[Tensor, Tensor], floa
 def accuracy(
     case: Case, setting: Setting, truth: tuple[Tensor, Tensor]
 ) -> tuple[float, float, tuple[float, ...], tuple[float, ...]]:
-    """(columns kept, mass dropped, errors, bounds); errors and bounds relative to the true gradients' norms."""
+    """Returns (columns kept, mass dropped, errors, bounds), the last two relative to the true gradients' norms."""
     found, kept, mass, bound = gradients(case, setting)
     errors = tuple(float((x - t).norm() / t.norm()) for x, t in zip(found, truth, strict=True))
     return kept, mass, errors, tuple(float(b / t.norm()) for b, t in zip(bound, truth, strict=True))
 
 
 def check(error: tuple[float, ...], bound: tuple[float, ...], dense: tuple[float, ...], setting: Setting) -> None:
-    """The bound is about dropping; rounding comes on top, as in the dense pass."""
+    """Exits if the bound does not hold. It excludes rounding, so the dense pass's error is allowed on top."""
     for e, b, d in zip(error, bound, dense, strict=True):
         if e > b + 1.5 * d:
             sys.exit(f"The bound {b:.2e} does not hold at {setting}: error {e:.2e}, dense {d:.2e}.")
 
 
 def ratios(case: Case, settings: list[Setting]) -> tuple[dict[Setting, float], dict[Setting, float]]:
-    """Times of forward and backward in units of three bare products: (frozen head, trained head)."""
+    """Returns forward + backward times in units of three bare products: (frozen head, trained head)."""
     bare = bare_products(case)
     calls = {(s, frozen): step(leaves(case, frozen), s) for s in settings for frozen in (True, False)}
     for call in (bare, *calls.values()):
@@ -200,7 +201,7 @@ def step(case: Case, setting: Setting) -> Callable[[], None]:
 
 
 def bare_products(case: Case) -> Callable[[], None]:
-    """Forward and both backward products, each as the fastest of two layouts and three tile widths."""
+    """Returns a call of the forward and both backward products, in the fastest of two layouts and three widths."""
     hidden, head = case.hidden, case.head
     d_hidden, d_head = torch.empty_like(hidden), torch.empty_like(head)
     chosen = []
@@ -217,7 +218,7 @@ def bare_products(case: Case) -> Callable[[], None]:
 def over_tiles(
     product: str, tile: Tensor, hidden: Tensor, head: Tensor, d_hidden: Tensor, d_head: Tensor
 ) -> Callable[[], None]:
-    """One of the three products through the whole vocabulary, through one tile's room."""
+    """Returns a call of one of the three products over the whole vocabulary, through the buffer of one tile."""
 
     def call() -> None:
         for at in range(0, len(head), tile.shape[1]):
@@ -261,7 +262,7 @@ def table(results: list[Result]) -> str:
 
 
 def draw(results: list[Result], path: Path) -> None:
-    """Time against the hidden states' gradient error, one panel per dtype."""
+    """Draws time against the hidden states' gradient error, one panel per dtype."""
     import matplotlib as mpl
 
     mpl.use("Agg")

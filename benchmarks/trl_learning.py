@@ -1,10 +1,10 @@
-"""Four regions learn two-digit addition in TRL on one CPU core: three seeds, once on-policy, once with many updates.
+"""Four regions on two-digit addition in TRL on one CPU core: three seeds, on-policy and with 8 updates per batch.
 
-    python benchmarks/trl_learning.py run [--workers 2]     every run that is not yet in docs/data/trl-learning.json
-    python benchmarks/trl_learning.py draw                  docs/figures/trl-learning.png
+    python benchmarks/trl_learning.py run [--workers 2]     # every run missing from docs/data/trl-learning.json
+    python benchmarks/trl_learning.py draw                  # writes docs/figures/trl-learning.png
 
-One run is 100 optimiser steps of 128 completions. On-policy the regions are nearly one algorithm, so the second setting
-takes 8 updates from each batch of rollouts, where they act.
+One run is 100 optimizer steps of 128 completions. On-policy, the regions are nearly the same algorithm. The second
+setting makes 8 updates from each batch of rollouts, where the regions act.
 """
 
 import argparse
@@ -26,15 +26,15 @@ KEPT = ("trustrl/masked_share", "trustrl/projected_share", "trustrl/divergence_m
 
 
 def train(region: str, seed: int, setting: str) -> dict:
-    """One run: accuracy before and after on held-out problems, and a few metrics of each step."""
+    """Trains once. Returns held-out accuracy before and after, and a few metrics of each step."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig
 
     import trustrl
-    from trustrl import models, tasks
     from trustrl.engines.trl import TrustRegionGRPOTrainer
-    from trustrl.models.pretrain import sampled_accuracy
+    from trustrl.world import models, tasks
+    from trustrl.world.models.pretrain import sampled_accuracy
 
     torch.set_num_threads(1)
     folder = models.path("tiny")
@@ -63,7 +63,7 @@ def train(region: str, seed: int, setting: str) -> dict:
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     steps = [{k: log.get(k) for k in KEPT} for log in trainer.state.log_history if "trustrl/tokens" in log]
     for before_it, at in pairwise(steps):
-        at["reward"] = before_it["reward"] if at["reward"] is None else at["reward"]  # logged once a rollout
+        at["reward"] = before_it["reward"] if at["reward"] is None else at["reward"]  # logged once per rollout
     after = sampled_accuracy(trainer.model, tokenizer, task, count=1000, seed=seed)
     return {
         "region": region, "seed": seed, "setting": setting, "before": before, "after": after, "seconds": seconds,
@@ -72,7 +72,7 @@ def train(region: str, seed: int, setting: str) -> dict:
 
 
 def run_all(workers: int) -> None:
-    """Each run in a process of its own, at most `workers` at a time; the file is written after every run."""
+    """Runs each missing training in a separate process, `workers` at a time. Writes the file after every run."""
     done = json.loads(DATA.read_text()) if DATA.exists() else []
     known = {(r["region"], r["seed"], r["setting"]) for r in done}
     todo = [(r, s, t) for t in SETTINGS for s in SEEDS for r in REGIONS if (r, s, t) not in known]
@@ -86,7 +86,7 @@ def run_all(workers: int) -> None:
         process = running.pop(0)
         text = process.communicate()[0]
         if process.returncode:
-            raise SystemExit(f"{process.args} failed")
+            raise SystemExit(f"{process.args} failed with exit code {process.returncode}.")
         found = json.loads(text.splitlines()[-1])
         done.append(found)
         DATA.write_text("[\n" + ",\n".join(json.dumps(r) for r in done) + "\n]\n")
@@ -98,7 +98,7 @@ def run_all(workers: int) -> None:
 
 
 def table(done: list[dict]) -> str:
-    """Mean and range over seeds, as Markdown."""
+    """Returns a Markdown table with mean and range over seeds."""
     rows = ["| setting | region | before | after, mean (range) | masked or projected share, mean | CPU seconds |"]
     rows.append("|---|---|---|---|---|---|")
     for setting in SETTINGS:
@@ -138,7 +138,7 @@ def draw() -> None:
             runs = [r for r in done if (r["region"], r["setting"]) == (region, setting)]
             colour, line = styles[region]
             for row, series in enumerate(([r["steps"]["reward"] for r in runs], [_share(r) for r in runs])):
-                by_rollout = row == 0 and SETTINGS[setting] > 1  # the rows of a rollout's updates repeat its reward
+                by_rollout = row == 0 and SETTINGS[setting] > 1  # all updates of a rollout repeat its reward
                 every = SETTINGS[setting] if by_rollout else 1
                 smooth = [values[::every] if by_rollout else _smooth(values) for values in series]
                 middle = [sum(v) / len(v) for v in zip(*smooth, strict=True)]

@@ -1,11 +1,11 @@
-"""What a region costs in a TRL step, beside TRL's own loss on the same batch.
+"""Cost of a region in a TRL step, relative to TRL's loss on the same batch.
 
     python benchmarks/trl_overhead.py [--pairs 30]
 
-Two parts: (a) forward, region, loss, metrics and backward of one micro-batch, as a ratio to stock `GRPOTrainer`; (b)
-the anchor's extra pass, as a share of that step: the proximal forward that records what the region needs. CPU time of
-one thread, alternating, medians over pairs with a 95 % bootstrap interval. Generation is left out, which makes the
-ratios larger than a user sees.
+Measures (a) forward, region, loss, metrics and backward of one micro-batch, as a ratio to stock `GRPOTrainer`, and (b)
+the anchor's extra pass (the proximal forward that records what the region needs), as a share of that step. Times are
+CPU times of one thread, alternating; medians over pairs with a 95% bootstrap interval. The step excludes generation,
+which makes the ratios larger than in a real run.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""SmolLM2-135M learns arithmetic in TRL: sampled by vLLM in bf16, trained in fp32, on a CPU.
+"""Training run of SmolLM2-135M on arithmetic in TRL on a CPU: vLLM samples in bf16, TRL trains in fp32.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=2 python benchmarks/trl_smollm2.py run
     python benchmarks/trl_smollm2.py draw
 
-The run writes docs/data/trl-smollm2.json: metrics of every step, and for some of the tokens what sampler and trainer
-say about them at the same weights (the mismatch). Drawing makes docs/figures/trl-smollm2.png and trl-mismatch.png.
+`run` writes docs/data/trl-smollm2.json: metrics of every step, and for some tokens the log-probs of sampler and trainer
+at the same weights (the mismatch). `draw` writes docs/figures/trl-smollm2.png and trl-mismatch.png.
 """
 
 import argparse
@@ -26,16 +26,15 @@ KEPT = (
 def run(region: str, dtype: str, minutes: float, model_name: str, updates: int, rows: int, lr: float) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import TrainerCallback
-    from trl import GRPOConfig
 
     import trustrl
-    from trustrl import models, tasks
     from trustrl.engines.trl import TrustRegionGRPOTrainer
+    from trustrl.world import models, tasks
 
     tokens: list[dict] = []
 
-    class Watching(TrustRegionGRPOTrainer):
-        """Keeps what both sides say about each token of a rollout, before any update."""
+    class MismatchTrainer(TrustRegionGRPOTrainer):
+        """Trainer that keeps both sides' log-probs of each token of a rollout, before any update."""
 
         def _generate_and_score_completions(self, inputs):
             out = super()._generate_and_score_completions(inputs)
@@ -60,11 +59,8 @@ def run(region: str, dtype: str, minutes: float, model_name: str, updates: int, 
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             if logs and "trustrl/tokens" in logs:
-                print(
-                    state.global_step,
-                    {k: round(float(logs[k]), 5) for k in KEPT if logs.get(k) is not None},
-                    flush=True,
-                )
+                shown = {k: round(float(logs[k]), 5) for k in KEPT if logs.get(k) is not None}
+                print(state.global_step, shown, flush=True)
 
     def save(made, note: str) -> None:
         steps = [log for log in made.state.log_history if "trustrl/tokens" in log]
@@ -83,24 +79,31 @@ def run(region: str, dtype: str, minutes: float, model_name: str, updates: int, 
     start = time.monotonic()
     task = tasks.load("arithmetic", digits=1)
     with tempfile.TemporaryDirectory() as output:
-        trainer = Watching(
+        trainer = MismatchTrainer(
             model=models.path(model_name),
             reward_funcs=task.reward,
-            args=GRPOConfig(
-                output_dir=output, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], seed=0,
-                model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=rows, num_generations=8,
-                num_iterations=updates, max_completion_length=16, learning_rate=lr, lr_scheduler_type="constant",
-                max_steps=10_000, logging_steps=1, save_strategy="no", disable_tqdm=True, use_vllm=True,
-                vllm_mode="colocate", vllm_importance_sampling_correction=False, vllm_max_model_length=256,
-            ),
+            args=trainer_settings(output, rows, updates, lr),
             train_dataset=task.dataset("train", chat=True),
             region=trustrl.preset(region),
             measure_mismatch=True,
             vllm_options={"dtype": dtype},
-        )  # fmt: skip
+        )
         trainer.add_callback(Clock())
         trainer.train()
         save(trainer, "whole run")
+
+
+def trainer_settings(output: str, rows: int, updates: int, lr: float):
+    """Returns TRL's settings for the run."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=output, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[], seed=0,
+        model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=rows, num_generations=8,
+        num_iterations=updates, max_completion_length=16, learning_rate=lr, lr_scheduler_type="constant",
+        max_steps=10_000, logging_steps=1, save_strategy="no", disable_tqdm=True, use_vllm=True,
+        vllm_mode="colocate", vllm_importance_sampling_correction=False, vllm_max_model_length=256,
+    )  # fmt: skip
 
 
 def gaps(rollout: dict) -> dict:
@@ -109,14 +112,24 @@ def gaps(rollout: dict) -> dict:
 
 
 def draw() -> None:
-    import math
-
+    """Draws both figures and prints the mismatch over all rollouts."""
     import matplotlib
 
     matplotlib.use("Agg")
+    found = json.loads(DATA.read_text())
+    draw_mismatch(found)
+    draw_steps(found)
+    late = found["mismatch"]
+    mean, largest = sum(m["mean"] for m in late) / len(late), max(m["max"] for m in late)
+    print(f"{len(late)} rollouts; mean |Δ log p| {mean:.4f}, max {largest:.3f}")
+
+
+def draw_mismatch(found: dict) -> None:
+    """Draws ratio and probability gap of sampler and trainer at equal weights."""
+    import math
+
     import matplotlib.pyplot as plt
 
-    found = json.loads(DATA.read_text())
     sampler = [x for t in found["tokens"][:2] for x in t["sampler"]]
     trainer = [x for t in found["tokens"][:2] for x in t["trainer"]]
     mu = [math.exp(x) for x in sampler]
@@ -147,6 +160,11 @@ def draw() -> None:
     figure.tight_layout()
     figure.savefig(DOCS / "figures/trl-mismatch.png", dpi=130)
 
+
+def draw_steps(found: dict) -> None:
+    """Draws reward, masked share, entropy and mismatch by optimizer step."""
+    import matplotlib.pyplot as plt
+
     steps = found["steps"]
     shown = {
         "reward": "reward", "trustrl/masked_share": "masked share", "entropy": "entropy, nats",
@@ -154,7 +172,7 @@ def draw() -> None:
     }  # fmt: skip
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.2))
     for axis, (key, label) in zip(axes, shown.items(), strict=True):
-        # The reward is logged once a rollout, the masked share only where some advantage is not 0.
+        # The reward is logged once per rollout, the masked share only if some advantage is not 0.
         at, values = zip(*((i + 1, v) for i, v in enumerate(steps[key]) if v is not None), strict=True)
         axis.plot(at, values, ".", color="#0072b2", alpha=0.5)
         smooth = [sum(values[max(0, i - 3) : i + 1]) / len(values[max(0, i - 3) : i + 1]) for i in range(len(values))]
@@ -172,9 +190,6 @@ def draw() -> None:
     )
     figure.tight_layout()
     figure.savefig(DOCS / "figures/trl-smollm2.png", dpi=130)
-    late = found["mismatch"]
-    mean, largest = sum(m["mean"] for m in late) / len(late), max(m["max"] for m in late)
-    print(f"{len(late)} rollouts; mean |Δ log p| {mean:.4f}, max {largest:.3f}")
 
 
 def main() -> None:

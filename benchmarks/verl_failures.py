@@ -1,11 +1,11 @@
-"""What verl survives: the sampler or a trainer rank is killed during a run, and the run is resumed.
+"""Failure test of verl runs: kills the sampler or a trainer rank during a run, then resumes the run.
 
-    python benchmarks/verl_failures.py            docs/data/verl-failures.json
+    python benchmarks/verl_failures.py            # writes docs/data/verl-failures.json
 
-Each run is `main_ppo` on Ray with a checkpoint every two steps. The process of the sampler, or of a trainer rank, is
-killed with SIGKILL after the fourth step. Written down: how the run ended, after how long and with which words; then,
-from the same folder, which step a second run begins with, whether its ratios are 1 (one update a step: they must be),
-and what it says when the region is another one.
+Each run is `main_ppo` on Ray with a checkpoint every two steps. After the fourth step, the script kills the process of
+the sampler or of a trainer rank with SIGKILL. It records how the run ended, after how long and with which messages. It
+then resumes from the same folder and records the first step, whether the ratios are 1 (they must be, with one update
+per step), and the messages if the region has changed.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ VICTIMS = {"sampler": r"ray::TransformersServer", "trainer rank": r"ray::\S*Work
 
 
 def command(out: Path, *more: str) -> list[str]:
-    from trustrl import models
-    from trustrl.engines.verl_data import write_parquet
+    from trustrl.world import models
+    from trustrl.world.verl_dataset import write_parquet
 
     files = [write_parquet(out / f"{split}.parquet", "arithmetic", split, count=400) for split in ("train", "held_out")]
     return [
@@ -45,13 +45,13 @@ def steps_in(file: Path) -> list[dict]:
         return []
     logs = []
     for line in file.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the last one may be half written
+        with contextlib.suppress(json.JSONDecodeError):  # the last line may be incomplete
             logs.append(json.loads(line))
     return [log for log in logs if "actor/grad_norm" in log["data"]]
 
 
 def processes_below(root: int, pattern: str) -> list[int]:
-    """Of this run's session, those whose title matches."""
+    """Returns the processes of this run's session whose title matches."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -63,7 +63,7 @@ def processes_below(root: int, pattern: str) -> list[int]:
 
 
 def run(out: Path, name: str, *more: str, victim: str | None = None) -> dict:
-    """One run, and what became of it."""
+    """Runs once and returns how the run ended."""
     log, metrics = out / f"{name}.log", out / f"{name}.jsonl"
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(metrics), "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:

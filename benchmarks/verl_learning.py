@@ -1,12 +1,12 @@
-"""Three regions learn two-digit addition through verl's `main_ppo` on Ray, sampled by a real vLLM on the CPU.
+"""Three regions on two-digit addition in verl's `main_ppo` on Ray, with vLLM as the sampler on a CPU.
 
     TRUSTRL_VLLM_PYTHON=<vLLM's environment>/bin/python python benchmarks/verl_learning.py run
-    python benchmarks/verl_learning.py draw                 docs/figures/verl-learning.png
-    python benchmarks/verl_learning.py table                the table of docs/engines/verl-results.md
+    python benchmarks/verl_learning.py draw                 # writes docs/figures/verl-learning.png
+    python benchmarks/verl_learning.py table                # prints the table of docs/engines/verl-results.md
 
-One run is 30 training steps of 128 completions with 8 updates each (two epochs of four mini-batches), in bfloat16 on
-the sampler's side and float32 on the trainer's. One is on two FSDP2 ranks. Runs that are in
-docs/data/verl-learning.json already are not repeated.
+One run is 30 training steps of 128 completions with 8 updates each (two epochs of four mini-batches). The sampler uses
+bfloat16, the trainer float32. One run uses two FSDP2 ranks. Runs that docs/data/verl-learning.json already holds are
+skipped.
 """
 
 import argparse
@@ -43,9 +43,9 @@ KEPT = {
 
 
 def train(region: str, ranks: int, seed: int) -> dict:
-    """One run of `main_ppo`; its metrics come from verl's own file logger."""
-    from trustrl import models
-    from trustrl.engines.verl_data import write_parquet
+    """Runs `main_ppo` once. The metrics come from verl's file logger."""
+    from trustrl.world import models
+    from trustrl.world.verl_dataset import write_parquet
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
@@ -86,7 +86,7 @@ def train(region: str, ranks: int, seed: int) -> dict:
 
 
 def run_all() -> None:
-    """One after the other; the file is written after every run."""
+    """Makes the missing runs one after the other and writes the file after each."""
     done = json.loads(DATA.read_text()) if DATA.exists() else []
     for region, ranks, seed in RUNS:
         if any((r["region"], r["ranks"], r["seed"]) == (region, ranks, seed) for r in done):
@@ -103,15 +103,15 @@ def run_all() -> None:
 
 
 def draw() -> None:
-    """Reward and what the region did, by step: mean and range over seeds."""
+    """Draws the reward and the share of tokens that the region acted on, by step: mean and range over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from trustrl.runner.summary import windows
+    from trustrl.runner.run_verdict import windows
 
-    styles = {  # the colours of TRL's figure
+    styles = {  # the colors of TRL's figure
         ("dppo-binary-tv", 1): ("#0072b2", "-"), ("dppo-topk-tv", 1): ("#009e73", "--"),
         ("troll", 1): ("#d55e00", "-."), ("dppo-topk-tv", 2): ("#555555", ":"),
     }  # fmt: skip
@@ -140,7 +140,7 @@ def draw() -> None:
 
 
 def table() -> None:
-    """One row a run, in Markdown."""
+    """Prints a Markdown table row for each run."""
 
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)

@@ -1,12 +1,12 @@
-"""The pass over the vocabulary beside three bare matrix products and beside other libraries' heads, in one run.
+"""Time and memory of the pass over the vocabulary, compared with three bare products and with other libraries' heads.
 
-    nox -s vocabulary                        # everything: tables on stdout, figures and numbers into docs
+    nox -s vocabulary                        # everything: prints tables, writes figures and numbers to docs
     nox -s vocabulary -- --only time --rounds 7
 
-Time is CPU time on one thread, alternating between the paths round by round; ratios are taken within a round and their
-median is given. "Limit" is one forward and two backward products in the fastest chunking found on this machine, outputs
-allocated beforehand. Memory is the peak resident size above the inputs, each path in a process of its own. Peers were
-written for GPUs and run fallbacks on a CPU; see peers.py.
+Time is CPU time on one thread. Paths alternate in rounds; a ratio is computed within a round, and the table shows the
+median. "Limit" is one forward and two backward products in the fastest chunking found on this machine, with
+preallocated outputs. Memory is the peak resident size above the inputs, with each path in a separate process. The peers
+target GPUs and run fallbacks on a CPU; see peers.py.
 """
 
 import argparse
@@ -20,15 +20,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# Large buffers on large pages, for every path alike: without it, touching a head's gradient first costs a tenth of all.
+# Large pages for large buffers, on every path. Without them, touching a new head gradient takes a tenth of the time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
+from research.loss_in_forward import loss_in_forward
 from vocabulary_growth import growth, print_growth
 from vocabulary_world import World, peak_memory, say
 
 import trustrl
-from trustrl.kernels.in_forward import loss_in_forward
+from trustrl.core.token_logprobs import AnchorStates
 
 ROWS = {torch.bfloat16: 1024, torch.float32: 512}
 DOCS = Path(__file__).parent.parent / "docs"
@@ -56,15 +57,15 @@ def no_grad(world: World, **settings: object) -> None:
 
 
 def exact_divergence(world: World) -> None:
-    no_grad(world, against=trustrl.Anchor(world.hidden, world.head))
+    no_grad(world, against=AnchorStates(world.hidden, world.head))
 
 
 def troll(world: World) -> None:
-    """TROLL's projection, loss and gradient on what the pass gives: beside it, not part of it."""
+    """Computes TROLL's projection, loss and gradient on outputs like the pass's, without the pass itself."""
     rows, num_ids = world.ids.shape
     g = torch.Generator().manual_seed(2)
     anchor = torch.log_softmax(2.5 * torch.randn(rows, num_ids + 2, generator=g), -1)
-    size = 0.05 * torch.exp(torch.randn(rows, 1, generator=g))  # most tokens move little, a few a lot
+    size = 0.05 * torch.exp(torch.randn(rows, 1, generator=g))  # most tokens move a little, a few a lot
     moved = torch.log_softmax(anchor + size * torch.randn(anchor.shape, generator=g), -1).requires_grad_()
     rollout = trustrl.RolloutTokens(
         behavior_logp=anchor[:, 0], proximal_logp=anchor[:, 0], advantage=world.weight, token_ids=world.token,
@@ -110,9 +111,9 @@ def peers() -> dict[str, Callable[[World], None]]:
     found = {}
     for key, peer in PEERS.items():
         if key == "liger_cross_entropy":
-            continue  # verl's formulas once more, off Hopper GPUs
+            continue  # off Hopper GPUs it runs verl's formulas, which are already measured
         label = f"{peer.name} {peer.version}" if peer.package != "torch" else peer.name
-        # Each at its fullest; what it is asked for less of is cheaper.
+        # Request all outputs that the peer offers; fewer outputs are cheaper.
         asked = "sampled token and entropy" if peer.gives_entropy else "sampled token"
         found[f"{label}, {asked}"] = case(peer, peer.gives_entropy)
     return found
@@ -121,13 +122,13 @@ def peers() -> dict[str, Callable[[World], None]]:
 def cases(dtype: torch.dtype) -> dict[str, Callable[[World], None]]:
     if dtype == torch.bfloat16:
         return {**peers(), **OURS, **BF16_ONLY}
-    # A round in float32 takes minutes: the fewest that answer the question.
+    # A round in float32 takes minutes, so measure only the paths that answer the question.
     others = {name: call for name, call in peers().items() if "compile" not in name and "selective" not in name}
     return {**others, **{name: call for name, call in OURS.items() if "everything" in name}}
 
 
 class Limit:
-    """Three bare products over the vocabulary, in one chunking: tile width and which axis holds the tokens."""
+    """Three bare products over the vocabulary in one chunking: a tile width and an axis for the tokens."""
 
     def __init__(self, world: World, width: int, tokens_last: bool) -> None:
         self.world, self.width, self.tokens_last = world, width, tokens_last
@@ -137,7 +138,7 @@ class Limit:
         self.d_head = torch.empty_like(world.head)
 
     def __call__(self) -> None:
-        """All three products once."""
+        """Computes all three products once."""
         hidden = self.world.hidden
         for at in range(0, len(self.world.head), self.width):
             head = self.world.head[at : at + self.width]
@@ -154,7 +155,7 @@ class Limit:
 
 
 def fastest_limit(world: World) -> Limit:
-    """Tries every chunking a few times and keeps the best."""
+    """Tries every chunking a few times and returns the fastest."""
     best: tuple[float, Limit] | None = None
     for width in (2048, 4096, 8192, 16384):
         for tokens_last in (False, True):
@@ -185,7 +186,7 @@ def time_table(dtype_name: str, rounds: int) -> dict:
     for turn in range(rounds):
         say(f"{dtype_name}: round {turn + 1} of {rounds}")
         for name, call in work.items():
-            base.append(cpu_seconds(limit))  # right before each path: the machine's speed drifts
+            base.append(cpu_seconds(limit))  # just before each path, because the machine's speed drifts
             ratios[name].append(cpu_seconds(lambda call=call: call(world)) / base[-1])
     return {
         "dtype": dtype_name,
@@ -206,7 +207,7 @@ def one_memory(name: str, dtype_name: str, rows: int) -> int:
     few = min(rows, 256)
     for field in ("hidden", "token", "ids", "weight"):
         setattr(small, field, getattr(world, field)[:few])
-    call(small)  # compiles; what a compiler holds is not the path's
+    call(small)  # compiles; the compiler's memory must not count for the path
     return peak_memory(world, call)
 
 
@@ -245,7 +246,7 @@ def print_time(tables: list[dict], memory: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["time", "memory", "growth"], help="one part instead of all")
+    parser.add_argument("--only", choices=["time", "memory", "growth"], help="run one part instead of all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--one-memory", metavar="PATH", help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
-"""Draws docs/figures/vocabulary-*.png from the numbers vocabulary.py stored.
+"""Figures docs/figures/vocabulary-*.png, drawn from the numbers that vocabulary.py stored.
 
-python benchmarks/vocabulary_figures.py
+Run `python benchmarks/vocabulary_figures.py`.
 """
 
 import json
@@ -25,7 +25,7 @@ def short(name: str) -> str:
 
 
 def bars(ax, rows: list[tuple[str, float]], unit: str, digits: int) -> None:
-    """One bar per path with its number beside it; ours filled dark, others light and hatched."""
+    """Draws one labeled bar per path: trustrl's in a dark color, others light and hatched."""
     names = [short(name) for name, _ in rows]
     values = [value for _, value in rows]
     own = [name.startswith("trustrl") for name, _ in rows]

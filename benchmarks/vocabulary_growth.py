@@ -1,10 +1,10 @@
-"""How time and memory of the pass over the vocabulary grow with tokens, vocabulary, ids and ranks; fitted lines.
+"""Growth of the vocabulary pass's time and memory with tokens, vocabulary, ids and ranks, with fitted lines.
 
     python benchmarks/vocabulary_growth.py
 
-Every point runs in a process of its own: CPU time of one forward and backward pass with everything on (median of five),
-and peak resident memory above the inputs. Ranks share this machine's cores, so it is each rank's own CPU time that
-counts, not the wall clock.
+Every point runs in a separate process and measures the CPU time of one forward and backward pass with all outputs
+(median of five) and the peak resident memory above the inputs. Ranks share this machine's cores, so the figure is each
+rank's CPU time, not the wall clock.
 """
 
 import json
@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 from vocabulary_world import World, peak_memory, say
 
 import trustrl
+from trustrl.core.token_logprobs import VocabShard
 
 BASE = {"tokens": 1024, "vocabulary": 65_536, "ids": 64, "ranks": 1}
 SIZE = 512
@@ -33,14 +34,14 @@ POINTS = {
 MEASURES = {"cpu_seconds": "CPU seconds", "bytes_held": "bytes held", "bytes_sent": "bytes sent"}
 
 
-def step(world: World, shard: trustrl.VocabShard | None) -> None:
+def step(world: World, shard: VocabShard | None) -> None:
     hidden, head = world.leaves(frozen=False)
     out = trustrl.token_logprobs(hidden, head, world.token, gather_ids=world.ids, entropy=True, shard=shard)
     world.loss(out, entropy=True).backward()
 
 
 def measure(rank: int, point: dict, folder: str) -> None:
-    """One rank's figures, written to a file."""
+    """Measures one rank and writes its figures to a file."""
     torch.set_num_threads(1)
     ranks = point["ranks"]
     part = point["vocabulary"] // ranks
@@ -52,7 +53,7 @@ def measure(rank: int, point: dict, folder: str) -> None:
     if ranks > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-        shard = trustrl.VocabShard(None, rank * part)
+        shard = VocabShard(None, rank * part)
     step(world, shard)  # compiles
     held = peak_memory(world, lambda w: step(w, shard))
     times = []
@@ -60,7 +61,7 @@ def measure(rank: int, point: dict, folder: str) -> None:
         start = time.process_time()
         step(world, shard)
         times.append(time.process_time() - start)
-    sent = 4 * (point["ids"] + 3) * point["tokens"] if ranks > 1 else 0  # a test counts this on the wire
+    sent = 4 * (point["ids"] + 3) * point["tokens"] if ranks > 1 else 0  # a test counts the transferred bytes
     figures = {"cpu_seconds": statistics.median(times), "bytes_held": held, "bytes_sent": sent}
     with open(f"{folder}/{rank}.json", "w") as file:
         json.dump(figures, file)
@@ -69,7 +70,7 @@ def measure(rank: int, point: dict, folder: str) -> None:
 
 
 def run_point(point: dict) -> dict:
-    """The figures of one point; of several ranks the median rank's."""
+    """Returns the figures of one point, as the median over its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, json.dumps(point), folder]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
@@ -81,13 +82,13 @@ def run_point(point: dict) -> dict:
 
 
 def line(x: list[float], y: list[float]) -> dict:
-    """Least squares y = a + b x, and how much of the variance it explains."""
+    """Returns the least-squares fit y = a + b x and the share of the variance that it explains."""
     slope, intercept = statistics.linear_regression(x, y)
     return {"intercept": intercept, "slope": slope, "r2": statistics.correlation(x, y) ** 2 if len(set(y)) > 1 else 1.0}
 
 
 def growth() -> dict:
-    """Every axis: its points, figures and fitted lines. Time over ranks is fitted against 1 / ranks."""
+    """Returns points, figures and fitted lines of every axis. The fits over ranks use 1 / ranks."""
     found: dict = {"base": BASE, "size": SIZE, "axes": {}}
     for axis, values in POINTS.items():
         points = []

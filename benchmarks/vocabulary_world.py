@@ -1,4 +1,4 @@
-"""What the benchmarks of the vocabulary pass run on: hidden states and a head of real size, and how memory is read."""
+"""Inputs of the vocabulary benchmarks (hidden states and a head of real size), and their memory measurement."""
 
 import sys
 from collections.abc import Callable
@@ -7,30 +7,30 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import trustrl
+from trustrl.core.token_logprobs import TokenLogprobs
 
 V, D, K = 151_936, 1024, 64
 
 
 class World:
-    """Hidden states, a head, sampled tokens and given ids; logits have a standard deviation of about two."""
+    """Hidden states, a head, sampled tokens and given ids. Logits have a standard deviation of about two."""
 
     def __init__(self, dtype: torch.dtype, rows: int, vocabulary: int = V, size: int = D, num_ids: int = K) -> None:
         g = torch.Generator().manual_seed(0)
         self.hidden = torch.randn(rows, size, generator=g).to(dtype)
         self.head = torch.empty(vocabulary, size, dtype=dtype)
-        for part in self.head.split(8192):  # in parts: a float32 copy of the whole would count as memory
+        for part in self.head.split(8192):  # in parts, because a float32 copy of the whole head would count as memory
             part.copy_(torch.randn(part.shape, generator=g) * (2 / size**0.5))
         self.token = torch.randint(0, vocabulary, (rows,), generator=g)
         self.ids = torch.randint(0, vocabulary, (rows, num_ids), generator=g)
         self.weight = torch.randn(rows, generator=g) / rows
 
     def leaves(self, frozen: bool) -> tuple[Tensor, Tensor]:
-        """(hidden, head) that ask for gradients."""
+        """Returns (hidden, head) as leaves that require gradients."""
         return self.hidden.detach().requires_grad_(), self.head.detach().requires_grad_(not frozen)
 
-    def loss(self, out: trustrl.TokenLogprobs, entropy: bool, rows: slice = slice(None)) -> Tensor:
-        """Every output with a gradient takes part."""
+    def loss(self, out: TokenLogprobs, entropy: bool, rows: slice = slice(None)) -> Tensor:
+        """Returns a loss that uses every differentiable output."""
         weight = self.weight[rows]
         total = (weight * out.logp).sum()
         if out.gathered_logp is not None and out.tail_logp is not None:
@@ -42,11 +42,11 @@ def resident(key: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}: memory is measured on Linux only")
+    raise RuntimeError(f"/proc/self/status has no {key}. Run the memory benchmark on Linux.")
 
 
 def peak_memory(world: World, call: Callable[[World], None]) -> int:
-    """Peak resident bytes above what was resident before the call."""
+    """Returns the peak resident bytes during the call, minus those resident before it."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = resident("VmRSS")
     call(world)

@@ -1,15 +1,16 @@
-"""The picture of docs/architecture.md, drawn from the imports themselves.
+"""Picture of the import layers for docs/architecture.md, drawn from the imports in the source.
 
 python tools/architecture.py    writes docs/figures/architecture.svg again
 
-A row is a package; the order is that of the layers in pyproject.toml, which `lint-imports` enforces. A line leads from
-a package down to one that it imports. An import that follows from others (a imports b, b imports c, and a imports c) is
-left out. Packages that touch are one layer: they do not import each other.
+A row is a package or module of trustrl, or a module of `trustrl.core`. The order of the rows is that of the layers in
+pyproject.toml, which `lint-imports` enforces. A line leads from a row down to one that it imports. The picture omits an
+import that follows from others (a imports b, b imports c, and a imports c). Rows that touch form one layer: they do not
+import each other.
 """
 
 import ast
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -18,51 +19,49 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/figures/architecture.svg"
 
+OPENED = "core"
+"""Package whose modules are rows."""
+
 BANDS = {
-    "Commands and tools": {
+    "Commands, tools and runs": {
         "cli": "one file per verb, imported when called",
-        "report": "run folders → a summary, or one offline page",
-        "explain": "a run's folder → why it went wrong, or nothing",
-        "runner": "a recipe → an engine's settings → a run's folder",
-        "conformance": "anyone's policy loss against known answers",
-        "doctor": "this machine → findings",
-        "probe": "sampler and trainer on the same tokens",
+        "tools": "audit, calibrate, conformance, doctor, ...",
+        "runner": "recipe → engine command → run directory",
     },
-    "Somebody else's trainer": {
-        "engines": "TRL, verl, SkyRL, vLLM: seams; the rest borrowed",
+    "Adapters for trainers": {
+        "engines": "TRL, verl, SkyRL and vLLM",
     },
     "A small world to train in": {
-        "models": "tiny models made here, SmolLM2 from PyPI",
-        "tasks": "problems with rewards",
+        "world": "tiny models, SmolLM2, problems with rewards",
     },
     "Tokens on disk": {
-        "audit": "recorded tokens → what other regions would do",
-        "recording": "tokens and verdicts → Parquet, and back",
+        "recording": "tokens and decisions → Parquet, and back",
     },
     "The core: tensors in, tensors out": {
-        "objective": "policy_loss, the one call",
-        "build": "settings → function; the registry of regions",
-        "checking": "trustrl.check: faults of value, before a step",
-        "losses": "one number per token, 0 where inactive",
-        "reductions": "tokens → one number, against global counts",
-        "diagnostics": "sums that add over ranks → rates",
-        "metrics": "the dictionary: formula, unit, what to do",
-        "regions": "the verdict: mask, clip, sequence, project",
-        "divergences": "how far two policies are apart: an interval",
-        "tokens": "records → clean, blanked, float64 tokens",
-        "cells": "the ids a region reads, and faults among them",
-        "records": "the data that flows in, checked here",
-        "numerics": "log1mexp and others that do not cancel",
-        "sampling": "how log-probs were made; may they be compared",
-        "vocabulary": "token_logprobs: the checked front of kernels",
+        "functional": "losses and projections as plain functions",
+        "core.policy_loss": "the call that a trainer makes",
+        "core.check": "raises on faulty values before a step",
+        "core.losses": "one term per token, 0 where inactive",
+        "core.reductions": "token terms → one number, by global counts",
+        "core.diagnostics": "sums that add over ranks → rates",
+        "core.metrics": "metric dictionary: formula, unit, advice",
+        "core.regions": "settings → a decision for each token",
+        "core.divergences": "distance of two policies, as an interval",
+        "core.clean": "records → clean tokens in float64",
+        "core.sequences": "means, maxima and sums over sequences",
+        "core.partition": "the ids that a region reads, and the rest",
+        "core.records": "input tokens of sampler and policy, checked",
+        "core.numerics": "log1mexp and others that do not cancel",
+        "core.sampling": "how a sampler made its log-probs",
+        "core.token_logprobs": "hidden states → log-probs; checks inputs",
     },
     "Settings: no torch": {
-        "config": "what a user may choose: frozen dataclasses",
-        "registry": "names that refuse to be overwritten",
-        "packages": "optional packages, asked for by name",
-        "errors": "one root, sentences that say what to do",
+        "config": "frozen dataclasses: regions, axes, presets",
+        "registry": "names that cannot be overwritten",
+        "optional_imports": "imports optional packages on first use",
+        "errors": "exceptions with one common base class",
     },
-    "Kernels: torch alone": {
+    "Kernels: torch only": {
         "kernels": "hidden states and head → log-probs, in tiles",
     },
 }
@@ -89,7 +88,7 @@ text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-se
 
 
 class Lane(NamedTuple):
-    """The line down to one package, which everybody who imports it joins."""
+    """Line down to one row, which every row that imports it joins."""
 
     target: str
     importers: list[str]
@@ -97,20 +96,32 @@ class Lane(NamedTuple):
 
 
 def layers() -> list[list[str]]:
-    """The packages of each layer, from the one that may import all others down."""
+    """Returns the rows of each layer, from the one that may import all others down."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (found,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
-    return [[name.strip().removeprefix("trustrl.") for name in layer.split("|")] for layer in found]
+    outer, inner = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    found: list[list[str]] = []
+    for layer in outer:
+        rows = [name.strip().removeprefix("trustrl.") for name in layer.split("|")]
+        if rows == [OPENED]:
+            found += [[f"{OPENED}.{name.strip()}" for name in within.split("|")] for within in inner]
+        else:
+            found.append(rows)
+    return found
 
 
 def imports(source: Path = ROOT / "src/trustrl") -> dict[str, set[str]]:
-    """What each package or module directly in trustrl imports of the others, at any place in its files."""
+    """Returns the rows that each row imports, at any place in its files."""
     found: dict[str, set[str]] = {}
     for file in sorted(source.rglob("*.py")):
-        package = file.relative_to(source).with_suffix("").parts[0]
-        if package != "__init__":  # which only names where everything is
-            found.setdefault(package, set()).update(_imported(file))
-    return {package: (names & set(found)) - {package} for package, names in found.items()}
+        row = _row(file.relative_to(source).with_suffix("").parts)
+        if row.rpartition(".")[2] != "__init__":  # they only name where everything is
+            found.setdefault(row, set()).update(_imported(file))
+    return {row: (names & set(found)) - {row} for row, names in found.items()}
+
+
+def _row(parts: Sequence[str]) -> str:
+    """Returns the row of a module, given the parts of its name below trustrl."""
+    return ".".join(parts[: 2 if parts[0] == OPENED else 1])
 
 
 def _imported(file: Path) -> Iterator[str]:
@@ -122,11 +133,11 @@ def _imported(file: Path) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for parts in (name.split(".") for name in names):
             if parts[0] == "trustrl" and len(parts) > 1:
-                yield parts[1]
+                yield _row(parts[1:])
 
 
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The same without what follows from the rest."""
+    """Removes the imports that follow from others."""
 
     @cache
     def reached(package: str) -> set[str]:
@@ -139,7 +150,7 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def lanes(graph: Mapping[str, set[str]], row: Mapping[str, int]) -> list[Lane]:
-    """One lane for each imported package; short ones next to the boxes, and no two on top of each other."""
+    """Places one lane for each imported row: short lanes next to the boxes, and no two on top of each other."""
     by_target = {one: sorted((a for a in graph if one in graph[a]), key=row.__getitem__) for one in graph}
     wanted = sorted((row[target] - row[who[0]], row[target], target) for target, who in by_target.items() if who)
     taken: list[list[tuple[int, int]]] = []
@@ -156,13 +167,13 @@ def lanes(graph: Mapping[str, set[str]], row: Mapping[str, int]) -> list[Lane]:
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """Returns the picture as SVG."""
     graph = imports()
     stack = layers()
     order = [package for layer in stack for package in layer]
     last_of_layer = {layer[-1] for layer in stack}
     if sorted(order) != sorted(graph) or sorted(ABOUT) != sorted(graph):
-        raise SystemExit("Every package must be in a layer of pyproject.toml and in BANDS here, and in no other place.")
+        raise SystemExit("Every row must be in a layer of pyproject.toml and in BANDS of tools/architecture.py.")
     row = {package: at for at, package in enumerate(order)}
     band = {package: at for at, packages in enumerate(BANDS.values()) for package in packages}
     placed = lanes(reduced(graph), row)
@@ -183,14 +194,14 @@ def draw() -> str:
     size = f'width="{WIDTH}" height="{y + 6}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 6}" {size} role="img" '
-        f'aria-label="The packages of trustrl in their layers, and who imports whom">\n'
+        f'aria-label="The packages of trustrl in their layers, and the imports between them">\n'
         f'<style>{STYLE}</style>\n<rect class="paper" {size}/>\n{body}\n</svg>\n'
     )
 
 
 def _box(package: str, imported: set[str], band: int, left: int, y: int) -> str:
-    """A package: its name, what it is, and all it imports when the pointer rests on it."""
-    says = f"{package} imports {', '.join(sorted(imported))}" if imported else f"{package} imports nothing of trustrl"
+    """Returns the box of a row: its name, its purpose, and a tooltip with all its imports."""
+    says = f"{package} imports {', '.join(sorted(imported))}" if imported else f"{package} imports nothing from trustrl"
     return (
         f'<g class="b{band}"><title>{says}</title>'
         f'<rect class="box" x="{left}" y="{y}" width="{WIDTH - left - 10}" height="{ROW}" rx="4"/>'
@@ -205,7 +216,7 @@ def _x(column: int, left: int) -> int:
 
 
 def _line(lane: Lane, band: int, tops: Mapping[str, int], left: int) -> str:
-    """Down the lane and into its package, with a dot wherever somebody joins."""
+    """Returns the line down a lane and into its row, with a dot for each importer."""
     x, top, end = _x(lane.column, left), tops[lane.importers[0]] + 27, tops[lane.target] + 11
     dots = "".join(f'<circle class="mark" cx="{x}" cy="{tops[package] + 27}" r="2.6"/>' for package in lane.importers)
     head = f'<path class="mark" d="M{left} {end}l-7 -3.5v7z"/>'
@@ -213,7 +224,7 @@ def _line(lane: Lane, band: int, tops: Mapping[str, int], left: int) -> str:
 
 
 def _stub(package: str, placed: list[Lane], tops: Mapping[str, int], left: int, band: int) -> str:
-    """From a package's box to the farthest lane that it joins."""
+    """Returns the line from a row's box to the farthest lane that it joins."""
     joined = [lane.column for lane in placed if package in lane.importers]
     if not joined:
         return ""

@@ -1,10 +1,10 @@
-"""Mutation testing on a seeded sample: change the code in one small place, and see whether a test notices.
+"""Mutation testing on a seeded sample: changes the code in one small place and checks that a test fails.
 
     nox -s mutation                 # 450 mutants, seed 0, under ten minutes on two cores
     nox -s mutation -- --sample 50
 
 mutmut makes and runs the mutants (settings in pyproject.toml); this file draws the sample and writes the summary to
-docs/data/mutation.json. Survivors are explained in docs/mutation.md.
+docs/data/mutation.json. docs/mutation.md explains the survivors.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SUMMARY = ROOT / "docs/data/mutation.json"
 
 
 def mutmut(*args: str, capture: bool = False) -> str:
-    """One call of mutmut in the project's root; few examples per property, one thread per process."""
+    """Runs mutmut in the project's root, with few examples per property and one thread per process."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TRUSTRL_CASES": "100"}
     command = [sys.executable, "-m", "mutmut", *args]
     done = subprocess.run(
@@ -32,7 +32,7 @@ def mutmut(*args: str, capture: bool = False) -> str:
 
 
 def verdicts() -> dict[str, str]:
-    """Every mutant by name with its verdict so far."""
+    """Returns the verdict so far of every mutant, by name."""
     lines = mutmut("results", "--all", "true", capture=True).splitlines()
     return dict(line.strip().split(": ", 1) for line in lines if "__mutmut_" in line)
 
@@ -44,13 +44,13 @@ def main() -> int:
         0 if at least nine mutants in ten were killed.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, default=450, help="how many mutants (default 450)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default 0)")
+    parser.add_argument("--sample", type=int, default=450, help="Number of mutants (default 450).")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the sample (default 0).")
     args = parser.parse_args()
 
     start = time.monotonic()
     print("making mutants and measuring which tests reach them ...", file=sys.stderr)
-    mutmut("run", "trustrl.numerics.x_free_to_look__mutmut_1")
+    mutmut("run", "trustrl.core.numerics.x_free_to_look__mutmut_1")
     everything = sorted(verdicts())
     chosen = sorted(random.Random(args.seed).sample(everything, min(args.sample, len(everything))))
     print(f"running {len(chosen)} of {len(everything)} mutants ...", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""A notebook with its outputs as a page of the site: prose, code, what it printed, and its pictures as files."""
+"""Conversion of a notebook to a page of the site: prose, code, printed output, and pictures as files."""
 
 import base64
 import json
@@ -12,7 +12,7 @@ FENCE = "````"
 
 
 def page_of(notebook: Path) -> tuple[str, Images]:
-    """The notebook as Markdown, and the pictures it shows."""
+    """Returns the notebook as Markdown, and its pictures."""
     parts: list[str] = []
     images: Images = {}
     for cell in json.loads(notebook.read_text())["cells"]:

@@ -1,4 +1,4 @@
-"""Resolution check: can pip-style resolvers install trustrl into each engine's own environment?
+"""Resolution check: resolves trustrl with the pins of each engine's own environment.
 
     nox -s pins                 # resolve everything, fail if trustrl breaks an environment
     nox -s pins -- --write      # the same, and write the table into docs/reference/compatibility.md
@@ -62,7 +62,7 @@ def _rows(engine: str, package: str, extras: Sequence[str], ours: tuple[str, ...
     return [Row(engine, extra, (requirement,), ours, **more) for extra, requirement in named]
 
 
-TOOLS = ("models", "tasks", "records", "ray", "plots")
+TOOLS = ("run", "models", "tasks", "records", "ray", "plots")
 GPU = ["vllm", "sglang", "fsdp", "megatron"]
 
 ENGINES = (
@@ -117,7 +117,7 @@ class Outcome:
 
     @property
     def cause(self) -> str:
-        """Why a resolution failed, or ""."""
+        """Cause of a failed resolution, or ""."""
         return next((one.cause for one in (self.alone, self.core, self.with_extras) if not one.found), "")
 
 
@@ -222,8 +222,8 @@ def build_wheel(folder: Path) -> str:
 def main() -> int:
     """Resolves all rows, prints the table, and returns 1 if trustrl breaks an environment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", nargs="?", default="", help="resolve only the engines whose name contains this")
-    parser.add_argument("--write", action="store_true", help="write the table into the docs page")
+    parser.add_argument("name", nargs="?", default="", help="Resolve only the engines whose name contains this.")
+    parser.add_argument("--write", action="store_true", help="Write the table into the docs page.")
     asked = parser.parse_args()
     if asked.write and asked.name:
         parser.error("--write needs all rows. Leave the name out.")

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from trustrl.engines.refusals import table
+from trustrl.engines.refusals.rows import table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/engines"
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- refused: begin (python tools/refusal_tables.py) -->", "<!-- r
 
 def rows(engine: str) -> tuple:
     """Returns the rows of an engine; none for one that does not declare them."""
-    name = f"trustrl.engines.{engine}_refusals"
+    name = f"trustrl.engines.refusals.{engine}"
     return importlib.import_module(name).ROWS if importlib.util.find_spec(name) else ()
 
 

@@ -1,9 +1,9 @@
-"""Run the notebooks of docs/notebooks from top to bottom and keep their outputs, for readers who run nothing.
+"""Runner for docs/notebooks: executes each notebook from top to bottom and saves its outputs.
 
     nox -s notebooks
     python tools/run_notebooks.py [part of a name]
 
-What is kept says nothing about the machine it ran on: no paths, no times, no kernel of its own.
+The saved outputs do not depend on the machine: they hold no paths, times or kernel metadata.
 """
 
 import argparse
@@ -27,10 +27,10 @@ METADATA = {
 
 
 def executed(file: Path) -> Any:
-    """The notebook with fresh outputs, from a new kernel of this environment.
+    """Runs a notebook in a new kernel of this environment and returns it with fresh outputs.
 
     Raises:
-        CellExecutionError: a cell raised; the message shows it.
+        CellExecutionError: If a cell raises; the message shows it.
     """
     # Over a socket in the file system: no port is opened.
     kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
@@ -39,7 +39,7 @@ def executed(file: Path) -> Any:
 
 
 def cleaned(notebook: Any) -> Any:
-    """The same notebook without what depends on where and when it ran."""
+    """Removes everything that depends on the place and time of the run."""
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number:02}", nbformat.from_dict({})
@@ -54,7 +54,7 @@ def cleaned(notebook: Any) -> Any:
 
 
 def joined(outputs: list[Any]) -> list[Any]:
-    """Outputs with neighbouring pieces of one stream as one: where it was cut depends on how busy the machine was."""
+    """Joins neighboring pieces of one stream. Their boundaries depend on the load of the machine."""
     found: list[Any] = []
     for output in outputs:
         if found and output.get("name") is not None and found[-1].get("name") == output.name:
@@ -65,7 +65,7 @@ def joined(outputs: list[Any]) -> list[Any]:
 
 
 def smaller(png: str) -> str:
-    """The same picture, base64 in and out, with a palette: lines and bars need no more than 128 colours."""
+    """Returns a picture, base64 in and out, with a palette. Lines and bars need at most 128 colors."""
     picture, file = Image.open(BytesIO(base64.b64decode(png))), BytesIO()
     picture.convert("RGB").quantize(128).save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
@@ -74,7 +74,7 @@ def smaller(png: str) -> str:
 def main() -> int:
     """Runs each notebook and writes it back."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", default="", help="only notebooks with this in their name")
+    parser.add_argument("part", nargs="?", default="", help="Run only notebooks with this in their name.")
     part = parser.parse_args().part
     for file in sorted(file for file in FOLDER.glob("*.ipynb") if part in file.name):
         print(f"running {file.name}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""mkdocs hooks: CONTRIBUTING, CHANGELOG, SECURITY and the notebooks as pages, with links that work here and there.
+"""mkdocs hooks that add the repository's own pages and the notebooks to the site, with working links.
 
-A link is written for somebody who reads the repository. Here it is resolved to the file it means there, and then to
-where that file is on the site. What is not on the site is left alone, and the strict build refuses it.
+Links are written for a reader of the repository. The hook resolves each link to its file, and then to the place of that
+file on the site. It leaves links to files that are not on the site unchanged, and the strict build refuses them.
 """
 
 import os
@@ -17,8 +17,9 @@ PLACES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
     "SECURITY.md": "project/security.md",
+    "CODE_OF_CONDUCT.md": "project/code-of-conduct.md",
 }
-"""Files beside docs/, and the pages they are on the site."""
+"""Files outside docs/ and their pages on the site."""
 
 SHORT_CELL = re.compile(r"<td>([^<]{1,10}|[\d.]+ \[[\d., ]+\])</td>")
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
@@ -37,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links from the repository's pages into docs/, and from docs/ to them."""
+    """Rewrites links between the repository's pages and docs/."""
     place = page.file.src_uri
     source = {place: name for name, place in PLACES.items()}.get(place, f"docs/{place}")
 
@@ -45,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         meant = os.path.normpath(os.path.join(os.path.dirname(source), link[2]))
         target = "index.md" if meant == "README.md" else PLACES.get(meant, meant.removeprefix("docs/"))
         target = re.sub(r"\.ipynb$", ".md", target)
-        if target == meant:  # neither in docs/ nor one of ours
+        if target == meant:  # neither in docs/ nor in PLACES
             return link[0]
         return f"{link[1]}{os.path.relpath(target, os.path.dirname(place) or '.')}{link[3]}"
 

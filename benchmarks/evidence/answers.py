@@ -1,8 +1,8 @@
-"""Every table, verdict and figure of docs/results that follows from the comparison's runs.
+"""Tables, verdicts and figures of docs/results that follow from the comparison's runs.
 
     python benchmarks/evidence/answers.py
 
-A verdict is a rule on numbers: *yes* or *no* where the paired difference in final accuracy has p < .05 after Holm's
+A verdict is a rule on numbers: *yes* or *no* if the paired difference in final accuracy has p < 0.05 after Holm's
 correction over all differences in the page's table, else *undecided*. The correction was added after the runs.
 """
 
@@ -20,12 +20,12 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 README = RESULTS.parents[1] / "README.md"
 TIER_1 = ("pg-is", "ppo", "cispo", "dppo-binary-tv", "dppo-topk-tv", "troll", "drpo", "ipo")
 RIVALS = ("dppo-binary-kl", "dppo-topk-kl", "dppo-full-tv", "cppo", "trm", "gspo", "sapo", "spo", "kpop")
-"""As published, in `stale` only; `minirl`, `tis`, `icepop` and `mis` are PPO there, where nothing mismatches."""
+"""Published settings, run in `stale` only. `minirl`, `tis`, `icepop` and `mis` equal PPO there: nothing mismatches."""
 
 SETTINGS = ("stale", "mismatch", "both")
 SEEDS = range(5)
 VARIED = ("stale", "stale-unscaled", "stale-batch-scaled", "stale-llama")
-"""Question j: the setting as it stands, two other advantages, another family of models."""
+"""Question j: the base setting, two other advantages, and another model family."""
 
 REWARD = "mean_reward"
 
@@ -39,11 +39,11 @@ FAMILIES: dict[str, tuple[Sequence[str], list[tuple[str, str]]]] = {
     "g": (["stale"], [("drpo", "drpo-12.5"), ("drpo-12.5", "pg-is"), ("drpo", "ppo")]),
     "j": (VARIED, [("dppo-binary-tv", "ppo"), ("troll", "dppo-binary-tv")]),
 }
-"""The differences in final accuracy on each page: Holm's correction counts all of them."""
+"""Differences in final accuracy on each page; Holm's correction counts all of them."""
 
 
 def judged(found: dict[Key, Difference], setting: str, arm: str, other: str) -> str:
-    """Returns one sentence: who was ahead, by how much, and whether that is more than noise."""
+    """Returns a sentence that names the better arm, the difference, and whether it exceeds noise."""
     one = found.get((setting, arm, other))
     if one is None:
         return f"{setting}: not run."
@@ -55,7 +55,7 @@ def judged(found: dict[Key, Difference], setting: str, arm: str, other: str) -> 
 
 
 def verdict_a(found: dict[Key, Difference]) -> str:
-    """Without a region against with one."""
+    """Returns the verdict on training with a region against training without one."""
     lines = []
     for setting in SETTINGS:
         made = list(runs().get((setting, "pg-is"), {}).values())
@@ -98,7 +98,7 @@ def numbers(page: str, arms: Sequence[str]) -> str:
 
 
 def many() -> str:
-    """Returns how many differences there are, and how many of them each correction leaves."""
+    """Returns the number of differences and the number that stay significant under each correction."""
     pages = [family(*one) for one in FAMILIES.values()]
     every = {key: one for page in pages for key, one in page.items()}
     within = {key for page in pages for key, one in page.items() if one.sign}
@@ -112,7 +112,7 @@ def many() -> str:
 
 
 def steady(settings: Sequence[str], arm: str, other: str) -> str:
-    """Spread over seeds and collapses of two arms."""
+    """Returns a comparison of two arms by their spread over seeds and their collapses."""
     lines = []
     for setting in settings:
         parts = []
@@ -194,7 +194,7 @@ def question_f() -> None:
 
 
 def _growth(found: dict[Key, Difference], *arms: str) -> str:
-    """Whether the difference grows with the number of updates: the intervals of first and last must not overlap."""
+    """Returns whether the difference grows with the updates: the first and last intervals must not overlap."""
     first, last = (found.get((setting, *arms)) for setting in ("mismatch", "stale"))
     if first is None or last is None:
         return "Whether it grows with staleness was not measured."
@@ -212,7 +212,7 @@ def question_g() -> None:
 
 
 def question_j() -> None:
-    """A verdict holds where the varied setting gives the same one."""
+    """Writes whether each verdict holds: the varied setting must give the same one."""
     page, arms = RESULTS / "j-estimators.md", ("ppo", "dppo-binary-tv", "troll")
     questions = ("Binary TV higher than PPO?", "TROLL higher than Binary TV?")
     said, found = [], family(*FAMILIES["j"])
@@ -229,7 +229,7 @@ def question_j() -> None:
 
 
 def accuracies(settings: Sequence[str], arms: Sequence[str]) -> str:
-    """Held-out accuracy after training: a row for each region, a column for each setting."""
+    """Returns held-out accuracy after training, with a row for each region and a column for each setting."""
     lines = [f"| region | {' | '.join(settings)} |", "|---" * (len(settings) + 1) + "|"]
     for arm in arms:
         cells = []
@@ -246,7 +246,7 @@ def accuracies(settings: Sequence[str], arms: Sequence[str]) -> str:
 
 
 def overview() -> None:
-    """All that was run, what is missing, and which thresholds were chosen."""
+    """Writes the list of runs, the missing ones, and the chosen thresholds."""
     page = RESULTS / "index.md"
     made = runs()
     settings = [s for s in ("on-policy", "stale-4", *SETTINGS) if any(key[0] == s for key in made)]
@@ -283,14 +283,14 @@ def overview() -> None:
 
 
 def _mean_step(setting: str, name: str) -> float:
-    """A metric's mean over all steps of all runs in a setting that have it."""
+    """Returns a metric's mean over all steps that have it, of all runs in a setting."""
     made = [rows for (one, _), seeds in steps().items() if one == setting for rows in seeds.values()]
     values = [row[name] for rows in made for row in rows if row[name] is not None]
     return sum(values) / len(values)
 
 
 def did_not_work() -> None:
-    """Regions that ended no better than they began, in the comparison and while thresholds were tuned."""
+    """Writes the regions that did not improve, in the comparison and during threshold tuning."""
     page = RESULTS / "did-not-work.md"
     lines = []
     for (setting, arm), made in sorted(runs().items()):
@@ -309,7 +309,7 @@ def did_not_work() -> None:
 
 
 def _value(region: dict) -> str:
-    """The one number that was varied: the larger of two bounds."""
+    """Returns the varied number: the larger of two bounds."""
     rest = {key: value for key, value in region.items() if key != "preset"}
     value = next(iter(rest.values()))
     return f"{value['max_increase'] if isinstance(value, dict) else value:g}"

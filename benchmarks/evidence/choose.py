@@ -1,10 +1,10 @@
-"""Thresholds for the comparison: of each arm's three, the one with the highest mean accuracy over the tuning seeds.
+"""Choice of thresholds for the comparison: for each arm, the one of three with the highest mean tuning accuracy.
 
     trustrl compare recipes/evidence/stale.toml schedule.seed=100 --arms recipes/evidence/tuning.toml --seeds 2 --out T
     python benchmarks/evidence/choose.py T
 
-Writes docs/results/data/tuning.json and recipes/evidence/arms.toml: the chosen ones under their plain names, pg-is,
-which has no threshold, and the variants that single questions are about.
+Writes docs/results/data/tuning.json and recipes/evidence/arms.toml. The latter holds the chosen arms under their plain
+names, pg-is, which has no threshold, and the variants that single questions need.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from trustrl.runner import toml
+from trustrl.runner import recipe_files
 
 ROOT = Path(__file__).parents[2]
 TUNING, ARMS = (ROOT / "recipes/evidence" / name for name in ("tuning.toml", "arms.toml"))
@@ -21,13 +21,13 @@ NOTE = "# Made by benchmarks/evidence/choose.py: thresholds as tuned, then the v
 
 
 def choose(table: dict) -> tuple[dict, dict]:
-    """What each value reached, and the arms with the best of them."""
+    """Returns the accuracy of each value, and the arms with the best values."""
     regions = tomllib.loads(TUNING.read_text())
     tried: dict[str, dict[str, dict]] = {}
     for name, row in table["regions"].items():
         arm, value = name.rsplit("-", 1)
         if row["finished"] != row["runs"]:
-            raise SystemExit(f"{name} has {row['finished']} of {row['runs']} runs. Start the tuning again: it resumes.")
+            raise SystemExit(f"{name} has {row['finished']} of {row['runs']} runs. Rerun the tuning to resume it.")
         after = [run["result"]["accuracy_after"] for run in table["runs"] if run["region"] == name]
         tried.setdefault(arm, {})[value] = {
             "region": regions[name],
@@ -47,7 +47,7 @@ def main() -> None:
     found, arms = choose(json.loads(Path(sys.argv[1], "table.json").read_text()))
     FOUND.parent.mkdir(parents=True, exist_ok=True)
     FOUND.write_text(json.dumps(found, indent=1) + "\n")
-    ARMS.write_text(NOTE + "\n" + toml.dumps(arms))
+    ARMS.write_text(NOTE + "\n" + recipe_files.dumps(arms))
     for arm, value in found["best"].items():
         means = ", ".join(f"{name} {one['mean']:.3f}" for name, one in found["tried"][arm].items())
         print(f"{arm}: {value} ({means})", file=sys.stderr)

@@ -1,11 +1,11 @@
-r"""Which tokens PPO's clip stops, and which DPPO would stop of the same ones.
+r"""Tokens that PPO's clip masks, and those of them that DPPO would mask.
 
     trustrl compare recipes/evidence/stale.toml records.sample=1.0 --arms recipes/evidence/arms.toml \
         --regions ppo --seeds 5 --out RECORDED
     python benchmarks/evidence/clipping.py count RECORDED
     python benchmarks/evidence/clipping.py page
 
-Counting writes docs/results/data/clipping.json; the page and its figure are made from that.
+`count` writes docs/results/data/clipping.json. `page` writes the page and its figure from that file.
 """
 
 import json
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from pages import fill
 
-from trustrl.models.tiny import CHARACTERS, SPECIAL
 from trustrl.recording import read
+from trustrl.world.models.tiny import CHARACTERS, SPECIAL
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "docs/results/data/clipping.json", ROOT / "docs/results/h-clipping.md"
@@ -30,12 +30,12 @@ MOST = 8
 
 
 def counts(folder: Path, max_gap: float) -> dict:
-    """Tokens, and those each region stops, by the sampler's probability; the ids PPO stops most."""
+    """Counts tokens, and those each region masks, by the sampler's probability, and the ids that PPO masks most."""
     records = read(folder / "records")
     behavior, policy, advantage = (records[name].double() for name in ("behavior_logp", "policy_logp", "advantage"))
     mu, gap = behavior.exp(), policy.exp() - behavior.exp()
     leaving = ((advantage > 0) & (gap > 0)) | ((advantage < 0) & (gap < 0))
-    moves = advantage != 0  # the others have no gradient that could be stopped
+    moves = advantage != 0  # the others have no gradient to mask
     stopped = {"ppo": ~records["kept"] & moves, "dppo-binary-tv": leaving & (gap.abs() > max_gap)}
     at = torch.bucketize(mu, torch.tensor(EDGES[1:-1], dtype=torch.float64), right=True)
 

@@ -1,9 +1,9 @@
-"""Finished runs of the comparison as two small files in docs/results/data: runs.jsonl and steps.parquet.
+"""Collection of the comparison's finished runs in two small files in docs/results/data: runs.jsonl, steps.parquet.
 
     trustrl compare recipes/evidence/stale.toml --arms recipes/evidence/arms.toml --seeds 5 --out RUNS/stale
     python benchmarks/evidence/collect.py RUNS
 
-The name of a folder in RUNS is the setting's. Runs that were collected before and are not in RUNS stay.
+Each folder in RUNS is named after its setting. Runs that were collected earlier and are not in RUNS are kept.
 """
 
 import json
@@ -25,7 +25,7 @@ METRICS = (
 )  # fmt: skip
 KEY = ("setting", "arm", "seed")
 DERIVED = ("collapsed", "rollouts", "reward_first", "reward_last", "reward_best")
-"""Parts of a result that follow from the steps; `findings.py` computes what the pages need of them."""
+"""Parts of a result that follow from the steps. `findings.py` computes those that the pages need."""
 
 
 def schema() -> pa.Schema:
@@ -35,7 +35,7 @@ def schema() -> pa.Schema:
 
 
 def one(setting: str, arm: str, directory: RunDirectory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A run's result, and a row for each of its steps."""
+    """Returns a run's result and a row for each of its steps."""
     result = {name: value for name, value in directory.result().items() if name not in DERIVED}
     key = {"setting": setting, "arm": arm, "seed": result["seed"]}
     versions = json.loads((directory.path / "environment.json").read_text())["packages"]

@@ -1,4 +1,4 @@
-"""One figure per question: reward over training, and held-out accuracy after it, in each setting."""
+"""Figures of each question: reward during training and held-out accuracy after it, in each setting."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,16 +10,16 @@ import matplotlib.pyplot as plt
 from findings import over_seeds, rewards_of_rollouts, runs
 
 from trustrl.runner.figures import COLOURS, FEW_ROLLOUTS, LINES
-from trustrl.runner.summary import FEWEST_ROLLOUTS, windows
+from trustrl.runner.run_verdict import FEWEST_ROLLOUTS, windows
 
 MOST_BANDS = 4
 FIGURES = Path(__file__).parents[2] / "docs/results/figures"
 
 
 def draw(name: str, settings: Sequence[str], arms: Sequence[str]) -> Path:
-    """Saves the figure: means over seeds, with their range as a band where there are few arms.
+    """Saves the figure: means over seeds, with their range as a band if the arms are few.
 
-    Each rollout is a marker where a run has few of them; otherwise a line shows the mean of three.
+    If a run has few rollouts, each is a marker. Otherwise a line shows the mean of three.
     """
     columns = min(len(arms), 2 * len(settings), 4)
     figure, axes = plt.subplots(

@@ -1,9 +1,9 @@
-"""What `trustrl explain` says about the runs of `faults.py`, beside what was seeded.
+"""Diagnoses of `trustrl explain` for the runs of `faults.py`, compared with the seeded faults.
 
-    python benchmarks/evidence/explained.py judge RUNS    writes docs/data/explained.jsonl
-    python benchmarks/evidence/explained.py page          fills docs/guides/explain.md from it
+    python benchmarks/evidence/explained.py judge RUNS    # writes docs/data/explained.jsonl
+    python benchmarks/evidence/explained.py page          # fills docs/guides/explain.md from it
 
-A run counts for the first cause that is named. Every run counts: one that has no result yet stops the script.
+A run counts for the first cause that `explain` names. Every run counts, so a run without a result stops the script.
 """
 
 import argparse
@@ -19,16 +19,16 @@ DATA, PAGE = ROOT / "docs/data/explained.jsonl", ROOT / "docs/guides/explain.md"
 HEALTHY = "healthy"
 NOTHING = "nothing"
 KEPT = 2
-"""Findings a run's row names; later ones are counted."""
+"""Number of findings that a run's row names. Further findings are only counted."""
 
 
 def judge(runs: Path) -> list[dict[str, Any]]:
-    """One row for each run, in the order in which they were written down."""
+    """Returns one row for each run, in the order of `faults.py`."""
     from faults import RUNS, seed_of
 
-    from trustrl.explain.explanation import explain
     from trustrl.runner.directory import RunDirectory
     from trustrl.runner.recipe import load
+    from trustrl.tools.explain.explanation import explain
 
     rows = []
     for name, run in RUNS.items():
@@ -55,12 +55,12 @@ def judge(runs: Path) -> list[dict[str, Any]]:
 
 
 def first(row: dict[str, Any]) -> str:
-    """The first cause that was named."""
+    """Returns the first named cause."""
     return row["found"][0][0] if row["found"] else NOTHING
 
 
 def matrix(rows: list[dict[str, Any]]) -> str:
-    """Seeded causes against the first that was named."""
+    """Returns a table of seeded causes against first named causes."""
     seeded = list(dict.fromkeys(row["seeded"] for row in rows))
     counts = Counter((row["seeded"], first(row)) for row in rows)
     causes = [one for one in seeded if one != HEALTHY]
@@ -75,7 +75,7 @@ def matrix(rows: list[dict[str, Any]]) -> str:
 
 
 def verdict(rows: list[dict[str, Any]]) -> str:
-    """Three sentences with the counts."""
+    """Returns three sentences with the counts."""
     faulty = [row for row in rows if row["seeded"] != HEALTHY]
     healthy = [row for row in rows if row["seeded"] == HEALTHY]
     right = sum(first(row) == row["seeded"] for row in faulty)
@@ -89,7 +89,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Every run."""
+    """Returns a table of all runs."""
     lines = [
         "| run | severity | model | sampler | region, updates | records | accuracy | named |",
         "|---|---|---|---|---|---|---|---|",

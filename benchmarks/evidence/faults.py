@@ -1,11 +1,11 @@
-"""Runs with one fault each, seeded into TRL and vLLM for real, and healthy ones: what `trustrl explain` is judged by.
+"""Runs that evaluate `trustrl explain`: real TRL and vLLM runs with one seeded fault each, and healthy runs.
 
-    python benchmarks/evidence/faults.py RUNS                # all that are not there yet, in an environment with vLLM
+    python benchmarks/evidence/faults.py RUNS                # all missing runs, in an environment with vLLM
     python benchmarks/evidence/faults.py RUNS --only stale-1
 
-Every run is a process of its own and leaves the folder that `trustrl run` makes. The start-up checks would refuse most
-of these faults before the first step, so they are switched off where a fault is seeded. Severities and seeds were
-written down before any of these runs was made, and the rules of `trustrl explain` had been frozen before that.
+Each run is a separate process and leaves a run directory as `trustrl run` does. The start-up checks would reject most
+of these faults before the first step, so they are disabled in runs with a seeded fault. Severities and seeds were fixed
+before any of these runs, and the rules of `trustrl explain` were frozen before that.
 """
 
 import argparse
@@ -31,11 +31,11 @@ SMOLLM2 = [
 RECORDS = ["records.sample=0.5"]
 
 Fault = Callable[[Any, random.Random], None]
-"""Breaks a trainer before it trains."""
+"""Function that breaks a trainer before it trains."""
 
 
 def never_synced(trainer: Any, every: int | None) -> None:
-    """Weights reach the sampler before the first batch, and then at every so-manieth sync or never again."""
+    """Syncs weights to the sampler before the first batch, and then only at every n-th sync or never again."""
     sync, calls = trainer.vllm_generation.sync_weights, 0
 
     def seldom() -> None:
@@ -48,7 +48,7 @@ def never_synced(trainer: Any, every: int | None) -> None:
 
 
 def sampled_with(trainer: Any, **settings: float) -> None:
-    """The sampler draws by settings that the trainer knows nothing of."""
+    """Makes the sampler use settings that the trainer does not know."""
     for name, value in settings.items():
         if not hasattr(trainer.vllm_generation, name):
             raise SystemExit(f"TRL's VLLMGeneration has no {name}.")
@@ -56,15 +56,15 @@ def sampled_with(trainer: Any, **settings: float) -> None:
 
 
 def head_left_behind(trainer: Any, noise: float | None) -> None:
-    """vLLM's copy of a tied head is not renewed by a sync.
+    """Stops weight syncs from updating vLLM's copy of a tied head.
 
-    It stays as loaded (`noise` 0), is off by noise of so many times its spread, or random (None), as after a start with
-    dummy weights.
+    The copy stays as loaded (`noise` 0), is off by noise of `noise` times its standard deviation, or is random (None),
+    as after a start with dummy weights.
     """
-    from trustrl.engines.vllm import reload
+    from trustrl.engines.vllm import weight_reload
 
-    model = reload.model_runner_of(trainer.vllm_generation.llm).model
-    heads = reload.tied_heads(model)
+    model = weight_reload.model_runner_of(trainer.vllm_generation.llm).model
+    heads = weight_reload.tied_heads(model)
     if not heads:
         raise SystemExit("This model has no tied head.")
     draw = torch.Generator().manual_seed(0)
@@ -74,11 +74,11 @@ def head_left_behind(trainer: Any, noise: float | None) -> None:
         head.weight.data.copy_(other if noise is None else kept + noise * other)
         head.quant_method.process_weights_after_loading(head)  # packs a copy
         head.weight.data.copy_(kept)
-    reload.tied_heads = lambda model: []
+    weight_reload.tied_heads = lambda model: []
 
 
 def broken_reward(trainer: Any, broken: Callable[[int, int], bool]) -> None:
-    """Some rewards are NaN; `broken` is asked with the step and the number of the completion."""
+    """Sets some rewards to NaN: those for which `broken(step, number of the completion)` is True."""
     (reward,) = trainer.reward_funcs
 
     def with_nan(*args: Any, **kwargs: Any) -> list[float]:
@@ -90,17 +90,17 @@ def broken_reward(trainer: Any, broken: Callable[[int, int], bool]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: a recipe, what is changed in it, and what is broken."""
+    """One run: a recipe, its changed settings, and its fault."""
 
     recipe: str
     settings: list[str]
     cause: str | None = None
-    """What `trustrl explain` should say; None for a healthy run."""
+    """The cause that `trustrl explain` should name; None for a healthy run."""
 
     severity: str = ""
     fault: Fault | None = None
     since: bool = False
-    """Whether it was made after the first runs were judged, for a rule that was added then."""
+    """True if the run was added after the first evaluation, for a rule that was added then."""
 
 
 def tiny(*settings: str, **more: Any) -> Run:
@@ -225,7 +225,7 @@ RUNS = {
 }
 
 FIRST_SEED = 700
-"""No run was made with these seeds before."""
+"""Seeds that no earlier run used."""
 
 
 def seed_of(name: str) -> int:
@@ -233,10 +233,10 @@ def seed_of(name: str) -> int:
 
 
 def make(name: str, folder: Path) -> None:
-    """One run in this process."""
+    """Makes one run in this process."""
     from trustrl.runner import trl_run
     from trustrl.runner.recipe import load
-    from trustrl.runner.running import run
+    from trustrl.runner.run_recipe import run
 
     wanted = RUNS[name]
     recipe = load(
@@ -259,7 +259,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="NAME", default=list(RUNS))
-    parser.add_argument("--here", action="store_true", help="in this process")
+    parser.add_argument("--here", action="store_true", help="run in this process")
     options = parser.parse_args()
     for name in options.only:
         if options.here:

@@ -1,4 +1,4 @@
-"""What the collected runs say of a region in a setting, and of two regions against each other."""
+"""Statistics of the collected runs: one region in a setting, and two regions against each other."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from holm import LEVEL, holm
 from scipy.stats import t as student_t
 
 from trustrl.runner.comparison import spread
-from trustrl.runner.summary import collapsed, rollouts, steps_to
+from trustrl.runner.run_verdict import collapsed, rollouts, steps_to
 
 THRESHOLD = 0.6
-"""The reward whose first step is the measure of speed."""
+"""Reward threshold; the first step that reaches it measures speed."""
 
 UPDATES = {"mismatch": 1, "stale-4": 4}
-"""Updates made on each rollout, where they are not 16."""
+"""Number of updates on each rollout in the settings where it is not 16."""
 
 EVALUATED = 500
 """Held-out problems in each evaluation (`evaluation.count` of the recipes)."""
@@ -28,7 +28,7 @@ EVALUATED = 500
 
 @cache
 def runs() -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
-    """Each run's result by (setting, arm) and seed, with what follows from its steps."""
+    """Returns each run's result by (setting, arm) and seed, with the numbers that follow from its steps."""
     found: dict[tuple[str, str], dict[int, dict[str, Any]]] = defaultdict(dict)
     curves = steps()
     for line in RUNS.read_text().splitlines():
@@ -42,12 +42,12 @@ def runs() -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
 
 
 def updates_per_batch(setting: str) -> int:
-    """Returns the updates made on each rollout of a setting."""
+    """Returns the number of updates on each rollout of a setting."""
     return UPDATES.get(setting, 16)
 
 
 def evaluations(run: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a run's two evaluations as its folder had them."""
+    """Returns a run's two evaluations, as its folder stores them."""
     steps_at = {"before": 0, "after": run["steps"]}
     return [{"step": step, "accuracy": run[f"accuracy_{when}"], "count": EVALUATED} for when, step in steps_at.items()]
 
@@ -63,7 +63,7 @@ def rewards_of_rollouts(setting: str, arm: str) -> dict[int, list[tuple[int, flo
 
 @cache
 def steps() -> dict[tuple[str, str], dict[int, list[dict[str, Any]]]]:
-    """Each run's steps, by (setting, arm) and seed."""
+    """Returns each run's steps, by (setting, arm) and seed."""
     found: dict[tuple[str, str], dict[int, list]] = defaultdict(lambda: defaultdict(list))
     for row in pq.read_table(STEPS).to_pylist():
         found[row["setting"], row["arm"]][row["seed"]].append(row)
@@ -71,29 +71,29 @@ def steps() -> dict[tuple[str, str], dict[int, list[dict[str, Any]]]]:
 
 
 def over_seeds(setting: str, arm: str, name: str) -> dict[str, Any]:
-    """Mean, standard deviation and interval of one number over seeds."""
+    """Returns mean, standard deviation and interval of one number over seeds."""
     return spread([run[name] for run in runs().get((setting, arm), {}).values() if run[name] is not None])
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One arm less another, seed by seed: the same seed draws the same problems and the same first batch."""
+    """Paired difference of two arms. The same seed draws the same problems and the same first batch."""
 
     mean: float
     low: float
     high: float
-    """Ends of the 95 % interval of this comparison alone."""
+    """Ends of the 95% interval of this comparison alone."""
 
     seeds: int
     p: float
-    """Of the paired t test, for this comparison alone."""
+    """p of the paired t test, for this comparison alone."""
 
     holm: float
-    """The same, adjusted for all comparisons on the page."""
+    """The same p, adjusted for all comparisons on the page."""
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the adjusted p is below 5 %, else 0."""
+        """1 or -1 if the adjusted p is below 5%, else 0."""
         return 0 if self.holm >= LEVEL else 1 if self.mean > 0 else -1
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ def p_value(values: Sequence[float]) -> float:
 def family(
     settings: Sequence[str], pairs: Sequence[tuple[str, str]], name: str = "accuracy_after"
 ) -> dict[Key, Difference]:
-    """Returns a page's comparisons, adjusted together; those with fewer than two seeds in common are left out."""
+    """Returns a page's comparisons, adjusted together. Skips those with fewer than two common seeds."""
     made = {(setting, *pair): by_seed(setting, *pair, name) for setting in settings for pair in pairs}
     made = {key: values for key, values in made.items() if len(values) > 1}
     p_values = [p_value(values) for values in made.values()]
@@ -132,7 +132,7 @@ def family(
 
 
 def rows(settings: Sequence[str], arms: Sequence[str]) -> list[str]:
-    """A Markdown table of arms in settings: accuracy, collapse, speed and what the region did."""
+    """Returns a Markdown table of arms in settings: accuracy, collapse, speed and the region's action."""
     lines = [
         f"| setting | region | seeds | accuracy before | after [95 %] | sd | mean reward | collapsed | steps to reward "
         f"{THRESHOLD:g} | masked or projected |",

@@ -8,7 +8,7 @@ LEVEL = 0.05
 def holm(p_values: Sequence[float]) -> list[float]:
     """Returns p values adjusted for having made all these comparisons, in the order given.
 
-    The smallest is multiplied by their number m, the next by m − 1, and so on; none may fall below the one before it.
+    The smallest is multiplied by their number m, the next by m − 1, and so on. No result is below the previous one.
 
     Example:
         >>> holm([0.5, 0.01, 0.25])

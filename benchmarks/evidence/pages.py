@@ -1,4 +1,4 @@
-"""Numbers reach a page from their data, never by hand: a page marks the blocks that a command writes."""
+"""Generated blocks of documentation pages. A page marks the blocks, and a command fills them from data."""
 
 import argparse
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from pathlib import Path
 
 
 def command(about: str, **steps: Callable[[], None]) -> None:
-    """Runs the step that the command line names; `about` is the script's docstring."""
+    """Runs the step that the command line names. `about` is the script's docstring."""
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("what", choices=list(steps))
     steps[parser.parse_args().what]()
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Replaces what lies between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+    """Replaces the text between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
     Raises:
-        ValueError: the page does not have each of the two marks once, in this order.
+        ValueError: If the page does not have each of the two marks exactly once, in this order.
     """
     begin, end, old = f"<!-- begin {name} -->", f"<!-- end {name} -->", page.read_text()
     if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):

@@ -1,9 +1,9 @@
-"""Which tokens PPO's clip and DPPO stop on SmolLM2-135M, by their probability and by name.
+"""Tokens that PPO's clip and DPPO mask on SmolLM2-135M, by their probability and by name.
 
     python benchmarks/evidence/smollm2_clipping.py draw
     python benchmarks/evidence/smollm2_clipping.py page
 
-Both read what `smollm2_tokens.py` has written.
+Both read the files that `smollm2_tokens.py` writes.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ LISTED = 10
 
 
 def after(data: dict, update: int) -> dict:
-    """The tokens after some updates, and under each region's name the mask of those it stops."""
+    """Returns the tokens after some updates, and under each region's name True for the tokens it masks."""
     d = {name: values[data["update"] == update] for name, values in data.items()}
     rollout = trustrl.RolloutTokens(
         behavior_logp=torch.from_numpy(d["log_mu"]), advantage=torch.from_numpy(d["advantage"]),
@@ -40,13 +40,13 @@ def after(data: dict, update: int) -> dict:
 
 
 def in_bins(d: dict) -> list[np.ndarray]:
-    """For each bin of the sampler's probability, which tokens are in it."""
+    """Returns the tokens in each bin of the sampler's probability."""
     which = np.searchsorted(EDGES, d["mu"], side="right")
     return [which == i for i in range(len(BINS))]
 
 
 def draw() -> None:
-    """The stopped share in each bin of probability, one panel for each number of updates."""
+    """Draws the masked share in each bin of probability, one panel for each number of updates."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -133,7 +133,7 @@ def bins_table(found: dict) -> str:
 
 
 def moved(d: dict) -> dict[str, float]:
-    """Returns how far whole distributions moved, and how well each statistic of a token ranks that.
+    """Returns the mean movement of whole distributions, and how well each statistic of a token ranks it.
 
     "all" and "rare" are mean exact TVs: of all tokens, and of those with μ < `RARE` that PPO masks. The others are
     Spearman's rank correlations with the exact TV.
@@ -158,7 +158,7 @@ def whole_table(found: dict) -> str:
 
 
 def words(d: dict) -> str:
-    """The tokens stopped most often, with how often they were stopped and drawn."""
+    """Returns the tokens masked most often, with the counts of masked and sampled occurrences."""
     drawn, said = Counter(d["text"]), []
     lines = ["| region | stopped most often, as “token” stopped/drawn |", "|---|---|"]
     for name in REGIONS:
@@ -175,7 +175,7 @@ def words(d: dict) -> str:
 
 
 def visible(text: str) -> str:
-    """A token's text as a table can show it: ␣ is a space, ⏎ a new line."""
+    """Returns a token's text for a table: ␣ is a space, ⏎ a new line."""
     return text.replace(" ", "␣").replace("\n", "⏎").replace("|", "\\|").replace("<", "&lt;")
 
 

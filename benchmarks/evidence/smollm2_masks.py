@@ -1,9 +1,9 @@
-"""Which tokens Binary, Top-K and exact divergences stop on SmolLM2-135M, after 1, 4 and 16 updates without a region.
+"""Tokens that Binary, Top-K and exact divergences mask on SmolLM2-135M after 1, 4 and 16 updates without a region.
 
     python benchmarks/evidence/smollm2_masks.py draw
     python benchmarks/evidence/smollm2_masks.py page
 
-Both read what `smollm2_tokens.py` has written.
+Both read the files that `smollm2_tokens.py` writes.
 """
 
 import functools
@@ -13,11 +13,11 @@ import numpy as np
 from pages import command, fill
 from smollm2_tokens import KS, RESULTS, UPDATES, load, setting, stopped
 
-BOUNDS = {"tv": (0.15, 0.05, 0.02), "kl": (0.05, 0.01, 0.002)}  # the presets' own first
+BOUNDS = {"tv": (0.15, 0.05, 0.02), "kl": (0.05, 0.01, 0.002)}  # the presets' bounds first
 
 
 def compared(data: dict, update: int, kind: str, bound: float, name: str) -> dict:
-    """One approximation's masks against the exact one's, at one bound after some updates."""
+    """Masks of one approximation and of the exact divergence, at one bound after some updates."""
     at = data["update"] == update
     d = {key: values[at] for key, values in data.items()}
 
@@ -45,12 +45,12 @@ def compared(data: dict, update: int, kind: str, bound: float, name: str) -> dic
 
 
 def share(inside: np.ndarray, of: np.ndarray) -> float | None:
-    """The share of one mask that lies in another; None of an empty one."""
+    """Returns the share of one mask that lies in another; None if the mask is empty."""
     return float(np.mean(inside[of])) if of.any() else None
 
 
 def over_sequences(sequence: np.ndarray, inside: np.ndarray, of: np.ndarray) -> tuple[float, float] | None:
-    """A 95 % bootstrap interval of `share`: whole completions are drawn again, since their tokens move together."""
+    """Returns a 95% bootstrap interval of `share`. Resamples whole completions, because their tokens move together."""
     draws = np.random.default_rng(0).integers(0, sequence.max() + 1, (2000, sequence.max() + 1))
     hits, all_of = (np.bincount(sequence, x)[draws].sum(-1) for x in (inside & of, of))
     if not (all_of > 0).all():
@@ -60,7 +60,7 @@ def over_sequences(sequence: np.ndarray, inside: np.ndarray, of: np.ndarray) -> 
 
 
 def draw() -> None:
-    """Recall against K, and what the interval of the TV leaves open."""
+    """Draws recall against K, and the share of tokens that the interval of the TV leaves undecided."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,7 +119,7 @@ def percent(value: float | None) -> str:
 
 
 def verdict(data: dict) -> str:
-    """The answer for the presets' bounds after the last update."""
+    """Returns the answer for the presets' bounds after the last update."""
     said = []
     for kind, bounds in BOUNDS.items():
         found = {name: compared(data, max(UPDATES), kind, bounds[0], str(name)) for name in ("binary", *KS)}
@@ -137,7 +137,7 @@ def verdict(data: dict) -> str:
 
 
 def precision(data: dict) -> str:
-    """Whether the lower end ever stopped a token that the exact divergence keeps."""
+    """Returns whether the lower end ever masked a token that the exact divergence keeps."""
     found = [
         compared(data, update, kind, bound, str(name))["precision"]
         for kind, bounds in BOUNDS.items()
@@ -156,7 +156,7 @@ def between(found: dict) -> str:
 
 
 def spread(data: dict) -> str:
-    """How far the policy had moved."""
+    """Returns a table of how far the policy moved."""
     lines = [
         "| updates | mean TV | median | 99 % | mean KL | 99 % | mean of PPO's \\|r − 1\\| |",
         "|---|---|---|---|---|---|---|",
@@ -174,7 +174,7 @@ SHOWN = ("binary", 1, 4, 16, 20, 64, 256, 1024, 4096, 49152)
 
 
 def table(data: dict, kind: str, cell: Callable[[dict], str], head: str = "", first: Callable | None = None) -> str:
-    """A row for each update and bound, a cell for Binary and each K; `first` is a column of its own before them."""
+    """Returns a table with a row per update and bound. Its columns are `first`, Binary and each K."""
     names = [*([head] if head else []), "Binary", *(f"K = {k:,}" for k in SHOWN[1:])]
     lines = [f"| updates | bound | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
     for update in UPDATES:
@@ -186,13 +186,13 @@ def table(data: dict, kind: str, cell: Callable[[dict], str], head: str = "", fi
 
 
 def recall_table(data: dict, kind: str) -> str:
-    """Recall at the lower end; precision is 1 throughout, which `verdict` checks."""
+    """Returns recall at the lower end. Precision is always 1, which `verdict` checks."""
     stopped_by_exact = ("stopped by exact", lambda c: f"{c['exact']} of {c['tokens']}")
     return table(data, kind, lambda c: percent(c["recall"]), *stopped_by_exact)
 
 
 def upper_table(data: dict) -> str:
-    """Precision at the TV's upper end, where recall is 1."""
+    """Returns precision at the TV's upper end, where recall is 1."""
     found = [
         compared(data, update, "tv", bound, str(name))
         for update in UPDATES
@@ -204,7 +204,7 @@ def upper_table(data: dict) -> str:
 
 
 def undecided_table(data: dict) -> str:
-    """The share of all tokens whose bound lies inside the TV's interval."""
+    """Returns the share of all tokens whose bound lies inside the TV's interval."""
     return table(data, "tv", lambda c: percent(c["undecided"]))
 
 

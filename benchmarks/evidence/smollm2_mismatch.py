@@ -1,12 +1,12 @@
-"""How much of the mismatch between sampler and trainer is bf16 rounding of logits: SmolLM2-135M, vLLM, equal weights.
+"""Share of the sampler-trainer mismatch that is bf16 rounding of logits: SmolLM2-135M, vLLM, equal weights.
 
-    python benchmarks/evidence/smollm2_mismatch.py run     # with vLLM on a CPU: 5 minutes on one core
+    python benchmarks/evidence/smollm2_mismatch.py run     # needs vLLM on a CPU; 5 minutes on one core
     python benchmarks/evidence/smollm2_mismatch.py draw
     python benchmarks/evidence/smollm2_mismatch.py page
 
-Three samplers draw answers to the same prompts; every trainer scores them. The run writes
-docs/results/data/smollm2-mismatch.json (settings, and figures over all tokens) and, for the pictures, 1,000 tokens of
-each sampler in smollm2-mismatch.parquet.
+Three samplers draw answers to the same prompts, and every trainer scores them. `run` writes
+docs/results/data/smollm2-mismatch.json (settings, and figures over all tokens) and, for the plots, 1,000 tokens of each
+sampler in smollm2-mismatch.parquet.
 """
 
 import json
@@ -22,8 +22,8 @@ from pages import command, fill
 RESULTS = Path(__file__).parents[2] / "docs/results"
 DATA = RESULTS / "data/smollm2-mismatch.parquet"
 K = 64
-RANGE = (0.65, 1.4)  # of ratios in the picture; what lies outside is drawn at its edge
-STEP = 0.125  # between neighbouring bf16 numbers from 16 to 32
+RANGE = (0.65, 1.4)  # of ratios in the plot; ratios outside are drawn at its edge
+STEP = 0.125  # distance of neighboring bf16 numbers from 16 to 32
 SAMPLERS = {
     "bf16": {"dtype": "bfloat16"},
     "bf16, fp32 logits": {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}},
@@ -36,14 +36,14 @@ TRAINERS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the run."""
+    """Settings of the run."""
 
     completions_per_prompt: int = 10
     longest: int = 48
-    """Tokens of a completion."""
+    """Maximum tokens per completion."""
 
     shown: int = 1000
-    """Tokens of each sampler that are kept for the pictures."""
+    """Number of tokens of each sampler kept for the plots."""
 
     seed: int = 0
 
@@ -58,7 +58,7 @@ def run(settings: Settings) -> None:
 
 
 def write(scored: dict[str, dict], settings: Settings, minutes: dict[str, float]) -> None:
-    """Figures over all tokens as JSON, some of the tokens as Parquet."""
+    """Runs the experiment. Writes figures over all tokens as JSON and some of the tokens as Parquet."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -85,18 +85,18 @@ def write(scored: dict[str, dict], settings: Settings, minutes: dict[str, float]
     DATA.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
 
 
-engines = []  # one that is collected takes the process groups of the others with it
+engines = []  # a garbage-collected engine destroys the process groups of the others
 
 
 def sampled(options: dict, settings: Settings) -> list[dict]:
-    """Answers drawn by vLLM at temperature 1, with its own log-probs of the drawn token and of its K likeliest ids."""
+    """Samples answers with vLLM at temperature 1, with its log-probs of the sampled token and of its top-K ids."""
     from trustrl.engines.vllm import set_cpu_environment
 
     set_cpu_environment()
     from smollm2_tokens import prompts
     from vllm import LLM, SamplingParams
 
-    from trustrl import models
+    from trustrl.world import models
 
     engine = LLM(
         model=str(models.path("smollm2-135m")), max_model_len=256, max_logprobs=K, enforce_eager=True,
@@ -131,11 +131,11 @@ def sampled(options: dict, settings: Settings) -> list[dict]:
 
 
 def trained(rollouts: dict[str, list[dict]]) -> dict[str, dict]:
-    """For each sampler its log-probs, and for each trainer its own and its Top-K TV from the sampler."""
+    """Returns each sampler's log-probs and, for each trainer, its log-probs and its Top-K TV from the sampler."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trustrl import models
+    from trustrl.world import models
 
     exact = AutoModelForCausalLM.from_pretrained(models.path("smollm2-135m"), dtype=torch.float32).eval()
     rounded = AutoModelForCausalLM.from_pretrained(models.path("smollm2-135m"), dtype=torch.bfloat16).eval()
@@ -161,7 +161,7 @@ def trained(rollouts: dict[str, list[dict]]) -> dict[str, dict]:
 
 
 def hidden(model, rows: list[dict]):
-    """The last hidden states that predict each drawn token."""
+    """Returns the last hidden states that predict each sampled token."""
     import torch
 
     found = []
@@ -173,7 +173,7 @@ def hidden(model, rows: list[dict]):
 
 
 def scores(states: dict, exact, rounded, token, ids) -> dict:
-    """Each trainer's log-probs at the drawn token and at the sampler's K ids."""
+    """Returns each trainer's log-probs of the sampled token and of the sampler's K ids."""
     import torch
 
     import trustrl
@@ -200,7 +200,7 @@ def scores(states: dict, exact, rounded, token, ids) -> dict:
 
 
 def topk_tv(token, ids, log_mu, ids_log_mu, logp, ids_logp):
-    """The TV that the records show: over the sampler's K ids, the drawn token and the rest, a lower bound."""
+    """Returns the TV over the sampler's K ids, the sampled token and the rest, which is a lower bound."""
     import torch
 
     import trustrl
@@ -216,7 +216,7 @@ def topk_tv(token, ids, log_mu, ids_log_mu, logp, ids_logp):
 
 
 def summary(scored: dict, trainer: str) -> dict:
-    """Figures of one pair over all tokens."""
+    """Returns the figures of one pair over all tokens."""
     log_ratio = scored[trainer].astype(np.float64) - scored["log_mu"]
     gap = np.abs(np.exp(scored[trainer].astype(np.float64)) - np.exp(scored["log_mu"]))
     tv, ratio = scored.get(f"tv {trainer}"), np.exp(log_ratio)
@@ -234,9 +234,9 @@ def summary(scored: dict, trainer: str) -> dict:
 
 
 def band(distance: np.ndarray, centre: float) -> dict:
-    """The share of tokens near a distance, and the geometric mean of the shares in two windows as wide beside it.
+    """Returns the share of tokens near a distance, and the geometric mean of the shares in the two adjacent windows.
 
-    Geometric, because the shares fall about exponentially: without a band the two numbers agree.
+    The mean is geometric because the shares fall about exponentially. Without a band, the two numbers agree.
     """
     half = STEP / 8
 
@@ -250,7 +250,7 @@ SHOWN = ("fp32", "bf16", f"bf16, head repair, K = {K}")
 
 
 def draw() -> None:
-    """Ratio against the sampler's probability, one panel for each pair."""
+    """Draws the ratio against the sampler's probability, one panel for each pair."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -303,7 +303,7 @@ def setting(about: dict) -> str:
 
 
 def excess(found: dict) -> float | None:
-    """How many times as many tokens lie near one rounding step as a smooth distribution would have there."""
+    """Returns the number of tokens near one rounding step, relative to a smooth distribution."""
     near, beside = (found["bands"][0][key] for key in ("near", "beside"))
     return near / beside if beside > 0.005 else None
 
@@ -315,7 +315,7 @@ def in_words(factor: float | None) -> str:
 
 
 def verdict(samplers: dict) -> str:
-    """Bands or not; what fp32 logits remove on either side; what is left."""
+    """Returns the answer: whether there are bands, what fp32 logits remove on each side, and what remains."""
 
     def mean(sampler: str, trainer: str) -> float:
         return samplers[sampler]["trainers"][trainer]["mean"]

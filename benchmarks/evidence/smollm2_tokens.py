@@ -1,9 +1,9 @@
-"""A rollout of SmolLM2-135M, 16 updates on it without a region, and after 1, 4 and 16 every divergence of every token.
+"""Rollout of SmolLM2-135M, 16 updates without a region, and every token's divergences after 1, 4 and 16 updates.
 
-    python benchmarks/evidence/smollm2_tokens.py     # TRL's trainer: 15 minutes on one core
+    python benchmarks/evidence/smollm2_tokens.py     # needs TRL; 15 minutes on one core
 
-Writes docs/results/data/smollm2-masks.parquet, one row per token and update count, and a .json with its settings, which
-several pages read.
+Writes docs/results/data/smollm2-masks.parquet, with one row per token and update count, and a .json file with its
+settings. Several pages read both.
 """
 
 import json
@@ -28,19 +28,19 @@ SUBJECTS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the run."""
+    """Settings of the run."""
 
     learning_rate: float = 3e-6
     completions_per_prompt: int = 8
     longest: int = 48
-    """Tokens of a completion."""
+    """Maximum tokens per completion."""
 
     micro_batch: int = 16
     seed: int = 0
 
 
 def prompts() -> list[dict]:
-    """Six chats; the reward asks for short words, as they do."""
+    """Six chats. They ask for short words, which the reward measures."""
     return [
         {"prompt": [{"role": "user", "content": f"Explain {subject} in one sentence. Use short words."}]}
         for subject in SUBJECTS
@@ -48,13 +48,13 @@ def prompts() -> list[dict]:
 
 
 def short_words(completions: list, **_: object) -> list[float]:
-    """The share of an answer's words that have at most four letters."""
+    """Returns the share of an answer's words that have at most four letters."""
     answers = [re.findall(r"[A-Za-z']+", completion[-1]["content"]) for completion in completions]
     return [sum(len(word) <= 4 for word in words) / max(len(words), 1) for words in answers]
 
 
 def run(settings: Settings) -> None:
-    """One rollout, 16 updates on it with `pg-is`, then every divergence of every token."""
+    """Makes one rollout, trains 16 updates on it with `pg-is`, then computes every divergence of every token."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -87,7 +87,7 @@ def run(settings: Settings) -> None:
 
 
 def moved_policies(settings: Settings) -> tuple[dict, dict, object]:
-    """The rollout, and for update counts 0, 1, 4, 16 the policy's last hidden states at its tokens, and its head."""
+    """Returns the rollout, and the policy's last hidden states and head after 0, 1, 4 and 16 updates."""
     import tempfile
 
     import torch
@@ -96,8 +96,8 @@ def moved_policies(settings: Settings) -> tuple[dict, dict, object]:
     from trl import GRPOConfig
 
     import trustrl
-    from trustrl import models
     from trustrl.engines.trl import TrustRegionGRPOTrainer
+    from trustrl.world import models
 
     rollout, policies = {}, {}
 
@@ -116,7 +116,7 @@ def moved_policies(settings: Settings) -> tuple[dict, dict, object]:
         policies[update] = torch.cat(states)[rollout["in_loss"]], model.lm_head.weight.detach().clone()
 
     class Watching(TrustRegionGRPOTrainer):
-        """Keeps the one rollout, and the policy that drew it."""
+        """Trainer that keeps the one rollout and the policy that sampled it."""
 
         def _generate_and_score_completions(self, inputs):
             out = super()._generate_and_score_completions(inputs)
@@ -158,7 +158,7 @@ def moved_policies(settings: Settings) -> tuple[dict, dict, object]:
 
 
 def measured(rollout: dict, policies: dict) -> tuple[dict, dict]:
-    """Columns of the table, and how far the exact divergences are from a plain float64 formula."""
+    """Returns the table's columns, and the error of the exact divergences against a plain float64 formula."""
     import torch
 
     in_loss = rollout["in_loss"]
@@ -187,18 +187,18 @@ def measured(rollout: dict, policies: dict) -> tuple[dict, dict]:
                 worst[name] = max(worst[name], float(np.abs(here[f"{name}_exact"].numpy() - value).max()))
             for name, value in here.items():
                 parts.setdefault(name, []).append(value.float() if value.dtype == torch.float64 else value)
-    assert max(worst.values()) < 1e-4, worst  # log-probs are float32, as a trainer's are
+    assert max(worst.values()) < 1e-4, worst  # log-probs are float32, as in a trainer
     return {name: torch.cat(values).numpy() for name, values in parts.items()}, worst
 
 
 def logits(policy, some):
-    """Full float32 logits of some of the tokens."""
+    """Returns the full float32 logits of some tokens."""
     hidden, head = policy
     return hidden[some] @ head.T
 
 
 def plain_float64(mu_logits, pi_logits) -> dict:
-    """TV and KL(μ‖π) as the textbook writes them, with nothing of the library: from logits, in NumPy."""
+    """Returns TV and KL(μ‖π) by their textbook definitions in NumPy, without the library."""
     both = []
     for x in (mu_logits, pi_logits):
         x = x.numpy().astype(np.float64)
@@ -209,7 +209,7 @@ def plain_float64(mu_logits, pi_logits) -> dict:
 
 
 def divergences(log_mu, log_pi, ordered, token, advantage) -> dict:
-    """The library's own divergences of some tokens; its masks are held against `stopped`, which the page uses."""
+    """Returns the library's divergences of some tokens. Checks its masks against `stopped`, which the page uses."""
     import torch
 
     import trustrl
@@ -242,12 +242,12 @@ def divergences(log_mu, log_pi, ordered, token, advantage) -> dict:
 
 
 def stopped(divergence, log_ratio, advantage, bound: float):
-    """DPPO's rule: outside the bound, and the advantage pushes further out."""
+    """Returns DPPO's mask: True outside the bound if the advantage pushes further out."""
     return (advantage * log_ratio > 0) & (divergence > bound)
 
 
 def load() -> dict[str, np.ndarray]:
-    """The run's table, by column."""
+    """Returns the run's table, by column."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(DATA)
@@ -255,7 +255,7 @@ def load() -> dict[str, np.ndarray]:
 
 
 def setting() -> str:
-    """The run in a sentence or two, for the pages."""
+    """Returns a description of the run in one or two sentences, for the pages."""
     about = json.loads(DATA.with_suffix(".json").read_text())
     made = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     worst = about["checked_against_float64"]

@@ -1,8 +1,8 @@
-"""The README's picture: the largest allowed increase of a sampled token's probability, and what each rule masks.
+"""Figure for the README: the largest allowed increase of a sampled token's probability, and the tokens each rule masks.
 
     python benchmarks/evidence/why.py draw
 
-The left side is the rule itself, the right side what `smollm2_tokens.py` has measured.
+The left panel shows the rule, the right panel the measurements of `smollm2_tokens.py`.
 """
 
 from pathlib import Path
@@ -19,13 +19,13 @@ FIGURE = Path(__file__).parents[2] / "docs/figures/why.png"
 
 
 def allowed_rise(mu: np.ndarray) -> dict[str, np.ndarray]:
-    """The largest π − μ at which a token with probability μ that is pushed up still has its gradient."""
+    """Returns the largest π − μ at which a rising token with probability μ keeps its gradient."""
     clip, mask = (trustrl.preset(name) for name in REGIONS)
     return {"ppo": clip.ratio.max_increase * mu, "dppo-binary-tv": np.full_like(mu, mask.divergence.max_increase)}
 
 
 def draw() -> None:
-    """Rule and measurement side by side."""
+    """Draws rule and measurement side by side."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,55 +1,62 @@
-"""Every error trustrl raises on purpose, under one root.
+"""Exceptions and warnings that trustrl raises.
 
-Each class also inherits the standard-library error a caller would expect, so `except ValueError` keeps working.
+Every exception derives from `TrustRLError`, and from the standard-library exception that a caller would expect, so
+`except ValueError` keeps working.
 Messages follow one form: *`<setting>` must be `<rule>`, got `<value>`. `<what to do>`.*
 """
 
+__all__ = [
+    "ConfigError", "DownloadError", "DuplicateNameError", "EngineError", "IncompatibleSamplingError",
+    "MissingDataError", "MissingPackageError", "NonFiniteError", "RecordError", "TrustRLError", "TrustRLWarning",
+    "UnknownNameError",
+]  # fmt: skip
+
 
 class TrustRLError(Exception):
-    """Root of every error raised on purpose by trustrl."""
+    """Base class of all trustrl exceptions."""
 
 
 class ConfigError(TrustRLError, ValueError):
-    """A setting is out of range, or two settings contradict each other."""
+    """Invalid setting, or two settings that contradict each other."""
 
 
 class UnknownNameError(TrustRLError, KeyError):
-    """A name is in no registry; the message lists the known ones and the nearest."""
+    """Name that is not registered. The message lists the known names and suggests the nearest."""
 
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class DuplicateNameError(TrustRLError, ValueError):
-    """A name is registered already; registries never overwrite."""
+    """Name that is already registered. Registries never overwrite."""
 
 
 class RecordError(TrustRLError, ValueError):
-    """A tensor has the wrong shape, dtype or device, or a file holds no records that can be read."""
+    """Tensor of the wrong shape, dtype or device, or a file without readable records."""
 
 
 class MissingDataError(RecordError):
-    """The region needs something the records do not carry, such as its anchor's log-probs."""
+    """Values that the region needs and the records lack, such as its anchor's log-probs."""
 
 
 class IncompatibleSamplingError(TrustRLError, ValueError):
-    """The two sides of a ratio were taken from differently processed distributions."""
+    """Ratio of two log-probs that come from differently processed distributions."""
 
 
 class NonFiniteError(TrustRLError, ArithmeticError):
-    """A value at a token in the loss is NaN, infinite or impossible: `check`, or `on_nonfinite="raise"`, found it."""
+    """NaN, infinite or impossible value at a token in the loss, found by `check` or `on_nonfinite="raise"`."""
 
 
 class EngineError(TrustRLError, RuntimeError):
-    """A trainer or sampler is not what our adapter was written for, or did not do what it was asked."""
+    """Trainer or sampler that differs from what the adapter supports, or that failed."""
 
 
 class MissingPackageError(TrustRLError, ImportError):
-    """A package that an optional part of trustrl needs is not installed; the message names the extra."""
+    """Package that an optional part of trustrl needs and that is not installed. The message names the extra."""
 
 
 class DownloadError(TrustRLError, OSError):
-    """A file could not be fetched, or is not the one that was meant."""
+    """File that could not be downloaded, or whose content is not the expected one."""
 
 
 class TrustRLWarning(UserWarning):
-    """A setting is legal but probably not what was meant; the message does the arithmetic."""
+    """Setting that is valid but probably unintended. The message shows the arithmetic."""

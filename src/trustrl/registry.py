@@ -1,4 +1,4 @@
-"""Names that third parties may add: a mapping that refuses to overwrite and suggests the nearest name."""
+"""Registry that third parties can extend: it refuses to overwrite, and suggests the nearest name."""
 
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """The sentence ` Did you mean 'x'?`, or nothing when no known name is near."""
+    """Returns ` Did you mean 'x'?`, or an empty string if no known name is similar."""
     near = get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A read-only mapping for callers, written only through `register`.
+    """Mapping that is read-only except through `register`.
 
     Example:
         >>> shapes = Registry("shape")
@@ -34,17 +34,17 @@ class Registry(Mapping[str, T], Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Returns a decorator that files its argument under `name`.
+        """Returns a decorator that registers its argument under `name`.
 
         Raises:
-            DuplicateNameError: `name` is taken.
+            DuplicateNameError: If `name` is already registered.
         """
 
         def add(entry: T) -> T:
             if name in self._entries:
                 raise DuplicateNameError(
-                    f"{self._what} {name!r} is already registered as {self._entries[name]!r}; "
-                    f"choose another name for {entry!r}."
+                    f"{self._what} {name!r} is already registered as {self._entries[name]!r}. "
+                    f"Choose another name for {entry!r}."
                 )
             self._entries[name] = entry
             return entry

@@ -12,7 +12,7 @@ import surface
 
 import trustrl
 
-COMMAND = "python tests/api/surface.py"
+COMMAND = "python tools/surface.py"
 
 
 def test_names_parameters_defaults_and_presets_are_frozen():
@@ -36,11 +36,12 @@ def test_every_name_is_there_and_documented():
             assert inspect.getdoc(value), name
 
 
-def test_type_checkers_see_the_same_names():
-    """The block under TYPE_CHECKING repeats the lazy table; here they are held together."""
-    source = Path(trustrl.__file__).read_text()
-    block = source.split("if TYPE_CHECKING:")[1].split("def __getattr__")[0]
-    assert sorted({*re.findall(r"(\w+) as \1\b", block), "__version__"}) == sorted(trustrl.__all__)
+def test_the_stub_lists_each_public_name_once():
+    """Type checkers read the stub, and `__init__.py` reads it too; a name without `as` would be private to them."""
+    stub = Path(trustrl.__file__).with_suffix(".pyi").read_text()
+    exported = re.findall(r"(\w+) as \1\b", stub)
+    assert len(exported) == len(set(exported))
+    assert sorted([*exported, "__version__"]) == sorted(trustrl.__all__)
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -56,7 +57,7 @@ def test_every_error_has_one_root():
         if inspect.isclass(x) and issubclass(x, Exception) and x.__module__ == errors.__name__
     ]
     for error in raised:
-        assert issubclass(error, (trustrl.TrustRLError, trustrl.TrustRLWarning)), error
+        assert issubclass(error, (trustrl.errors.TrustRLError, trustrl.errors.TrustRLWarning)), error
 
 
 def test_the_version_is_the_packages():
@@ -79,10 +80,13 @@ def cpu_seconds(code):
 
 
 def test_the_two_calls_add_less_than_a_fifth_to_importing_torch():
-    """In turns, so that both see the same machine; the least of four each, since what else it does can only add."""
-    ours = "import trustrl; trustrl.policy_loss, trustrl.token_logprobs"
-    pairs = [(cpu_seconds(ours), cpu_seconds("import torch")) for _ in range(4)]
-    mine, torchs = map(min, zip(*pairs, strict=True))
+    """In turns, so that both see the same machine; the least of up to four each, since what else it does can only add."""
+    ours, pairs = "import trustrl; trustrl.policy_loss, trustrl.token_logprobs", []
+    for _ in range(4):
+        pairs.append((cpu_seconds(ours), cpu_seconds("import torch")))
+        mine, torchs = map(min, zip(*pairs, strict=True))
+        if mine < 1.2 * torchs:
+            break
     assert mine < 1.2 * torchs, pairs
 
 

@@ -10,9 +10,8 @@ pytest.importorskip("pyarrow")
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import recorded
 
-from report import folders
+from support import recorded, run_folders as folders
 from trustrl.cli import main
 
 
@@ -51,7 +50,7 @@ def test_records_that_contradict_their_region_end_with_1(run_folder, tmp_path, c
     changed = table.set_column(at, table.schema.field("kept"), pa.chunked_array([pa.array(flipped)]))
     pq.write_table(changed, tmp_path / file.name)
     assert main(["audit", str(tmp_path)]) == 1
-    assert "must say again what was recorded" in capsys.readouterr().err
+    assert "must reproduce the records" in capsys.readouterr().err
 
 
 def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_folder, tmp_path, capsys):
@@ -69,7 +68,7 @@ def test_few_tokens_end_a_calibration_with_1_and_the_curves_all_the_same(run_fol
 def test_ctrl_c_ends_an_audit_and_its_workers_without_a_traceback(run_folder):
     """It comes while workers load torch, as it reaches all processes of a terminal."""
     code = (
-        "import os, signal, sys, threading\nfrom trustrl.audit import mapreduce\nfrom trustrl.cli import main\n"
+        "import os, signal, sys, threading\nfrom trustrl.tools.audit import mapreduce\nfrom trustrl.cli import main\n"
         "def begun(*given):\n"
         "    threading.Timer(0.3, os.killpg, (0, signal.SIGINT)).start()\n"
         "    return started(*given)\n"
@@ -82,7 +81,7 @@ def test_ctrl_c_ends_an_audit_and_its_workers_without_a_traceback(run_folder):
         [sys.executable, "-c", code, "audit", str(run_folder), "--workers", "2"],
         capture_output=True, text=True, check=False, start_new_session=True, timeout=60,
     )  # fmt: skip
-    assert (process.returncode, process.stdout, process.stderr) == (1, "", "error: interrupted.\n")
+    assert (process.returncode, process.stdout, process.stderr) == (1, "", "error: Interrupted.\n")
 
 
 @pytest.mark.parametrize("verb", ["audit", "calibrate"])
@@ -94,7 +93,7 @@ def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, t
     (tmp_path / file.name).write_bytes(text)
     assert main([verb, str(tmp_path)]) == 1
     said = capsys.readouterr()
-    assert "must be a whole Parquet file" in said.err
+    assert "must be a complete Parquet file" in said.err
     assert not said.err.endswith("..\n")
 
 
@@ -102,10 +101,10 @@ def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, t
     ("arguments", "code", "said"),
     [
         pytest.param(["audit"], 2, "RECORDS", id="no records named"),
-        pytest.param(["audit", "nowhere"], 2, "must be folders or files that exist", id="no such folder"),
-        pytest.param(["calibrate", "nowhere"], 2, "that exist", id="no such folder to calibrate from"),
-        pytest.param(["audit", "EMPTY"], 1, "got none", id="a folder without records"),
-        pytest.param(["audit", "SILENT"], 1, "this run recorded nothing", id="a run that recorded nothing"),
+        pytest.param(["audit", "nowhere"], 2, "must be existing folders or files", id="no such folder"),
+        pytest.param(["calibrate", "nowhere"], 2, "existing folders", id="no such folder to calibrate from"),
+        pytest.param(["audit", "EMPTY"], 1, "No records found", id="a folder without records"),
+        pytest.param(["audit", "SILENT"], 1, "this run has no records", id="a run that recorded nothing"),
         pytest.param(["calibrate", "SILENT"], 1, "records.sample=0.1", id="nor anything to calibrate from"),
         pytest.param(["audit", "RUN", "--regions", "pppo"], 2, "Did you mean 'ppo'?", id="an unknown region"),
         pytest.param(
@@ -115,7 +114,7 @@ def test_a_damaged_page_of_a_file_ends_with_1_and_a_sentence(verb, run_folder, t
         pytest.param(["audit", "RUN", "--workers", "0"], 2, "--workers", id="no worker"),
         pytest.param(["audit", "RUN", "--top", "-1"], 2, "--top", id="fewer than none"),
         pytest.param(
-            ["calibrate", "RUN", "--figure", "nowhere/a.png"], 2, "that can be written", id="no such folder for it"
+            ["calibrate", "RUN", "--figure", "nowhere/a.png"], 2, "must be a writable file", id="no such folder for it"
         ),
         pytest.param(["calibrate", "RUN", "--figure", "curves.xyz"], 2, "--figure", id="no picture of this kind"),
     ],

@@ -137,8 +137,8 @@ def test_only_verbs_that_train_say_how_to_go_on_after_an_interrupt(verb, capsys,
     for name in ("report", "explain", "probe", "audit", "calibrate"):
         given[name] = ["somewhere"]
     assert main([verb, *given.get(verb, [])]) == 1
-    hints = {"run": "the same command with --resume goes on.", "compare": "the same command goes on."}
-    assert capsys.readouterr().err == f"error: interrupted{'; ' + hints[verb] if verb in hints else '.'}\n"
+    hints = {"run": "run the same command with --resume to continue.", "compare": "run the same command to continue."}
+    assert capsys.readouterr().err == f"error: Interrupted{'; ' + hints[verb] if verb in hints else '.'}\n"
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback():
@@ -159,11 +159,11 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     ],
 )
 def test_a_missing_engine_is_named_before_anything_is_written(recipe, missing, advice, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("trustrl.packages.find_spec", lambda name: None if name == missing else "found")
+    monkeypatch.setattr("trustrl.optional_imports.find_spec", lambda name: None if name == missing else "found")
     folder = tmp_path / "run"
     assert main(["run", recipe, "--out", str(folder)]) == 1
     said = capsys.readouterr().err
-    assert f"{missing} must be installed, and it is not." in said
+    assert f"{missing} must be installed, but it is not." in said
     assert advice in said
     assert not folder.exists()
 

@@ -8,7 +8,7 @@ import pytest
 
 from trustrl.cli import main
 
-HERE = Path(__file__).parents[1] / "conformance"
+HERE = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def test_a_sound_loss_ends_with_0_and_talk_is_on_stderr(capsys):
     assert main(["conformance", "losses_under_test:dppo", "--kind", "dppo"]) == 0
     said = capsys.readouterr()
     assert "0 fails, 0 differs" in said.out
-    assert "called as plain, judged as dppo" in said.err
+    assert "adapter plain, kind dppo" in said.err
 
 
 def test_a_failing_loss_ends_with_1_and_says_expected_and_got(capsys):
@@ -50,8 +50,8 @@ def test_json_has_every_row_and_the_settings(capsys):
         pytest.param(["nowhere_at_all:f"], 2, "must be importable", id="no module"),
         pytest.param(["losses_under_test:of_four"], 2, "--adapter plain", id="unknown parameters"),
         pytest.param(["losses_under_test:dppo", "--kind", "trpo"], 2, "invalid choice", id="unknown kind"),
-        pytest.param(["losses_under_test:dppo", "bound"], 2, "must be written", id="a setting without a value"),
-        pytest.param(["losses_under_test:needs_a_setting"], 1, "healthy batch", id="a loss that does not run"),
+        pytest.param(["losses_under_test:dppo", "bound"], 2, "must have the form", id="a setting without a value"),
+        pytest.param(["losses_under_test:needs_a_setting"], 1, "valid batch", id="a loss that does not run"),
     ],
 )
 def test_what_cannot_be_judged_ends_with_a_sentence(arguments, code, said, capsys):

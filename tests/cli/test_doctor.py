@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from trustrl.cli import main
-from trustrl.doctor import examination
-from trustrl.doctor.findings import Finding
+from trustrl.tools.doctor import examination
+from trustrl.tools.doctor.findings import Finding
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def finds(monkeypatch):
     """A machine on which exactly these findings are made."""
 
     def make(*findings):
-        for name in ("packages", "ports", "environment", "storage"):
+        for name in ("package_versions", "ports", "environment", "storage"):
             monkeypatch.setattr(getattr(examination, name), "check", list)
         monkeypatch.setattr(examination.ports, "check", lambda: list(findings))
 
@@ -54,6 +54,19 @@ def test_json_has_versions_findings_and_the_cache(finds, capsys):
     ]
     assert {"package", "installed", "declared", "tested"} == made["versions"][0].keys()
     assert made["cache"]["free_bytes"] > 0
+
+
+def test_doctor_runs_without_packaging():
+    code = (
+        "import sys\nfor name in ('', '.requirements', '.version'): sys.modules['packaging' + name] = None\n"
+        "import importlib.util\nreal = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *more: None if name == 'packaging' else real(name, *more)\n"
+        "from trustrl.cli import main\nsys.exit(main(['doctor']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert "note: package versions were not compared" in done.stdout
+    assert "torch" in done.stdout
 
 
 def test_nothing_heavy_is_imported_and_no_secret_is_printed():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from report.folders import run_folder, steps
+from support.run_folders import run_folder, steps
 from trustrl.cli import main
 
 EQUAL = {"frac_reward_zero_std": 1.0, "reward": 0.0}
@@ -21,7 +21,7 @@ def test_a_finding_ends_with_1_and_its_numbers(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith("1. no learning signal (confidence 1.00)")
     assert "frac_reward_zero_std (from step" in said
-    assert "do: " in said
+    assert "fix: " in said
 
 
 def test_json_has_every_part_of_a_finding(tmp_path, capsys):
@@ -42,7 +42,7 @@ def test_json_of_a_healthy_run_has_no_finding(tmp_path, capsys):
     ("arguments", "said"),
     [
         pytest.param([], "RUN", id="no run"),
-        pytest.param(["nowhere"], "must be a folder that `trustrl run` made", id="no folder"),
+        pytest.param(["nowhere"], "must be a run directory that `trustrl run` created", id="no folder"),
     ],
 )
 def test_wrong_usage_ends_with_2(arguments, said, capsys):

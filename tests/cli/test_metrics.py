@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from trustrl import METRICS
 from trustrl.cli import main
+from trustrl.core.metrics import METRICS
 
 
 def test_the_list_has_one_line_for_each_metric(capsys):
@@ -21,7 +21,7 @@ def test_the_list_has_one_line_for_each_metric(capsys):
 def test_an_entry_says_what_it_is_and_what_to_do(name, capsys):
     assert main(["metrics", name]) == 0
     said = capsys.readouterr()
-    for words in ("trustrl/ratio_mean", "mean of r = π/b", "1 ± .02", "far from 1, b is not what sampled"):
+    for words in ("trustrl/ratio_mean", "mean of r = π/b", "1 ± 0.02", "Far from 1, another policy sampled them"):
         assert words in said.out
     assert said.err == ""
 

@@ -28,7 +28,7 @@ def test_wrong_usage_ends_with_2_and_a_sentence(arguments, said, capsys):
 
 def test_the_sampler_is_looked_for_before_a_model_is_made(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("trustrl.models.path", lambda name: pytest.fail(f"{name} was made"))
+    monkeypatch.setattr("trustrl.world.models.path", lambda name: pytest.fail(f"{name} was made"))
     assert main(["probe", "tiny"]) == 1
     assert "pip install vllm" in capsys.readouterr().err
 
@@ -38,14 +38,14 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path, capsys):
     assert main(["probe", str(tmp_path), "--sampler", "transformers"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("error: MODEL must be a model's name or folder, got ")
+    assert said.err.startswith("error: MODEL must be a model name or folder with a tokenizer, got ")
     assert said.err.count("\n") == 1
 
 
 def test_an_empty_file_of_prompts_is_refused(tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("\n \n")
     assert main(["probe", "tiny", "--prompts", str(tmp_path / "prompts.txt")]) == 2
-    assert "must have a line with text" in capsys.readouterr().err
+    assert "must have at least one non-empty line" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from report.folders import run_folder, steps, write_records
+from support.run_folders import run_folder, steps, write_records
 from trustrl.cli import main
 
 
@@ -51,7 +51,7 @@ def test_records_that_cannot_be_read_end_with_1_and_the_rest_of_the_report(tmp_p
     (folder / "records" / "step-00000000.rank-0000.parquet").write_bytes(b"no Parquet")
     assert main(["report", str(folder)]) == 1
     said = capsys.readouterr()
-    assert "cannot be read" in said.err
+    assert "Cannot read the records" in said.err
     assert "small: finished" in said.out
 
 
@@ -69,7 +69,7 @@ def test_records_without_pyarrow_name_the_extra(tmp_path, capsys, monkeypatch):
     ("arguments", "said"),
     [
         pytest.param([], "RUN", id="no run"),
-        pytest.param(["nowhere"], "must be a folder that `trustrl run` made", id="no folder"),
+        pytest.param(["nowhere"], "must be a run directory that `trustrl run` created", id="no folder"),
     ],
 )
 def test_wrong_usage_ends_with_2(arguments, said, capsys):
@@ -93,7 +93,7 @@ def test_a_page_that_cannot_be_written_ends_with_2_and_leaves_nothing_behind(out
     assert main(["report", str(folder), "--out", str(tmp_path / out)]) == 2
     found = capsys.readouterr()
     assert found.out == ""
-    assert found.err.startswith("error: --out must be a file that can be written, got ")
+    assert found.err.startswith("error: --out must be a writable file, got ")
     assert said in found.err
     assert sorted(tmp_path.iterdir()) == before
 
@@ -115,8 +115,8 @@ def test_a_page_and_an_audit_say_the_same_share(tmp_path, capsys):
     write_records(folder / "records", columns)
     assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "16 recorded tokens × updates, 8 with A ≠ 0: 75.0 % kept, 25.0 % stopped, 8 no gradient." in page
-    assert "<td>5</td><td>2</td><td>8</td><td>25.0 %</td>" in page
+    assert "16 recorded tokens × updates, 8 with A ≠ 0: 75.0% kept, 25.0% masked, 8 no gradient." in page
+    assert "<td>5</td><td>2</td><td>8</td><td>25.0%</td>" in page
     capsys.readouterr()
     main(["audit", str(folder), "--regions", "ppo", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -157,6 +157,6 @@ def test_an_ascii_terminal_gets_ascii_and_a_page_in_utf8(tmp_path):
         env={"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert b"25.0 % -> 75.0 %" in process.stdout
+    assert b"25.0% -> 75.0%" in process.stdout
     assert process.stdout.startswith(b"pi: finished")
     assert "<h1>π</h1>" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -1,20 +1,27 @@
-"""Every case of the corpus × every preset: the declared verdict, never silence, never NaN or inf."""
+"""Every case of the corpus × every preset that reads it: the outcome it states, never silence, never NaN or inf."""
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
-from bad_inputs import BAD, CASES, MASKED
 
 import trustrl
-from worlds import world
+from support.bad_inputs import BAD, CASES, MASKED, Dropped, Raises, Rounded, Same, SameInFloat64
+from support.worlds import world
 
 PRESETS = trustrl.presets()
 
 
-def healthy(name, dtype=torch.float32):
-    """The raw tensors of a batch with which nothing is wrong."""
+def healthy(name):
+    """A preset's region, and the raw tensors of a batch with which nothing is wrong; a case may change anything."""
+    region, raw = made(name)
+    return region, {field: x.clone() for field, x in raw.items()}
+
+
+@cache
+def made(name):
     region = trustrl.preset(name)
     needs = region.needs()
     w = world(1, rows=4, width=8, vocabulary=70, drift=0.05)
@@ -25,17 +32,17 @@ def healthy(name, dtype=torch.float32):
     source = w.anchor(needs.anchor)
     ids = source.topk(needs.topk or 4, -1).indices
     return region, {
-        "behavior": w.at_token(w.behavior).to(dtype),
-        "proximal": w.at_token(w.proximal).to(dtype),
-        "policy": w.at_token(w.policy).to(dtype),
-        "advantage": w.advantage.to(dtype),
+        "behavior": w.at_token(w.behavior).float(),
+        "proximal": w.at_token(w.proximal).float(),
+        "policy": w.at_token(w.policy).float(),
+        "advantage": w.advantage.float(),
         "in_loss": w.in_loss,
         "tokens": w.tokens,
         "topk_ids": ids,
-        "topk_logp": source.gather(-1, ids).to(dtype),
-        "policy_topk": w.policy.gather(-1, ids).to(dtype),
-        "full_anchor": source.to(dtype),
-        "full_policy": w.policy.to(dtype),
+        "topk_logp": source.gather(-1, ids).float(),
+        "policy_topk": w.policy.gather(-1, ids).float(),
+        "full_anchor": source.float(),
+        "full_policy": w.policy.float(),
     }
 
 
@@ -72,27 +79,16 @@ def evaluate(region, raw):
     return out, grads
 
 
-def does_read(reads, needs):
-    return {
-        "always": True,
-        "behavior": "behavior" in needs.anchors,
-        "proximal": "proximal" in needs.anchors,
-        "topk": needs.topk > 0,
-        "full": needs.full,
-        "support": needs.full or needs.topk > 0,
-        "sequences": needs.sequences or needs.reduction is not None,
-    }[reads]
-
-
 def assert_finite(out, grads):
     assert torch.isfinite(out.loss)
     for name, g in grads.items():
         assert torch.isfinite(g).all(), f"gradient of {name}"
     mostly_dropped = out.sums.added["used"] < 0.5 * out.sums.added["tokens"]
-    with pytest.warns(trustrl.TrustRLWarning, match="dropped most") if mostly_dropped else nullcontext():
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="dropped most") if mostly_dropped else nullcontext():
         metrics = trustrl.rates(out.sums)
     for name, value in metrics.items():
         assert value == value, f"{name} is NaN"
+    return metrics
 
 
 def faults(out):
@@ -105,96 +101,111 @@ def assert_same(got, want, places=slice(None)):
     torch.testing.assert_close(got[places], want[places], rtol=2e-5, atol=1e-9, equal_nan=False)
 
 
-@pytest.mark.parametrize(
-    ("bad", "name"), [pytest.param(c, n, id=f"{c.name}-{n}") for c in CASES for n in PRESETS if c.presets(n)]
-)
-def test_bad_input(bad, name):
+PAIRS = [(bad, name) for bad in CASES for name in PRESETS if bad.presets(name) and bad.is_read_by(name)]
+UNREAD = {name: [bad for bad in CASES if bad.presets(name) and not bad.is_read_by(name)] for name in PRESETS}
+
+
+def pairs(kind):
+    """Parametrizes a test with the pairs of this outcome."""
+    found = [pytest.param(bad, name, id=f"{bad.name}-{name}") for bad, name in PAIRS if isinstance(bad.outcome, kind)]
+    return pytest.mark.parametrize(("bad", "name"), found)
+
+
+@pairs(Raises)
+def test_a_batch_that_cannot_be_right_raises(bad, name):
     region, raw = healthy(name)
-    needs = region.needs()
     bad.change(raw)
-    applies = does_read(bad.reads, needs) and bad.only(name)
-    if isinstance(bad.verdict, type):
-        # A record that cannot be right is refused whether or not the region reads it.
-        if not applies:
-            refused_anyway = False
-            try:
-                out, grads = evaluate(region, raw)
-            except trustrl.RecordError as error:
-                assert "must be" in str(error)
-                refused_anyway = True
-            if not refused_anyway:
-                assert_finite(out, grads)
-            return
-        with pytest.raises(bad.verdict, match="must be"):
-            evaluate(region, raw)
-        return
-
-    out, grads = evaluate(region, raw)
-    assert_finite(out, grads)
-    if bad.verdict == "drop" and applies:
-        check_drop(bad, region, raw, out, grads)
-    elif bad.verdict == "bounded" and applies:
-        check_bounded(bad, region, raw, out, grads)
-    else:
-        check_exact(bad, name, raw, out, grads)
+    with pytest.raises(bad.outcome.error, match="must be"):
+        evaluate(region, raw)
 
 
-def check_drop(bad, region, raw, out, grads):
+@pairs(Dropped)
+def test_bad_tokens_leave_the_loss_and_are_counted(bad, name):
     """As if the tokens were outside the loss; the denominator and the other tokens do not notice."""
-    changed = torch.zeros_like(raw["in_loss"])
-    for at in BAD:
-        changed[at] = True
-    if bad.name.startswith("a group of one"):
-        changed[1] = raw["in_loss"][1]
-        changed[BAD[1]] = False
-    count = int((changed & raw["in_loss"]).sum())
-    assert faults(out)[bad.fault] == count
-    without = dict(raw, in_loss=raw["in_loss"] & ~changed)
-    out_without, grads_without = evaluate(region, without)
+    region, raw = healthy(name)
+    bad.change(raw)
+    out, grads = evaluate(region, raw)
+    metrics = assert_finite(out, grads)
+    dropped = bad.outcome.tokens(raw)
+    count = int((dropped & raw["in_loss"]).sum())
+    assert faults(out)[bad.outcome.fault] == count
+    out_without, grads_without = evaluate(region, dict(raw, in_loss=raw["in_loss"] & ~dropped))
     if region.kind != "gspo":  # its denominator is the sequence's length, which still counts them
         assert out.loss.item() == pytest.approx(out_without.loss.item(), rel=1e-5, abs=1e-7)
         for key in grads:
             assert_same(grads[key], grads_without[key])
-    assert (grads["policy"][changed] == 0).all()
-    dropped = trustrl.rates(out.sums)["trustrl/dropped_share"]
-    assert dropped == pytest.approx(count / int(raw["in_loss"].sum()))
+    assert (grads["policy"][dropped] == 0).all()
+    assert metrics["trustrl/dropped_share"] == pytest.approx(count / int(raw["in_loss"].sum()))
 
 
-def check_bounded(bad, region, raw, out, grads):
-    """Right to float32, judged by the same batch in float64; or left out and counted."""
-    exact = {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in raw.items()}
-    out64, grads64 = evaluate(region, exact)
-    assert torch.equal(out.decision.keep, out64.decision.keep) or faults(out)
+@pairs(Rounded)
+def test_an_extreme_value_is_right_to_float32_or_counted(bad, name):
+    """Judged by the same batch in float64. Only tokens that are counted for it may lose their gradient."""
+    region, raw = healthy(name)
+    bad.change(raw)
+    out, grads = evaluate(region, raw)
+    assert_finite(out, grads)
+    out64, grads64 = evaluate(region, in_float64(raw))
+    assert faults(out) == bad.outcome.counted(name)
+    assert torch.equal(out.decision.keep, out64.decision.keep)
+    vanished = 0
     for at in BAD:
         got, want = grads["policy"][at].double(), grads64["policy"][at]
-        if got == 0 and want != 0 and want.abs() > 1e-44:
-            assert faults(out).get("overflow", 0) > 0, "a gradient vanished without being counted"
+        if got == 0 and want.abs() > 1e-44:
+            vanished += 1
         else:
             torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-37)
+    assert vanished == faults(out).get("overflow", 0) - faults(out64).get("overflow", 0)
 
 
-def check_exact(bad, name, raw, out, grads):
-    """The result of the batch this one is equivalent to."""
-    assert not faults(out)
-    region, same = healthy(name)
-    if bad.equivalent is not None:
-        bad.equivalent(same)
-    elif bad.name.split(":")[0] in UNTOUCHED or "outside the loss" in bad.name or bad.reads != "always":
-        pass
+@pairs((Same, SameInFloat64))
+def test_a_harmless_input_has_the_result_of_its_equivalent(bad, name):
+    region, raw = healthy(name)
+    bad.change(raw)
+    if isinstance(bad.outcome, SameInFloat64):
+        expected = evaluate(region, in_float64(raw))
     else:
-        same = {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in raw.items()}
-    want, want_grads = evaluate(region, same)
+        _, same = healthy(name)
+        bad.outcome.after(same)
+        expected = evaluate(region, same)
+    assert_unnoticed(region, raw, expected)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_a_region_does_not_read_changes_nothing(name):
+    """Every case for which the region does not read the changed field; missing fields too."""
+    expected = evaluate(*healthy(name))
+    for bad in UNREAD[name]:
+        print(bad.name)  # shown if the case fails
+        region, raw = healthy(name)
+        bad.change(raw)
+        assert_unnoticed(region, raw, expected)
+
+
+def assert_unnoticed(region, raw, expected):
+    """Nothing is counted, and loss and gradient are the expected ones."""
+    out, grads = evaluate(region, raw)
+    assert_finite(out, grads)
+    assert not faults(out)
+    want, want_grads = expected
     assert out.loss.item() == pytest.approx(want.loss.item(), rel=1e-4, abs=1e-6)
-    if bad.name != "one row masked is one row less":
-        assert_same(grads["policy"].double(), want_grads["policy"].double().reshape(grads["policy"].shape))
+    got, expected_grad = grads["policy"], want_grads["policy"]
+    if got.numel() > expected_grad.numel():  # of rows outside the loss, which the expected batch does not have
+        rows = raw["in_loss"].any(-1)
+        assert (got[~rows] == 0).all()
+        got = got[rows]
+    assert_same(got.double(), expected_grad.double().reshape(got.shape))
 
 
-UNTOUCHED = {"versions mixed", "versions from the future", "tensors that are not contiguous", "gradients wanted on the behavior side"}  # fmt: skip
+def in_float64(raw):
+    return {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in raw.items()}
 
 
-def test_the_corpus_is_large_enough():
-    names = [c.name for c in CASES]
+def test_every_case_has_a_name_of_its_own_and_a_preset_it_applies_to():
+    names = [bad.name for bad in CASES]
     assert len(names) == len(set(names)) >= 60
+    assert {bad.name for bad, _ in PAIRS} == set(names)
+    assert all(UNREAD.values()), "no region reads every field"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -239,7 +250,7 @@ def test_raise_names_the_faults():
     )
     policy = trustrl.PolicyTokens(logp=raw["policy"])
     count = int(raw["in_loss"].sum())
-    with pytest.raises(trustrl.NonFiniteError, match=f"advantage: {count}"):
+    with pytest.raises(trustrl.errors.NonFiniteError, match=f"advantage: {count}"):
         trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), on_nonfinite="raise")
 
 

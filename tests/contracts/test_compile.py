@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from test_invariance import gradient
 
 import trustrl
-from worlds import K, world
+from support.worlds import K, gradient, world
 
 pytestmark = pytest.mark.compiled
 COMPILED = [name for name in trustrl.presets() if name != "troll"]  # projection solves with a loop of its own

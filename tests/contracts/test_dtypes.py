@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from test_invariance import mapped
 
 import trustrl
-from worlds import K, world
+from support.worlds import K, mapped, world
 
 PRESETS = trustrl.presets()
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import trustrl
-from worlds import K, world
+from support.worlds import K, gradient, mapped, world
 
 PRESETS = trustrl.presets()
 
@@ -27,21 +27,6 @@ def batch(name, dtype=torch.float32, seed=3):
     return region, policy, rollout, reduction
 
 
-def mapped(record, change):
-    """The record with every tensor in it changed alike, nested records included."""
-    new = {}
-    for f in fields(record):
-        if not f.init:
-            continue
-        x = getattr(record, f.name)
-        if isinstance(x, torch.Tensor):
-            x = change(x)
-        elif isinstance(x, (trustrl.TopK, trustrl.FullVocabulary)):
-            x = mapped(x, change)
-        new[f.name] = x
-    return type(record)(**new)
-
-
 PENALTIES = (trustrl.KLPenalty(coefficient=0.1), trustrl.EntropyBonus(coefficient=0.01))
 
 
@@ -51,14 +36,6 @@ def evaluate(region, parts, reduction):
     loss = sum(out.loss for out in outs)
     loss.backward()
     return float(loss.detach()), trustrl.rates(trustrl.merge(out.sums for out in outs))
-
-
-def gradient(policy):
-    grads = [x.grad for x in (policy.logp, policy.topk_logp, policy.full_logp)]
-    found = [g.clone() for g in grads if g is not None]
-    for x in (policy.logp, policy.topk_logp, policy.full_logp):
-        x.grad = None
-    return found
 
 
 def assert_equal(a, b):
@@ -206,10 +183,10 @@ def test_given_weights_are_the_reduction_they_amount_to(name):
 def test_given_weights_that_do_not_fit_are_refused():
     region, policy, rollout, _ = batch("dppo-binary-tv")
     for weights in (torch.ones(3), 1.0):
-        with pytest.raises(trustrl.RecordError, match="weights must be a tensor of 96 numbers"):
+        with pytest.raises(trustrl.errors.RecordError, match="weights must be a tensor of 96 numbers"):
             trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenWeights(weights))
     reduction = trustrl.TokenWeights(torch.ones(8, 12))
-    with pytest.raises(trustrl.ConfigError, match="must be SequenceMeanTokenMean with gspo, got TokenWeights"):
+    with pytest.raises(trustrl.errors.ConfigError, match="must be SequenceMeanTokenMean with gspo, got TokenWeights"):
         trustrl.policy_loss(policy, rollout, trustrl.preset("gspo"), reduction=reduction)
 
 
@@ -242,7 +219,7 @@ def test_sums_cross_ranks_as_two_vectors():
     flat = [s.flat() for s in halves]
     reduced = halves[0].unflat(flat[0][0] + flat[1][0], torch.maximum(flat[0][1], flat[1][1]))
     assert trustrl.rates(reduced) == trustrl.rates(halves[0] + halves[1])
-    with pytest.raises(trustrl.RecordError, match="entries"):
+    with pytest.raises(trustrl.errors.RecordError, match="entries"):
         halves[0].unflat(flat[0][0][:-1], flat[0][1])
 
 

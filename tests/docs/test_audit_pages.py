@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import recorded
-
+from support import recorded
 from trustrl.cli import main, parser_of
 
 ROOT = Path(__file__).parents[2]

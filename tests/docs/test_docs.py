@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import trustrl
+from trustrl.core.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -63,6 +64,13 @@ def test_the_python_reference_lists_every_public_name_once():
     assert sorted(re.findall(r"^::: trustrl\.(\w+)$", page, re.M)) == sorted(set(trustrl.__all__) - {"__version__"})
 
 
+def test_every_public_name_has_one_row_with_a_reason():
+    page = (ROOT / "docs/reference/public-names.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", page, re.M)
+    assert sorted(name for name, *_ in rows) == sorted(set(trustrl.__all__) - {"__version__"})
+    assert all(len(what) > 10 and len(why) > 5 for _, what, why in rows)
+
+
 ALGORITHMS = sorted((ROOT / "docs/algorithms").glob("*.md"))
 
 
@@ -80,15 +88,15 @@ def test_every_preset_has_a_page():
 def test_the_metric_page_matches_the_dictionary():
     page = (ROOT / "docs/reference/metrics.md").read_text()
     listed = set(re.findall(r"`trustrl/([\w.\-]+)`", page))
-    assert listed == {m.name for m in trustrl.METRICS}
-    for metric in trustrl.METRICS:
+    assert listed == {m.name for m in METRICS}
+    for metric in METRICS:
         assert metric.formula in page, metric.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_pages_name_only_metrics_that_exist(page):
     """Anything in backticks or quotes that looks like a metric is one, or is the example region's own."""
-    known = {m.name for m in trustrl.METRICS} | {"band_rise", "<name>", "..."}
+    known = {m.name for m in METRICS} | {"band_rise", "<name>", "..."}
     for name in re.findall(r"[`\"\']trustrl/([^`\"\'\s]+)[`\"\']", page.read_text()):
         assert name in known or "{" in name, name
 

@@ -10,24 +10,29 @@ import pytest
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
-stats = pytest.importorskip("scipy.stats")
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks/evidence"))
-
-import answers
-import findings
-import smollm2_clipping
-from holm import holm
+scipy = pytest.importorskip("scipy")
 
 from trustrl.cli import main
-from trustrl.explain.steps import KL_OF_A_BATCH
-from trustrl.runner import toml
+from trustrl.runner import recipe_files
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.recipe import load, load_arms
-from trustrl.runner.trl_settings import grpo_fields
+from trustrl.runner.trl_arguments import grpo_fields
+from trustrl.tools.explain.step_rules import KL_OF_A_BATCH
 
-RUNS = [(*key, seed, run) for key, seeds in findings.runs().items() for seed, run in seeds.items()]
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _evidence():
+    """Imports the scripts and reads their data for the first test: both take seconds, which collecting should not."""
+    global RUNS, answers, findings, holm, smollm2_clipping
+    sys.path.insert(0, str(ROOT / "benchmarks/evidence"))
+    import answers
+    import findings
+    import smollm2_clipping
+    from holm import holm
+
+    RUNS = [(*key, seed, run) for key, seeds in findings.runs().items() for seed, run in seeds.items()]
 
 
 def test_holm_adjusts_as_computed_by_hand():
@@ -40,7 +45,7 @@ def test_holm_adjusts_as_computed_by_hand():
 def test_the_p_value_is_that_of_the_paired_t_test():
     first, second = [0.2, 0.5, 0.9, 0.4, 0.3], [0.1, 0.6, 0.5, 0.2, 0.2]
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    assert findings.p_value(differences) == pytest.approx(stats.ttest_rel(first, second).pvalue)
+    assert findings.p_value(differences) == pytest.approx(scipy.stats.ttest_rel(first, second).pvalue)
     assert findings.p_value([0.0, 0.0]) == 1.0
     assert findings.p_value([0.5, 0.5]) == 0.0
 
@@ -167,7 +172,7 @@ def test_the_readme_s_figures_on_whole_distributions_follow_from_the_smollm2_tok
 )
 def test_the_runs_on_anchors_had_trl_s_default_correction_where_the_anchor_is_the_trainer_s(tmp_path, arm, corrected):
     arms = tomllib.loads((ROOT / "recipes/evidence/arms.toml").read_text())
-    (tmp_path / "arms.toml").write_text(toml.dumps({arm: arms[arm]}))
+    (tmp_path / "arms.toml").write_text(recipe_files.dumps({arm: arms[arm]}))
     recipe = replace(load(ROOT / "recipes/evidence/both.toml"), region=load_arms(tmp_path / "arms.toml")[arm])
     fields = grpo_fields(recipe, "out")
     assert fields["vllm_importance_sampling_correction"] is corrected

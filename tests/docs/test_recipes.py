@@ -12,8 +12,8 @@ from trustrl.cli import main, parser_of
 from trustrl.config.loading import config_to_dict
 from trustrl.recording import Recording
 from trustrl.runner.recipe import RECORD_KEYS
+from trustrl.runner.recipe_files import file_of
 from trustrl.runner.recipe_tables import TABLES
-from trustrl.runner.shipped import file_of
 
 ROOT = Path(__file__).parents[2]
 GUIDE, REFERENCE = ROOT / "docs/guides/run.md", ROOT / "docs/reference/recipe.md"

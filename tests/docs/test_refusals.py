@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import trustrl
-from runner.test_recipe import SMALL
-from trustrl import ConfigError
+from support.recipes import SMALL
 from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
-from trustrl.engines import refusals, verl_refusals
-from trustrl.engines.refusals import Refusal, Scope
+from trustrl.engines.refusals import rows, verl
+from trustrl.engines.refusals.rows import Refusal, Scope
+from trustrl.errors import ConfigError
 from trustrl.runner.plan import plan
 from trustrl.runner.recipe import Recipe
 
@@ -51,25 +51,25 @@ def id_of(row):
     return f"{row.setting} {row.scope.words}"
 
 
-@pytest.mark.parametrize("row", verl_refusals.ROWS, ids=id_of)
+@pytest.mark.parametrize("row", verl.ROWS, ids=id_of)
 def test_each_row_of_verl_s_table_refuses_its_example(row):
     """Every row, in the engine's order: the row's own sentence, and no other row's."""
-    settings = dict(verl_refusals.WORKING)
+    settings = dict(verl.WORKING)
     if row.preset == "gspo":
         settings["actor_rollout_ref.actor.loss_agg_mode"] = "seq-mean-token-mean"
     region = region_of(row)
-    others = [one for one in verl_refusals.ROWS if one is not row]
-    refusals.check(others, flat(settings | dict(row.example)), region)
+    others = [one for one in verl.ROWS if one is not row]
+    rows.check(others, flat(settings | dict(row.example)), region)
     with pytest.raises(ConfigError) as refused:
-        refusals.check(verl_refusals.ROWS, flat(settings | dict(row.example)), region)
+        rows.check(verl.ROWS, flat(settings | dict(row.example)), region)
     start = row.setting.split("{")[0]
     assert str(refused.value).startswith(f"{start} must be {row.must_be.split('{')[0]}")
     assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
     if row.example:
-        refusals.check(verl_refusals.ROWS, flat(settings), region)  # the example is what was refused
+        rows.check(verl.ROWS, flat(settings), region)  # the example is what was refused
 
 
-PLANNED = [row for row in verl_refusals.ROWS if row.example and row.setting != verl_refusals.AGENT_LOOP]
+PLANNED = [row for row in verl.ROWS if row.example and row.setting != verl.AGENT_LOOP]
 """All but the one that plans and the launcher set by themselves, and the one that is a region."""
 
 
@@ -87,12 +87,12 @@ def test_a_plan_refuses_what_each_row_of_verl_s_table_refuses(row):
 @pytest.mark.parametrize("name", trustrl.presets())
 def test_no_row_of_verl_refuses_a_preset_with_settings_that_work(name):
     region = trustrl.preset(name)
-    settings = dict(verl_refusals.WORKING)
-    settings["actor_rollout_ref.actor.loss_agg_mode"] = verl_refusals.fitting_reductions(region)[0]
-    settings |= verl_refusals.settings_needed(flat(settings), region)
-    if refusals.EXACT_ON_SAMPLER.holds(region.needs()):
+    settings = dict(verl.WORKING)
+    settings["actor_rollout_ref.actor.loss_agg_mode"] = verl.fitting_reductions(region)[0]
+    settings |= verl.settings_needed(flat(settings), region)
+    if rows.EXACT_ON_SAMPLER.holds(region.needs()):
         region = trustrl.preset(name, anchor="proximal")
-    refusals.check(verl_refusals.ROWS, flat(settings), region)
+    rows.check(verl.ROWS, flat(settings), region)
 
 
 def test_a_reader_finds_settings_in_mappings_and_attributes():
@@ -100,7 +100,7 @@ def test_a_reader_finds_settings_in_mappings_and_attributes():
         one = {"two": 3}
         none = None
 
-    given = refusals.reader({"a": Attributes()})
+    given = rows.reader({"a": Attributes()})
     assert given("a.one.two", 0) == 3
     assert given("a.none", 5) == given("a.none.more", 5) == given("a.missing.more", 5) == 5
 

@@ -1,4 +1,4 @@
-"""One measured step, in a process of its own: `memory_worker.py ROWS trained|frozen yes|detached` prints bytes."""
+"""One measured step, in a process of its own: `memory_worker.py V ROWS trained|frozen yes|detached` prints bytes."""
 
 import sys
 from pathlib import Path
@@ -7,12 +7,12 @@ import torch
 
 import trustrl
 
-V, D = 151_936, 512
+D = 64
 
 
 def step(head, rows, entropy):
     hidden = torch.randn(rows, D).bfloat16().requires_grad_()
-    ids = torch.randint(0, V, (rows, 65))
+    ids = torch.randint(0, len(head), (rows, 65))
     out = trustrl.token_logprobs(hidden, head, ids[:, 0], gather_ids=ids[:, 1:], entropy=entropy)
     loss = out.logp.sum() + out.tail_logp.sum() + (out.entropy.sum() if entropy is True else 0.0)
     loss.backward()
@@ -24,9 +24,9 @@ def resident(key):
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-def main(rows, kind, entropy):
+def main(vocabulary, rows, kind, entropy):
     torch.set_num_threads(1)
-    head = torch.empty(V, D, dtype=torch.bfloat16)
+    head = torch.empty(int(vocabulary), D, dtype=torch.bfloat16)
     for part in head.split(8192):
         part.normal_(std=0.05)
     head.requires_grad_(kind != "frozen")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from research.compacted import token_logprobs_compacted
+from research.gradient_error import gradient_error_bound
+from research.kept_columns import KEEP_STEP
 
 import trustrl
-from trustrl.kernels.compacted import token_logprobs_compacted
-from trustrl.kernels.dropped import gradient_error_bound
-from trustrl.kernels.keeping import KEEP_STEP
 
 N, D, V, K = 37, 12, 500, 6
 
@@ -175,7 +175,7 @@ def test_bf16_is_as_close_to_the_truth_as_the_dense_pass_once_little_is_dropped(
 
 def test_large_passes_keep_columns_in_steps():
     """Few shapes, so that products are not prepared anew; the columns added are the next most probable ones."""
-    from trustrl.kernels.keeping import kept_columns
+    from research.kept_columns import kept_columns
 
     top = torch.randn(1000, generator=torch.Generator().manual_seed(0)) - 3
     exact, stepped = kept_columns(top, 0.1, 1), kept_columns(top, 0.1, KEEP_STEP)

@@ -4,13 +4,14 @@ import warnings
 
 import pytest
 import torch
+from research.loss_in_forward import loss_in_forward
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import trustrl
-from largest_tensor import LargestTensor
-from trustrl.kernels import chunked, tiles
-from trustrl.kernels.in_forward import loss_in_forward
+from support.largest_tensor import LargestTensor
+from trustrl.core.token_logprobs import AnchorStates
+from trustrl.kernels import chunked_pass, tile_math
 from trustrl.kernels.reference import token_logprobs_reference
 
 # float64 has no wider truth to be held against: room for another order of summation.
@@ -57,7 +58,7 @@ def test_the_definition_agrees_with_torch_distributions():
     )
     got = trustrl.token_logprobs(
         hidden, head, token, gather_ids=ids, entropy=True, top_k=4, temperature=temperature, bias=bias, softcap=3.0,
-        against=trustrl.Anchor(hidden, other), impl="reference",
+        against=AnchorStates(hidden, other), impl="reference",
     )  # fmt: skip
     torch.testing.assert_close(got.logp, want.log_prob(token))
     torch.testing.assert_close(got.gathered_logp, want.log_prob(ids.T).T)
@@ -253,14 +254,14 @@ def test_the_bound_grows_with_the_mass_outside_the_given_ids():
 def test_exact_divergence_of_a_policy_from_itself_is_zero_and_from_a_near_one_does_not_cancel():
     hidden, head = peaked()
     token = torch.arange(40)
-    same = trustrl.token_logprobs(hidden, head, token, against=trustrl.Anchor(hidden, head))
+    same = trustrl.token_logprobs(hidden, head, token, against=AnchorStates(hidden, head))
     assert (same.tv == 0).all()
     assert (same.kl == 0).all()
     near = (head.double() * (1 + 1e-5 * torch.randn(head.shape, dtype=torch.float64))).float()
     truth = trustrl.token_logprobs(
-        hidden.double(), head.double(), token, against=trustrl.Anchor(hidden.double(), near.double()), impl="reference"
+        hidden.double(), head.double(), token, against=AnchorStates(hidden.double(), near.double()), impl="reference"
     )
-    got = trustrl.token_logprobs(hidden.float(), head.float(), token, against=trustrl.Anchor(hidden.float(), near))
+    got = trustrl.token_logprobs(hidden.float(), head.float(), token, against=AnchorStates(hidden.float(), near))
     assert truth.kl.max() < 1e-8
     torch.testing.assert_close(got.tv.double(), truth.tv, rtol=0.05, atol=1e-6)
     assert (got.kl >= 0).all()
@@ -272,7 +273,7 @@ def test_exact_divergence_of_a_policy_from_itself_is_zero_and_from_a_near_one_do
 )
 def test_exact_divergences_agree_with_the_definition(settings):
     (hidden, head, bias), token, ids, temperature = inputs(37, 16, 101, 7)
-    other = trustrl.Anchor(hidden + 0.1 * torch.randn_like(hidden), head + 0.1 * torch.randn_like(head), bias=2 * bias)
+    other = AnchorStates(hidden + 0.1 * torch.randn_like(hidden), head + 0.1 * torch.randn_like(head), bias=2 * bias)
     kw = {
         "gather_ids": ids,
         "against": other,
@@ -298,14 +299,14 @@ def watched(monkeypatch):
     def run(make_mode, call):
         modes = []
         for name in ("forward", "backward"):
-            real = getattr(chunked, name)
+            real = getattr(chunked_pass, name)
 
             def inside(*args, real=real, **kwargs):
                 modes.append(make_mode())
                 with modes[-1]:
                     return real(*args, **kwargs)
 
-            monkeypatch.setattr(chunked, name, inside)
+            monkeypatch.setattr(chunked_pass, name, inside)
         call()
         monkeypatch.undo()
         return modes
@@ -361,7 +362,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_exists(watched):
     def everything():
         out = trustrl.token_logprobs(
             *leaves[:2], token, gather_ids=ids, entropy=True, top_k=5, bias=bias, block_rows=64, block_vocab=128,
-            against=trustrl.Anchor(hidden.detach(), head.detach()),
+            against=AnchorStates(hidden.detach(), head.detach()),
         )  # fmt: skip
         (out.logp + out.tail_logp + out.entropy).sum().backward()
 
@@ -426,7 +427,7 @@ def test_inside_a_compiled_model_as_one_graph(frozen):
 
 @pytest.mark.compiled
 def test_compiled_tiles_give_what_eager_ones_give(monkeypatch):
-    monkeypatch.setattr(tiles, "WORTH_COMPILING", 0)
+    monkeypatch.setattr(tile_math, "WORTH_COMPILING", 0)
     for settings in (SETTINGS["everything"], SETTINGS["frozen head"]):
         tensors, token, ids, temperature = inputs(33, 16, 301, 7, dtype=torch.float32)
         exact = [x.double() for x in tensors]
@@ -440,7 +441,7 @@ def test_compiled_tiles_give_what_eager_ones_give(monkeypatch):
 @pytest.mark.compiled
 def test_every_kind_of_tile_is_compiled_beyond_torchs_limit_for_one_function():
     """Without copies, the second kind would run uncompiled without a word."""
-    fused = tiles.Fused(tiles.divergence_terms)
+    fused = tile_math.FusedFunction(tile_math.divergence_terms)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch._dynamo.config.patch(recompile_limit=1):
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -456,7 +457,7 @@ def test_without_a_compiler_it_runs_uncompiled_and_says_so(monkeypatch):
         return call
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    fused = tiles.Fused(tiles.summary)
+    fused = tile_math.FusedFunction(tile_math.summary)
     tile = torch.randn(4, 9)
     args = (tile, None, torch.ones(4, 1), None, torch.zeros(4, 1), -1)
     with pytest.warns(UserWarning, match="could not be compiled"):
@@ -488,7 +489,7 @@ def test_a_batch_of_ignored_rows():
     head.requires_grad_()
     out = trustrl.token_logprobs(
         hidden, head, torch.full_like(token, -100), gather_ids=ids, entropy=True, top_k=2,
-        against=trustrl.Anchor(hidden, head.detach()),
+        against=AnchorStates(hidden, head.detach()),
     )  # fmt: skip
     for x in (out.logp, out.logsumexp, out.tail_logp, out.entropy, out.logp_error, out.tv, out.kl):
         assert (x == 0).all()
@@ -512,7 +513,7 @@ def test_nan_in_an_ignored_row_reaches_no_gradient():
 BAD = {
     "three axes": ({"hidden_ND": torch.zeros(2, 3, 4)}, "hidden_ND must be"),
     "another size": ({"head_VD": torch.zeros(9, 5)}, "head_VD must be"),
-    "float ids": ({"token_ids_N": torch.zeros(3)}, "token_ids_N must be whole numbers"),
+    "float ids": ({"token_ids_N": torch.zeros(3)}, "token_ids_N must be an integer tensor"),
     "too few ids": ({"token_ids_N": torch.zeros(2, dtype=torch.long)}, "token_ids_N must be of 3 rows"),
     "flat gather": ({"gather_ids": torch.zeros(3, dtype=torch.long)}, "gather_ids must be"),
     "short bias": ({"bias": torch.zeros(8)}, "bias must be of shape"),
@@ -521,9 +522,9 @@ BAD = {
     "top_k beyond": ({"top_k": 10}, "top_k must be"),
     "unknown impl": ({"impl": "cuda"}, "impl must be"),
     "unknown entropy": ({"entropy": "yes"}, "entropy must be"),
-    "anchor of other tokens": ({"against": trustrl.Anchor(torch.zeros(2, 4), torch.zeros(9, 4))}, "against.hidden must be"),
-    "anchor of another vocabulary": ({"against": trustrl.Anchor(torch.zeros(3, 4), torch.zeros(8, 4))}, "against.head must be"),
-    "triton with top_k": ({"impl": "triton", "top_k": 2}, "without top_k"),
+    "anchor of other tokens": ({"against": AnchorStates(torch.zeros(2, 4), torch.zeros(9, 4))}, "against.hidden must be"),
+    "anchor of another vocabulary": ({"against": AnchorStates(torch.zeros(3, 4), torch.zeros(8, 4))}, "against.head must be"),
+    "triton with top_k": ({"impl": "triton", "top_k": 2}, "top_k must be 0 with impl"),
 }  # fmt: skip
 
 
@@ -534,7 +535,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(change, message):
         "head_VD": torch.zeros(9, 4),
         "token_ids_N": torch.zeros(3, dtype=torch.long),
     }
-    with pytest.raises(trustrl.TrustRLError, match=message):
+    with pytest.raises(trustrl.errors.TrustRLError, match=message):
         trustrl.token_logprobs(**{**given, **change})
 
 

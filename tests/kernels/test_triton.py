@@ -298,11 +298,12 @@ def test_dtypes_it_does_not_know(dtypes):
 
 @interpreted
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
-def test_through_the_public_function_it_gives_what_the_chunked_pass_gives(frozen, small_blocks):
+@pytest.mark.parametrize("ignored", [[4], []], ids=["one row ignored", "every row used"])
+def test_through_the_public_function_it_gives_what_the_chunked_pass_gives(ignored, frozen, small_blocks):
     given, _ = make(13, 8, 60, 5, bias=True)
     hidden, head, bias, ids = (given[name] for name in ("hidden", "head", "bias", "ids"))
     token = ids[:, 0].clone()
-    token[4] = -1
+    token[ignored] = -1
     results = []
     for impl in ("chunked", "triton"):
         h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)

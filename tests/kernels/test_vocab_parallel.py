@@ -1,19 +1,30 @@
 """A head sharded over 2 and 4 real processes (gloo): the same results as the whole head, and no logits on the wire."""
 
+import multiprocessing
+
 import pytest
-import ranks as work
 import torch.multiprocessing as mp
+
+from support import vocab_ranks as work
+
+
+def on_ranks(check, ranks, folder):
+    """Runs a check in processes that are forked from one which has torch imported, and has used none of it."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([
+        "torch", "torch.distributed.tensor.debug", "trustrl.core.token_logprobs",
+    ])  # fmt: skip
+    mp.start_processes(check, args=(ranks, str(folder)), nprocs=ranks, start_method="forkserver")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sharded_head_gives_what_the_whole_head_gives(ranks, tmp_path):
-    mp.spawn(work.agree, args=(ranks, str(tmp_path)), nprocs=ranks)
+    on_ranks(work.agree, ranks, tmp_path)
 
 
 def test_no_collective_carries_logits(tmp_path):
-    mp.spawn(work.count, args=(2, str(tmp_path)), nprocs=2)
+    on_ranks(work.count, 2, tmp_path)
 
 
 def test_gathering_the_logits_would_be_seen(tmp_path):
     """The control: the plain way sends the rank's part of the logits, and the same counter sees it."""
-    mp.spawn(work.control, args=(2, str(tmp_path)), nprocs=2)
+    on_ranks(work.control, 2, tmp_path)

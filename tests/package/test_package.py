@@ -24,12 +24,13 @@ if TORCH is None:
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOGETHER = [("models", "plots", "ray", "records", "tasks", "trl"), ("verl",)]
+TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl"), ("verl",)]
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
+    "trustrl.kernels.triton_kernels": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",
-    "trustrl.engines.forward": "transformers",
+    "trustrl.engines.common.vocabulary_forward": "transformers",
     "trustrl.engines.skyrl": "skyrl",
     "trustrl.engines.trl": "trl and transformers",
     "trustrl.engines.verl": "verl",
@@ -92,17 +93,18 @@ def test_the_wheel_is_the_package_the_shipped_recipes_and_the_tested_environment
     expected = {str(file.relative_to(ROOT / "src")) for file in code}
     expected |= {f"trustrl/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.toml")}
     expected |= {f"trustrl/environments/{file.name}" for file in (ROOT / "environments").glob("*.txt")}
-    assert {"trustrl/py.typed", "trustrl/report/page/main.js", "trustrl/recipes/tour.toml"} <= expected
+    assert {"trustrl/py.typed", "trustrl/tools/report/page/main.js", "trustrl/recipes/tour.toml"} <= expected
     assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected
 
 
 def test_the_sdist_is_what_is_committed(sdist):
-    """So that it has tests and pages, and no caches, runs or notes."""
+    """So that it has tests and pages, and no caches, runs or notes. What serves the repository alone is left out."""
     committed = set(run("git", "ls-files", cwd=ROOT).splitlines())
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names - committed == {"PKG-INFO"}
-    assert {name for name in committed - names if not name.startswith(".ci/")} == set()
+    of_the_repository = (".ci/", ".github/", ".pre-commit-config.yaml")
+    assert {name for name in committed - names if not name.startswith(of_the_repository)} == set()
 
 
 def test_the_source_tree_builds_the_same_wheel_as_the_sdist(wheel, tmp_path):

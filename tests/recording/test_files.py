@@ -11,16 +11,16 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import batches
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
 import trustrl
+from support import recording_batches as batches
 from trustrl.errors import MissingPackageError, RecordError
-from trustrl.recording import COLUMNS, VERSION, QuantileAbove, Recorder, Recording, read, sequence_ids, writing
-from trustrl.recording.rows import Rows
+from trustrl.recording import COLUMNS, VERSION, QuantileAbove, Recorder, Recording, read, record_writer, sequence_ids
 from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema, bytes_per_token
+from trustrl.recording.token_rows import Rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,7 +107,7 @@ def test_a_folder_reads_as_all_its_files_in_order(tmp_path):
 
 
 def test_row_groups_are_bounded_and_the_file_says_what_was_left_off(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "ROWS_PER_GROUP", 50)
+    monkeypatch.setattr(record_writer, "ROWS_PER_GROUP", 50)
     many = [batches.batch(seed=seed, first=8 * seed) for seed in range(6)]
     tokens = sum(int(b.rollout.in_loss.sum()) for b in many)
     made = recorder(tmp_path, max_rows_per_step=tokens - 20)
@@ -169,10 +169,10 @@ def test_a_killed_writer_leaves_nothing_a_reader_trips_over(tmp_path):
     """The process dies in the middle of its second file; the next one clears up."""
     code = f"""
 import os, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import batches
-from trustrl.recording import Recorder, Recording, writing
-writing.ROWS_PER_GROUP = 10
+sys.path.insert(0, {str(ROOT / "tests")!r})
+from support import recording_batches as batches
+from trustrl.recording import Recorder, Recording, record_writer
+record_writer.ROWS_PER_GROUP = 10
 made = Recorder(Recording(folder={str(tmp_path)!r}, sample=1.0, triggers=()), batches.REGION, rank=0)
 batches.give(made, batches.batch(), step=1)
 for seed in range(3):
@@ -225,19 +225,21 @@ def rewritten(path, metadata=None, drop=()):
 @pytest.mark.parametrize(
     ("break_it", "says"),
     [
-        pytest.param(lambda p: p.write_bytes(b"PAR1 not really"), "whole Parquet file", id="no parquet"),
-        pytest.param(lambda p: p.write_bytes(p.read_bytes()[:-40]), "whole Parquet file", id="cut off"),
-        pytest.param(lambda p: p.write_bytes(b""), "whole Parquet file", id="empty"),
-        pytest.param(lambda p: pq.write_table(pa.table({"a": [1]}), p), "without its mark", id="somebody else's"),
+        pytest.param(lambda p: p.write_bytes(b"PAR1 not really"), "complete Parquet file", id="no parquet"),
+        pytest.param(lambda p: p.write_bytes(p.read_bytes()[:-40]), "complete Parquet file", id="cut off"),
+        pytest.param(lambda p: p.write_bytes(b""), "complete Parquet file", id="empty"),
+        pytest.param(
+            lambda p: pq.write_table(pa.table({"a": [1]}), p), "without a schema version", id="somebody else's"
+        ),
         pytest.param(
             lambda p: rewritten(p, {VERSION_KEY: b"2", REGION_KEY: b"{}"}), "Install a newer trustrl", id="newer"
         ),
-        pytest.param(lambda p: rewritten(p, {VERSION_KEY: b"new"}), "of version b'new'", id="no number"),
-        pytest.param(lambda p: rewritten(p, drop=["weight"]), "column weight of float", id="without a column"),
+        pytest.param(lambda p: rewritten(p, {VERSION_KEY: b"new"}), "schema version b'new'", id="no number"),
+        pytest.param(lambda p: rewritten(p, drop=["weight"]), "column weight of type float", id="without a column"),
         pytest.param(
             lambda p: rewritten(p, {VERSION_KEY: b"1", REGION_KEY: b"3"}), "region's settings", id="no region"
         ),
-        pytest.param(lambda p: p.unlink(), "got none", id="missing"),
+        pytest.param(lambda p: p.unlink(), "No records found", id="missing"),
     ],
 )
 def test_foreign_and_newer_files_are_refused(break_it, says, tmp_path):
@@ -271,7 +273,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(trustrl.TrustRLWarning, match="No space left on device"):
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="No space left on device"):
         batches.give(made, batches.batch(), step=1)
     batches.give(made, batches.batch(), step=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000000.rank-0000.parquet"]

@@ -4,11 +4,11 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import batches
 import torch
 from hypothesis import given, settings, strategies as st
 
 import trustrl
+from support import recording_batches as batches
 from trustrl.recording import Recorder, Recording, read, stream
 
 

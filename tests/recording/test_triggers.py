@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-import batches
 import torch
 
 import trustrl
+from support import recording_batches as batches
 from trustrl.errors import ConfigError, UnknownNameError
 from trustrl.recording import EntropySlope, NonFinite, QuantileAbove, Recorder, Recording, read
 
@@ -143,7 +143,7 @@ def test_settings_travel_as_a_dictionary():
         ({"max_dumps": -1}, ConfigError, "recording.max_dumps"),
         ({"topk": 3}, ConfigError, "recording.topk"),
         ({"triggers": "non-finite"}, ConfigError, "recording.triggers"),
-        ({"triggers": [{"kind": "ppo"}]}, ConfigError, "recording.triggers must hold triggers"),
+        ({"triggers": [{"kind": "ppo"}]}, ConfigError, "recording.triggers must contain triggers"),
         ({"triggers": [{"kind": "non-finit"}]}, UnknownNameError, "Did you mean 'non-finite'"),
         ({"triggers": [{"kind": "non-finite", "at_most_evry": 3}]}, ConfigError, "Did you mean 'at_most_every'"),
         ({"triggers": [{"kind": "non-finite", "at_most_every": 0}]}, ConfigError, "at_most_every"),

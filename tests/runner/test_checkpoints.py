@@ -8,10 +8,19 @@ import zipfile
 
 import pytest
 
-from trustrl import ConfigError, EngineError
-from trustrl.runner.checkpoints import Survey, checkpoints_in, is_marked, rotate, set_aside
-from trustrl.runner.manifest import MANIFEST, fault_of, write_manifest
-from trustrl.runner.trust import only_the_owner_writes, refuse_foreign
+from trustrl.errors import ConfigError, EngineError
+from trustrl.runner.checkpoints import (
+    MANIFEST,
+    Survey,
+    checkpoints_in,
+    fault_of,
+    is_marked,
+    only_the_owner_writes,
+    refuse_foreign,
+    rotate,
+    set_aside,
+    write_manifest,
+)
 
 
 def safetensors(numbers=4):
@@ -49,7 +58,7 @@ FILES = ["model.safetensors", "trainer_state.json", "optimizer.pt", "deeper/rng_
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     ("damage", "said"),
-    [(os.unlink, "is missing"), (truncate, "bytes, and its manifest says"), (flip, "has changed since")],
+    [(os.unlink, "is missing"), (truncate, "bytes, but its manifest lists"), (flip, "has changed since")],
     ids=["missing", "cut off", "one bit flipped"],
 )
 def test_a_damaged_file_of_a_checkpoint_with_a_manifest_is_named(tmp_path, name, damage, said):
@@ -145,7 +154,7 @@ def test_damaged_checkpoints_with_no_whole_one_stop_the_run_before_anything_is_r
         truncate(checkpoint(tmp_path, step) / "model.safetensors")
     survey = Survey(checkpoints_in(tmp_path, "checkpoint-"), is_marked)
     with pytest.raises(
-        EngineError, match=r"(?s)No whole checkpoint.*checkpoint-8: model.*checkpoint-4: model.*Restore"
+        EngineError, match=r"(?s)No intact checkpoint.*checkpoint-8: model.*checkpoint-4: model.*Restore"
     ):
         survey.refuse_if_none_is_left()
     assert sorted(checkpoints_in(tmp_path, "checkpoint-")) == [4, 8]
@@ -190,7 +199,7 @@ def test_a_place_that_others_can_write_makes_a_checkpoint_foreign(owned, tmp_pat
     (run / "checkpoints" / "latest.txt").write_text("8")
     refuse_foreign(run, made)
     (tmp_path / place).chmod((tmp_path / place).stat().st_mode | bit)
-    with pytest.raises(ConfigError, match=f"{place} can be written by {who}.*--trust-checkpoint"):
+    with pytest.raises(ConfigError, match=f"{place} is writable by {who}.*--trust-checkpoint"):
         refuse_foreign(run, made)
 
 
@@ -199,7 +208,7 @@ def test_a_place_that_others_can_write_makes_a_checkpoint_foreign(owned, tmp_pat
 def test_a_place_of_another_user_makes_a_checkpoint_foreign_to_root_as_well(owned, tmp_path, place):
     run, made = owned
     os.chown(tmp_path / place, 12345, -1)
-    with pytest.raises(ConfigError, match=f"{place} belongs to the user with id 12345, and you are 0"):
+    with pytest.raises(ConfigError, match=f"{place} belongs to the user with id 12345, but your id is 0"):
         refuse_foreign(run, made)
 
 
@@ -218,7 +227,7 @@ def test_checkpoints_may_be_a_link_to_another_disk_whose_target_is_checked(owned
     (run / "checkpoints").symlink_to(disk)
     refuse_foreign(run, made)
     disk.chmod(0o777)
-    with pytest.raises(ConfigError, match=f"{disk} can be written by everybody"):
+    with pytest.raises(ConfigError, match=f"{disk} is writable by everybody"):
         refuse_foreign(run, made)
 
 

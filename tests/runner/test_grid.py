@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from runner.test_recipe import small
-from trustrl import ConfigError, MissingDataError, UnknownNameError, preset
+from support.recipes import small
+from trustrl import preset
+from trustrl.errors import ConfigError, MissingDataError, UnknownNameError
 from trustrl.runner.comparison import markdown, spread, t_975, table
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.figures import draw, draw_run, shares_by_probability
@@ -93,7 +94,7 @@ def test_arms_are_regions_of_their_own_and_win_over_presets_of_their_name(tmp_pa
     ("text", "said"),
     [
         ("[ppo]\npreset = 'ppo'\nratoi = 1", "ratoi"),
-        ("['../x']\npreset = 'ppo'", "It names a folder"),
+        ("['../x']\npreset = 'ppo'", "It names a directory"),
         ("[ppo]", "ppo must have a preset or a kind"),
         ("ppo = 3", "ppo must be a table"),
         ("[ppo", "must be TOML"),
@@ -118,7 +119,7 @@ def test_fake_runs_that_finished_are_skipped_and_the_failed_one_is_run_again(tmp
     assert any("failed" in line for line in said)
     _, failures, said = compared(tmp_path)
     assert not failures
-    assert said[0] == "6 runs, 5 of them finished already"
+    assert said[0] == "6 runs, 5 of them already finished"
     starts = {(cell.region, cell.seed): (cell.folder / "started").read_text() for cell in found}
     assert starts.pop(("ppo", 1)) == "2"
     assert set(starts.values()) == {"1"}
@@ -142,7 +143,7 @@ def test_the_table_counts_failures_and_does_not_hide_them(tmp_path):
     assert "2 of 3, 1 failed" in text
     assert "broken on purpose" in text
     assert "Student's t" in text
-    assert "collapsed when" in text
+    assert "collapsed if" in text
 
 
 def test_steps_to_the_threshold_and_how_many_reached_it(tmp_path):
@@ -189,7 +190,7 @@ def test_a_folder_without_a_table_is_refused(tmp_path):
 def test_a_run_is_drawn_with_its_bins_in_order_and_without_what_was_not_measured(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     run = RunDirectory(tmp_path)
-    with pytest.raises(MissingDataError, match="measured steps"):
+    with pytest.raises(MissingDataError, match="metrics of at least one step"):
         draw_run(run)
     bins = {f"trustrl/masked_share_probability_{name}": 0.2 for name in ("from_0.99", "below_0.0001", "from_0.1")}
     for step in range(1, 5):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from runner.test_recipe import SHIPPED, TRIGGERS, small
-from trustrl import ConfigError
+from support.recipes import SHIPPED, TRIGGERS, small
+from trustrl.errors import ConfigError
 from trustrl.runner.plan import plan, text
 from trustrl.runner.recipe import load
 
@@ -34,7 +34,7 @@ def test_templates_say_that_they_were_not_run(file):
             id="TRL, Top-K of vLLM",
         ),
         pytest.param(
-            ["region.preset=dppo-full-tv"], "whole distribution of the behavior", 1, 4 + 4 * 128 + 4, id="TRL, exact"
+            ["region.preset=dppo-full-tv"], "full distribution of the behavior", 1, 4 + 4 * 128 + 4, id="TRL, exact"
         ),
         pytest.param(["region.preset=minirl"], "not needed", 0, 8, id="TRL, two anchors"),
         pytest.param(["engine.name=verl"], "not needed", 0, 0, id="verl, sampled token"),
@@ -214,7 +214,7 @@ def test_a_plan_says_where_records_go_and_what_they_take(overrides, per_token, t
     made = plan(small(*overrides), tmp_path)
     assert made.to_dict()["records"] == {"folder": f"{tmp_path}/records", "bytes_per_token": per_token}
     assert made.engine["TrustRegionGRPOTrainer"]["recording"]["folder"] == f"{tmp_path}/records"
-    for words in (f"in            {tmp_path}/records", "50 % of the sequences", f"up to {per_token} bytes a token"):
+    for words in (f"directory     {tmp_path}/records", "50% of the sequences", f"up to {per_token} bytes per token"):
         assert words in text(made)
 
 

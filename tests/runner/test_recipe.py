@@ -6,32 +6,15 @@ from pathlib import Path
 import pytest
 
 import trustrl
-from trustrl import ConfigError, TrustRLError
+from support.recipes import ROOT, SHIPPED, SMALL, TRIGGERS, small
 from trustrl.cli import main
+from trustrl.errors import ConfigError, TrustRLError
 from trustrl.recording import EntropySlope, NonFinite, Recording
-from trustrl.runner import toml
+from trustrl.runner import recipe_files
 from trustrl.runner.recipe import Recipe, load
 
-ROOT = Path(__file__).parents[2]
-SHIPPED = sorted((ROOT / "recipes").glob("*.toml"))
 ARMS = ROOT / "recipes/evidence"
 EVIDENCE = [ARMS / f"{name}.toml" for name in ("on-policy", "stale", "mismatch", "both")]
-SMALL = {
-    "name": "small",
-    "model": {"name": "tiny"},
-    "task": {"name": "arithmetic"},
-    "engine": {"name": "trl"},
-    "region": {"preset": "dppo-binary-tv"},
-    "optimiser": {"learning_rate": 1e-4},
-    "schedule": {
-        "steps": 8, "prompts_per_step": 4, "completions_per_prompt": 4, "max_prompt_tokens": 8,
-        "max_completion_tokens": 4, "updates_per_batch": 2,
-    },
-}  # fmt: skip
-
-
-def small(*overrides):
-    return Recipe.from_dict(toml.override(SMALL, overrides))
 
 
 def test_the_shipped_recipes_are_the_known_ones():
@@ -54,9 +37,6 @@ def test_a_recipe_survives_dictionaries_and_toml_with_any_region(name):
     assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
 
 
-TRIGGERS = 'records.triggers=[{kind="entropy-slope", max_fall=0.05}, {kind="non-finite", at_most_every=7}]'
-
-
 def test_records_survive_dictionaries_and_toml_and_go_to_the_run_s_folder():
     recipe = small("records.sample=0.5", TRIGGERS)
     triggers = (EntropySlope(max_fall=0.05), NonFinite(at_most_every=7))
@@ -70,7 +50,7 @@ def test_an_array_of_tables_in_a_file_is_the_same_as_a_list_on_the_command_line(
     tables = '[[records.triggers]]\nkind = "entropy-slope"\nmax_fall = 0.05\n'
     tables += '[[records.triggers]]\nkind = "non-finite"\nat_most_every = 7\n'
     file = tmp_path / "small.toml"
-    file.write_text(toml.dumps(SMALL) + tables)
+    file.write_text(recipe_files.dumps(SMALL) + tables)
     assert load(file) == small(TRIGGERS)
 
 
@@ -99,7 +79,7 @@ def test_another_kind_of_divergence_replaces_the_preset_s():
 def test_a_region_is_chosen_whole():
     """The recipe's own bound must not be laid over another region."""
     recipe = Recipe.from_dict(
-        toml.override(SMALL | {"region": {"preset": "dppo-binary-tv", "max_ratio": 3.0}}, ["region.preset=ppo"])
+        recipe_files.override(SMALL | {"region": {"preset": "dppo-binary-tv", "max_ratio": 3.0}}, ["region.preset=ppo"])
     )
     assert recipe.region == trustrl.preset("ppo")
 
@@ -130,8 +110,8 @@ def test_a_region_may_be_described_in_full():
         pytest.param("task.problems=2", "at least the 4 prompts", id="fewer problems than a batch has"),
         pytest.param("task.chat=1", "must be true or false", id="a number for a truth"),
         pytest.param("optimiser.learning_rate=0", "a number > 0", id="no learning rate"),
-        pytest.param('model.name=""', "must be a text", id="an empty name"),
-        pytest.param("name=3", "must be a text", id="a number for a name"),
+        pytest.param('model.name=""', "must be a non-empty string", id="an empty name"),
+        pytest.param("name=3", "must be a non-empty string", id="a number for a name"),
         pytest.param("schedule=3", "must be a table", id="a number for a table"),
         pytest.param("name.x=3", "must be a table", id="a key in a text"),
         pytest.param("records.smaple=1.0", "Did you mean 'sample'?", id="an unknown key of records"),
@@ -193,12 +173,12 @@ def test_a_file_that_is_no_recipe_is_refused_in_a_sentence(tmp_path, text):
     ],
 )  # fmt: skip
 def test_a_value_on_the_command_line_is_toml_or_one_word(text, value):
-    assert toml.read_override(text) == (("a", "b"), value)
+    assert recipe_files.read_override(text) == (("a", "b"), value)
 
 
 def test_toml_with_odd_keys_and_values_reads_back():
     data = {"x y": 1, "t": {"+a.b": [1, 'ü"\\\n\t', {"k": True}], "empty": {}, "deep": {"z": 1e-5}}, "s": {}}
-    assert tomllib.loads(toml.dumps(data)) == data
+    assert tomllib.loads(recipe_files.dumps(data)) == data
 
 
 @pytest.mark.parametrize(
@@ -207,7 +187,7 @@ def test_toml_with_odd_keys_and_values_reads_back():
     ids=ascii,
 )
 def test_a_name_that_is_not_one_folder_s_is_refused(name):
-    with pytest.raises(ConfigError, match=r"name must be (one name|a text)"):
+    with pytest.raises(ConfigError, match=r"name must be (one name|a non-empty string)"):
         Recipe.from_dict({**SMALL, "name": name})
 
 
@@ -219,7 +199,7 @@ def test_a_name_of_one_folder_is_taken(name):
 def test_a_run_does_not_leave_runs_by_its_name(tmp_path, monkeypatch, capsys):
     (tmp_path / "deeper").mkdir()
     monkeypatch.chdir(tmp_path / "deeper")
-    (tmp_path / "bad.toml").write_text(toml.dumps({**small().to_dict(), "name": "../../x"}))
+    (tmp_path / "bad.toml").write_text(recipe_files.dumps({**small().to_dict(), "name": "../../x"}))
     for verb in ("run", "plan"):
         assert main([verb, str(tmp_path / "bad.toml")]) == 2
         assert "name must be one name without '/'" in capsys.readouterr().err

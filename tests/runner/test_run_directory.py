@@ -6,13 +6,12 @@ import os
 
 import pytest
 
-from runner.test_recipe import small
-from trustrl import ConfigError
-from trustrl.errors import RecordError
+from support.recipes import small
+from trustrl.errors import ConfigError, RecordError
 from trustrl.runner.directory import RunDirectory, write_whole
 from trustrl.runner.recipe import load
-from trustrl.runner.running import run
-from trustrl.runner.summary import collapsed, lowest_accuracy, rollouts, steps_to, summary
+from trustrl.runner.run_recipe import run
+from trustrl.runner.run_verdict import collapsed, lowest_accuracy, rollouts, steps_to, summary
 
 
 class FakeEngine:
@@ -77,7 +76,7 @@ def test_half_a_line_at_the_end_of_the_metrics_is_left_out(tmp_path):
 
 def test_a_finished_run_is_not_overwritten_and_resuming_it_gives_its_result(tmp_path):
     result = run(small(), tmp_path, engine=FakeEngine())
-    with pytest.raises(ConfigError, match="holds a finished run"):
+    with pytest.raises(ConfigError, match="contains a finished run"):
         run(small(), tmp_path, engine=FakeEngine())
     untouched = FakeEngine()
     assert run(small(), tmp_path, resume=True, engine=untouched) == result
@@ -163,8 +162,8 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
         pytest.param(b'{"step": 2, "rew', "at column 13", id="half an object"),
         pytest.param(b"", "at column 1", id="an empty line"),
         pytest.param(b"[" * 100_000, "recursion", id="a hundred thousand brackets"),
-        pytest.param(b"[2]", "got no object", id="a list"),
-        pytest.param(b'{"reward": 0.5}', "got none with step", id="no step"),
+        pytest.param(b"[2]", "not an object", id="a list"),
+        pytest.param(b'{"reward": 0.5}', "without step", id="no step"),
         pytest.param(b'{"step": "2"}', "got '2' as 'step'", id="a step in words"),
         pytest.param(b'{"step": null}', "got None as step", id="no number as step"),
         pytest.param(b'{"step": 2, "reward": "x"}', "got 'x' as 'reward'", id="a reward in words"),

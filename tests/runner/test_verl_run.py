@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from runner.test_recipe import small
-from trustrl import ConfigError, EngineError
+from support.recipes import small
+from trustrl.errors import ConfigError, EngineError
 from trustrl.runner import verl_run
-from trustrl.runner.checkpoints import is_marked
+from trustrl.runner.checkpoints import MANIFEST, is_marked
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.manifest import MANIFEST
-from trustrl.runner.running import run
+from trustrl.runner.run_recipe import run
 
 FAKE_VERL = """
 import json, os, pathlib, sys, time, zipfile
@@ -116,7 +115,7 @@ def names_in(folder):
 def test_every_checkpoint_of_a_fake_verl_gets_a_manifest_and_the_newest_is_resumed_from(died, capsys):
     assert is_marked(died / "checkpoints" / "global_step_3")
     resume(died)
-    assert "goes on after step 6" in capsys.readouterr().err
+    assert "resuming after step 6" in capsys.readouterr().err
     assert names_in(died) == [f"global_step_{batch}" for batch in (1, 2, 3, 4)]
 
 
@@ -132,7 +131,7 @@ def test_a_fake_verl_s_damaged_newest_checkpoint_is_set_aside_and_the_one_before
     resume(died)
     said = capsys.readouterr().err
     assert "global_step_3 is not used: data.pt" in said
-    assert "goes on after step 4" in said
+    assert "resuming after step 4" in said
     assert names_in(died) == [*(f"global_step_{batch}" for batch in (1, 2, 3, 4)), "set-aside-global_step_3"]
 
 
@@ -145,7 +144,7 @@ def test_a_checkpoint_that_a_fake_verl_had_not_completed_is_set_aside(died, caps
 def test_a_number_that_was_cut_off_does_not_lose_the_checkpoints(died, capsys):
     (died / "checkpoints" / verl_run.TRACKER).write_text("")
     resume(died)
-    assert "goes on after step 6" in capsys.readouterr().err
+    assert "resuming after step 6" in capsys.readouterr().err
 
 
 def test_a_run_whose_checkpoints_are_gone_stops(died):
@@ -153,7 +152,7 @@ def test_a_run_whose_checkpoints_are_gone_stops(died):
     (died / "checkpoints").mkdir()
     (died / "checkpoints" / verl_run.TRACKER).write_text("3")
     before = RunDirectory(died).rows()
-    with pytest.raises(EngineError, match="No whole checkpoint is left"):
+    with pytest.raises(EngineError, match="No intact checkpoint is left"):
         run(RECIPE, died, resume=True)
     assert RunDirectory(died).rows() == before
 
@@ -161,7 +160,7 @@ def test_a_run_whose_checkpoints_are_gone_stops(died):
 def test_a_checkpoint_that_others_can_write_is_not_given_to_verl_unless_trusted(died):
     (died / "checkpoints" / "global_step_3" / "data.pt").chmod(0o666)
     (died / "verl.log").unlink()
-    with pytest.raises(ConfigError, match=r"data\.pt can be written by everybody.*--trust-checkpoint"):
+    with pytest.raises(ConfigError, match=r"data\.pt is writable by everybody.*--trust-checkpoint"):
         run(RECIPE, died, resume=True)
     assert not (died / "verl.log").exists(), "verl was not started"
     resume(died, trust_checkpoint=True)

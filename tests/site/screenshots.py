@@ -5,9 +5,8 @@ from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from serving import KINDS, SIZES, served
-
-import browsing
+from support import browsing
+from support.site_server import KINDS, SIZES, served
 
 
 def main(site: str, out: str, *pages: str) -> None:

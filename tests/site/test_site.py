@@ -8,9 +8,8 @@ from urllib.request import urlopen
 import pytest
 
 pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
-from serving import KINDS, SIZES, served
-
-import browsing
+from support import browsing
+from support.site_server import KINDS, SIZES, served
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
@@ -22,7 +21,7 @@ if not (SITE / "index.html").is_file():
 SOURCES = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/notebooks/*.ipynb")]
 WRITTEN = sorted(file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in SOURCES)
 PAGES = [f"{name.removesuffix('index')}/".lstrip("/").replace("//", "/") for name in WRITTEN] + [
-    "project/contributing/", "project/changelog/", "project/security/",
+    "project/contributing/", "project/changelog/", "project/security/", "project/code-of-conduct/",
 ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""The command `trustrl`: one file per verb, imported when called, so that `--help` is instant.
+"""Command-line interface `trustrl`, with one module per verb. Each is imported on use, which keeps `--help` fast.
 
-Exit codes: 0 ok, 1 something failed or was found, 2 wrong usage or a setting that does not fit.
+Exit codes: 0 for success, 1 for a failure or a finding, 2 for wrong usage or an invalid setting.
 """
 
 import argparse
@@ -13,34 +13,34 @@ from io import TextIOWrapper
 from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
 
 VERBS = {
-    "recipes": "the recipes that come with trustrl; one of them, to start your own from",
-    "plan": "what a recipe amounts to: roles, counts, memory, cost and the engine's own settings",
-    "run": "trains a recipe in a folder of its own, or goes on with it",
-    "compare": "trains regions × seeds and writes a table and pictures",
-    "report": "what runs did, token by token: in the terminal or as one page that needs no network",
-    "explain": "why a run went wrong: ranked causes with the numbers behind each, or nothing found",
-    "metrics": "what a logged number means, when it is healthy and what to do",
-    "conformance": "what a policy loss does with small batches that have known answers",
-    "doctor": "whether this machine is fit for a run: versions, ports, settings, threads, disk",
-    "probe": "the same tokens through sampler and trainer: how far apart, and why",
-    "audit": "what other regions would have stopped, on recorded tokens",
-    "calibrate": "the noise between sampler and trainer in records, and the threshold that leaves it alone",
+    "recipes": "List the shipped recipes, or print one to start your own from",
+    "plan": "Show what a recipe will do: roles, counts, memory, cost, and the engine's settings",
+    "run": "Train a recipe in a new run directory, or resume it with --resume",
+    "compare": "Train every region with several seeds, and write a table and figures",
+    "report": "Summarize runs in the terminal, or write a self-contained HTML page with every token",
+    "explain": "Diagnose a run: rank likely causes and show the evidence for each",
+    "metrics": "Explain a logged metric: its meaning, its healthy range, and how to respond",
+    "conformance": "Test a policy loss on small batches with known answers",
+    "doctor": "Check this machine: package versions, open ports, settings, threads, and disk",
+    "probe": "Compare the log-probs of sampler and trainer on the same tokens, and diagnose the gap",
+    "audit": "Replay other regions on recorded tokens and report what each would mask",
+    "calibrate": "Estimate sampler-trainer noise from records and recommend a threshold above it",
 }
-GOES_ON = {"run": "the same command with --resume goes on", "compare": "the same command goes on"}
-"""What an interrupted verb that trains has kept; the others are started again."""
+RESUMES = {"run": "run the same command with --resume to continue", "compare": "run the same command to continue"}
+"""Verbs that keep their progress when interrupted, with the hint for continuing."""
 
 OK, FAILED, WRONG = 0, 1, 2
 
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
-    """The parser of one verb."""
+    """Builds the argument parser of one verb."""
     parser = argparse.ArgumentParser(prog=f"trustrl {verb}", description=f"{VERBS[verb]}.")
     import_module(f"trustrl.cli.{verb}").add_arguments(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code; errors of ours are sentences, not tracebacks."""
+    """Runs one verb and returns its exit code. trustrl's errors are printed as messages without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_help(), file=sys.stdout if given else sys.stderr)
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         from trustrl.registry import nearest
 
-        return _complain(f"There is no `trustrl {verb}`.{nearest(verb, list(VERBS))} Known: {', '.join(VERBS)}.", WRONG)
+        return _complain(f"Unknown verb {verb!r}.{nearest(verb, list(VERBS))} Known: {', '.join(VERBS)}.", WRONG)
     try:
         options = parser_of(verb).parse_intermixed_args(rest)
-    except SystemExit as ended:  # argparse has said why
+    except SystemExit as ended:  # argparse has printed the reason
         return int(ended.code or 0)
     try:
         return import_module(f"trustrl.cli.{verb}").run(options)
@@ -66,27 +66,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrustRLError as error:
         return _complain(str(error), FAILED)
     except OSError as error:
-        if isinstance(error, BrokenPipeError) or verb in GOES_ON:  # of a training run the traceback is wanted
+        if isinstance(error, BrokenPipeError) or verb in RESUMES:  # training runs need the traceback
             raise
         return _complain(f"{str(error).rstrip('.')}.", FAILED)
     except KeyboardInterrupt:
-        return _complain(f"interrupted; {GOES_ON[verb]}." if verb in GOES_ON else "interrupted.", FAILED)
+        return _complain(f"Interrupted; {RESUMES[verb]}." if verb in RESUMES else "Interrupted.", FAILED)
 
 
 def console() -> None:
-    """The console script. A reader that has seen enough, such as `head`, ends it without a word.
+    """Runs the console script. Exits silently if the reader, such as `head`, closes the pipe.
 
-    Signs that the terminal's encoding does not have are written out.
+    Characters that the terminal's encoding lacks are printed as escape sequences.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # wherever vLLM is loaded: stdout is for data
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for data, also when a verb loads vLLM
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
         code = FAILED
     sys.exit(code)
 
@@ -95,15 +95,17 @@ def _help() -> str:
     lines = [f"  {verb:<11} {what}" for verb, what in VERBS.items()]
     return "\n".join(
         [
-            "trustrl <verb> ...: trust regions for LLM reinforcement learning, one recipe on any engine",
+            "usage: trustrl <verb> ...",
+            "",
+            "Trust regions for LLM reinforcement learning: one recipe, any engine.",
             "",
             *lines,
             "",
-            "`trustrl <verb> --help` says more. Exit codes: 0 ok, 1 failed or found, 2 wrong usage.",
+            "Run `trustrl <verb> --help` for details. Exit codes: 0 success, 1 failure or finding, 2 wrong usage.",
         ]
     )
 
 
-def _complain(sentence: str, code: int) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
+def _complain(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""`python -m trustrl.cli`: the command `trustrl`, also under launchers that start modules."""
+"""Runs the command `trustrl` as `python -m trustrl.cli`, for launchers that start modules."""
 
 from trustrl.cli import console
 

@@ -1,30 +1,29 @@
-"""`trustrl calibrate RECORDS`: how much noise lies between sampler and trainer, and which threshold leaves it alone."""
+"""`trustrl calibrate RECORDS`: estimates sampler-trainer noise and recommends a threshold above it."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from trustrl.cli.audit import add_records
-from trustrl.cli.outputs import check_writable, written
+from trustrl.cli.shared_options import add_records, check_writable, written
 from trustrl.errors import ConfigError
 
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
+    """Adds the arguments of `trustrl calibrate`."""
     add_records(parser)
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="draws the curves too: a .png, .svg or .pdf")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="Also draw the curves, as a .png, .svg, or .pdf")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the calibration on stdout; 1 where the tokens are too few for a recommendation."""
-    from trustrl.audit.calibration import calibration
-    from trustrl.audit.calibration_text import draw, text
-    from trustrl.audit.mapreduce import summarised
-    from trustrl.audit.noise import COLUMNS, noise_of
-    from trustrl.audit.report import record_files
+    """Prints the calibration on stdout. Returns 1 if the records have too few tokens for a recommendation."""
+    from trustrl.tools.audit.audit_json import record_files
+    from trustrl.tools.audit.mapreduce import count_records
+    from trustrl.tools.calibrate.calibration import calibration
+    from trustrl.tools.calibrate.calibration_text import draw, text
+    from trustrl.tools.calibrate.noise_counts import COLUMNS, noise_of
 
     if options.figure is not None:
         if options.figure.suffix not in FORMATS:
@@ -32,11 +31,11 @@ def run(options: argparse.Namespace) -> int:
         check_writable("--figure", options.figure)
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
-    summary = summarised(files, noise_of, columns=COLUMNS, workers=options.workers, where=where)
-    found = calibration(summary)
+    counts = count_records(files, noise_of, columns=COLUMNS, workers=options.workers, where=where)
+    found = calibration(counts)
     print(json.dumps(found, indent=1) if options.json else text(found))
     if options.figure is not None:
         with written("--figure", options.figure):
-            draw(summary, found, options.figure)
+            draw(counts, found, options.figure)
         print(options.figure, file=sys.stderr)
     return 0 if found["noise"] >= found["needed"] else 1

@@ -1,33 +1,38 @@
-"""`trustrl compare RECIPE --regions a,b,c --seeds 5 --out DIR`: which region does better, and how sure that is."""
+"""`trustrl compare RECIPE --regions a,b,c --seeds 5 --out DIR`: trains regions × seeds and compares the results."""
 
 import argparse
 import sys
 from pathlib import Path
 
-from trustrl.cli.recipes import add_recipe
-from trustrl.cli.regions import add_regions, regions_of
-from trustrl.cli.run import add_trust
+from trustrl.cli.shared_options import add_recipe, add_regions, add_trust, regions_of
 from trustrl.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
+    """Adds the arguments of `trustrl compare`."""
     add_recipe(parser, required=False)
     add_regions(parser, "compare")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each, from the recipe's seed on (5)")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time (1)")
-    parser.add_argument("--threshold", type=float, default=0.5, help="reward whose first step is reported (0.5)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where runs, table and pictures go")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=5,
+        help="Number of seeds for each region, counted up from the recipe's seed (default: 5)",
+    )
+    parser.add_argument("--workers", type=int, default=1, help="Number of parallel runs (default: 1)")
+    parser.add_argument(
+        "--threshold", type=float, default=0.5, help="Report the first step that reaches this reward (default: 0.5)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="Folder for the runs, the table, and the figures")
     add_trust(parser)
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="only draws DIR's table.json again")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="Only redraw the figures of DIR/table.json")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs what is missing, writes table.json and table.md, prints the table; 1 where a run failed."""
+    """Trains the missing runs, writes table.json and table.md, and prints the table. Returns 1 if a run failed."""
     if options.draw is not None:
         return _draw(options.draw)
     if options.recipe is None or options.out is None or not (options.regions or options.arms):
-        raise ConfigError("A comparison must have RECIPE, --regions or --arms, and --out, or --draw alone. See --help.")
+        raise ConfigError("A comparison must have RECIPE, --out, and --regions or --arms, or --draw alone. See --help.")
     from trustrl.runner.comparison import markdown, table
     from trustrl.runner.directory import write_json, write_whole
     from trustrl.runner.grid import command_of, prepare, run_all

@@ -1,4 +1,4 @@
-"""`trustrl explain RUN`: why a run went wrong, from its folder alone."""
+"""`trustrl explain RUN`: diagnoses a run from its directory."""
 
 import argparse
 import json
@@ -6,19 +6,18 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a folder that `trustrl run` made")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    """Adds the arguments of `trustrl explain`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="Run directory that `trustrl run` created")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints ranked causes; 1 where there is one."""
-    from trustrl.explain.explanation import explain
-    from trustrl.explain.text import text
+    """Prints the likely causes, most likely first. Returns 1 if it finds any."""
+    from trustrl.tools.explain.explanation import explain, text
 
-    findings = explain(options.run)
+    causes = explain(options.run)
     if options.json:
-        print(json.dumps({"run": str(options.run), "findings": [one.to_dict() for one in findings]}, indent=1))
+        print(json.dumps({"run": str(options.run), "findings": [one.to_dict() for one in causes]}, indent=1))
     else:
-        print(text(findings))
-    return 1 if findings else 0
+        print(text(causes))
+    return 1 if causes else 0

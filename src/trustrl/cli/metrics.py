@@ -1,29 +1,29 @@
-"""`trustrl metrics [NAME]`: what a logged number means, when it is healthy and what to do about it.
+"""`trustrl metrics [NAME]`: explains a logged metric, its healthy range, and how to respond.
 
-The dictionary itself needs no torch, so the answer is instant.
+The metric dictionary loads without torch, so the verb is fast.
 """
 
 import argparse
 import json
 from typing import Any
 
+from trustrl.core.metrics import METRICS, Metric
 from trustrl.errors import UnknownNameError
-from trustrl.metrics import METRICS, Metric
 from trustrl.registry import nearest
 
 PREFIX = "trustrl/"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
+    """Adds the arguments of `trustrl metrics`."""
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="a metric, alone or as an engine logs it; all where left out"
+        "name", metavar="NAME", nargs="?", help="Metric, with or without an engine's prefix (default: list all)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object, or a list of them")
+    parser.add_argument("--json", action="store_true", help="Print a JSON object, or a list for all metrics")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints one entry, or one line for each."""
+    """Prints one metric in full, or one line per metric."""
     if options.name is None:
         print(_json([_entry(metric) for metric in METRICS]) if options.json else _list())
     else:
@@ -34,9 +34,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _named(name: str) -> Metric:
     known = {metric.name: metric for metric in METRICS}
-    bare = name.rpartition(PREFIX)[2]  # engines put words of their own before it
+    bare = name.rpartition(PREFIX)[2]  # engines add prefixes
     if bare not in known:
-        raise UnknownNameError(f"Unknown metric {name!r}.{nearest(bare, known)} `trustrl metrics` lists all of them.")
+        raise UnknownNameError(
+            f"Unknown metric {name!r}.{nearest(bare, known)} Run `trustrl metrics` for the full list."
+        )
     return known[bare]
 
 

@@ -1,16 +1,16 @@
-"""`trustrl plan RECIPE`: what a recipe amounts to, before anything is loaded."""
+"""`trustrl plan RECIPE`: shows what a recipe will do without loading a model."""
 
 import argparse
 import json
 from pathlib import Path
 
-from trustrl.cli.recipes import add_recipe
+from trustrl.cli.shared_options import add_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
+    """Adds the arguments of `trustrl plan`."""
     add_recipe(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,11 +1,11 @@
-"""`trustrl probe MODEL`: the same tokens through sampler and trainer, and why they differ."""
+"""`trustrl probe MODEL`: compares sampler and trainer log-probs on the same tokens and diagnoses the gap."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from trustrl.probe.samples import SAMPLERS
+from trustrl.tools.probe.sampling import SAMPLERS
 
 PROMPTS = (
     "The capital of France is",
@@ -18,50 +18,70 @@ PROMPTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a name trustrl knows, a folder, or a hub id with a slash")
-    parser.add_argument("--sampler", choices=SAMPLERS, default="vllm", help="who draws the tokens (vllm)")
-    parser.add_argument("--dtype", default="bfloat16", help="of the sampler; the trainer reads in float32 (bfloat16)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="at which tokens are drawn (1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus of the sampler (1: all)")
-    parser.add_argument("--top-k", type=int, default=0, help="most probable ids of the sampler (0: all)")
+    """Adds the arguments of `trustrl probe`."""
     parser.add_argument(
-        "--logprobs", default="processed", help="what the sampler records: processed or raw (processed)"
+        "model", metavar="MODEL", help="Model name that trustrl knows, a folder, or a hub id with a slash"
     )
-    parser.add_argument("--length", type=int, default=32, help="tokens of a completion (32)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt a line (six short ones of our own)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument(
+        "--sampler", choices=SAMPLERS, default="vllm", help="Backend that samples the tokens (default: vllm)"
+    )
+    parser.add_argument(
+        "--dtype", default="bfloat16", help="Data type of the sampler; the trainer uses float32 (default: bfloat16)"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="Sampling temperature (default: 1)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="Sample from the smallest set of tokens with this mass (default: 1, all)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="Sample from this many most likely tokens (default: 0, all)"
+    )
+    parser.add_argument(
+        "--logprobs",
+        default="processed",
+        help="Log-probs that the sampler records: processed or raw (default: processed)",
+    )
+    parser.add_argument("--length", type=int, default=32, help="Maximum number of tokens per completion (default: 32)")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="Read prompts from this file, one per line (default: six built-in prompts)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of the sampler (default: 0)")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints quantiles, worst tokens and the verdict; 1 where the two sides do not belong together."""
-    from trustrl import models
-    from trustrl.cli.tokenizers import tokenizer_of
+    """Prints quantiles, the worst tokens, and the verdict. Returns 1 if the gap is more than rounding."""
+    from trustrl.cli.shared_options import tokenizer_of
     from trustrl.errors import ConfigError
-    from trustrl.probe.samples import Drawing, draw, require_sampler
+    from trustrl.tools.probe.sampling import ProbeSampling, require_sampler, sample_completions
+    from trustrl.world import models
 
     names = ("dtype", "temperature", "top_p", "top_k", "logprobs", "length", "seed")
-    drawing = Drawing(**{name: getattr(options, name) for name in names})
+    drawing = ProbeSampling(**{name: getattr(options, name) for name in names})
     lines = _prompts(options.prompts)
     if not lines:
-        raise ConfigError(f"--prompts must have a line with text, got none in {options.prompts}.")
+        raise ConfigError(f"--prompts must have at least one non-empty line, got none in {options.prompts}.")
     require_sampler(options.sampler)
     where = models.path(options.model)
     tokenizer = tokenizer_of("MODEL", options.model)
     prompts = [ids for line in lines if (ids := list(tokenizer(line).input_ids))]
-    print(f"{options.model}: {options.sampler} in {drawing.dtype}, trainer in float32", file=sys.stderr)
-    completions = draw(options.sampler, where, prompts, drawing)
+    print(f"{options.model}: sampler {options.sampler} in {drawing.dtype}, trainer in float32", file=sys.stderr)
+    completions = sample_completions(options.sampler, where, prompts, drawing)
 
     import torch
 
-    from trustrl.probe import diagnosis, readings, report
+    from trustrl.tools.probe import diagnosis, probe_report, trainer_logprobs
 
     recorded = torch.tensor([x for one in completions for x in one.logp], dtype=torch.float64)
-    read = readings.by_transformers(where, completions, drawing.temperature)
+    read = trainer_logprobs.by_transformers(where, completions, drawing.temperature)
     found = diagnosis.diagnose(recorded, read)
-    made = report.report(completions, recorded, read, found, tokenizer.decode)
-    print(json.dumps(made.to_dict(), indent=1) if options.json else report.text(made))
+    made = probe_report.report(completions, recorded, read, found, tokenizer.decode)
+    print(json.dumps(made.to_dict(), indent=1) if options.json else probe_report.text(made))
     return 0 if found.is_sound else 1
 
 

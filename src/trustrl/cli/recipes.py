@@ -1,37 +1,20 @@
-"""`trustrl recipes [NAME]`: the recipes that come with trustrl, or the text of one, to start your own from."""
+"""`trustrl recipes [NAME]`: lists the shipped recipes, or prints one."""
 
 import argparse
 import json
 from typing import Any
 
 
-def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """RECIPE and settings: the arguments of every verb that takes a recipe."""
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        nargs=None if required else "?",
-        help="a TOML file, or a name that `trustrl recipes` lists",
-    )
-    parser.add_argument(
-        "settings",
-        metavar="table.key=value",
-        nargs="*",
-        default=[],
-        help="replaces a setting, as in schedule.steps=50 or region.divergence.max_increase=0.2",
-    )
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
-    parser.add_argument("name", metavar="NAME", nargs="?", help="prints this one's TOML; all are listed where left out")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    """Adds the arguments of `trustrl recipes`."""
+    parser.add_argument("name", metavar="NAME", nargs="?", help="Print the TOML of this recipe (default: list all)")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints one recipe's file, or a line for each."""
+    """Prints the file of one recipe, or one line per recipe."""
     from trustrl.runner.recipe import load
-    from trustrl.runner.shipped import about, named, shipped
+    from trustrl.runner.recipe_files import about, named, shipped
 
     if options.name is not None:
         file = named(options.name)

@@ -1,24 +1,24 @@
-"""`trustrl report RUN...`: what runs did, in a terminal or as one page that needs no network."""
+"""`trustrl report RUN...`: summarizes runs in the terminal or as one self-contained HTML page."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from trustrl.cli.outputs import check_writable, written
+from trustrl.cli.shared_options import check_writable, written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a folder that `trustrl run` made")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="writes the page and prints its path")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    """Adds the arguments of `trustrl report`."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="Run directory that `trustrl run` created")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="Write the HTML page and print its path")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the summary, or writes the page; 1 where a run's records cannot be read."""
-    from trustrl.report.data import gather, summary_of
-    from trustrl.report.runs import read_runs
+    """Prints the summary or writes the page. Returns 1 if the records of a run cannot be read."""
+    from trustrl.tools.report.report_contents import gather, summary_of
+    from trustrl.tools.report.run_folders import read_runs
 
     runs = read_runs(options.runs)
     if options.out is not None:
@@ -31,8 +31,8 @@ def run(options: argparse.Namespace) -> int:
         if note:
             print(f"{one.path}: {note}", file=sys.stderr)
     if options.out is not None:
-        from trustrl.report.html import page
         from trustrl.runner.directory import write_whole
+        from trustrl.tools.report.html_page import page
 
         with written("--out", options.out):
             write_whole(options.out, page(report))
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.out is not None:
         print(options.out)
     else:
-        from trustrl.report.terminal import text
+        from trustrl.tools.report.terminal_text import text
 
         print(text(report, unicode=(sys.stdout.encoding or "").lower().startswith("utf")))
     return 1 if any(report.notes) else 0

@@ -1,51 +1,43 @@
-"""`trustrl run RECIPE`: trains a recipe in a folder of its own, and draws it."""
+"""`trustrl run RECIPE`: trains a recipe in a run directory and draws its curves."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
-from trustrl.cli.recipes import add_recipe
+from trustrl.cli.shared_options import add_recipe, add_trust
 from trustrl.errors import MissingPackageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's own arguments."""
+    """Adds the arguments of `trustrl run`."""
     add_recipe(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (runs/<name of the recipe>)")
-    parser.add_argument("--resume", action="store_true", help="goes on from the last checkpoint, if there is one")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="Run directory (default: runs/<recipe name>)")
+    parser.add_argument("--resume", action="store_true", help="Resume from the last checkpoint, if one exists")
     add_trust(parser)
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds --trust-checkpoint, for every verb that resumes runs."""
-    parser.add_argument(
-        "--trust-checkpoint", action="store_true",
-        help="Load a checkpoint that other users own or can write to. Loading one can execute code",
-    )  # fmt: skip
-
-
 def run(options: argparse.Namespace) -> int:
-    """Trains; prints the result as JSON on stdout."""
+    """Trains the recipe and prints the result as JSON on stdout."""
     from trustrl.runner.recipe import load
-    from trustrl.runner.running import run as run_recipe
+    from trustrl.runner.run_recipe import run as run_recipe
 
     recipe = load(options.recipe, options.settings)
     folder = options.out or Path("runs") / recipe.name
-    print(f"{recipe.name}: in {folder}", file=sys.stderr, flush=True)
+    print(f"{recipe.name}: training in {folder}", file=sys.stderr, flush=True)
     result = run_recipe(recipe, folder, resume=options.resume, trust_checkpoint=options.trust_checkpoint)
-    if result:  # on other ranks there is none
+    if result:  # only rank 0 has a result
         print(json.dumps(result, indent=1))
         print(_drawn(folder, recipe.schedule.updates_per_batch), file=sys.stderr)
     return 0
 
 
 def _drawn(folder: Path, updates_per_batch: int) -> str:
-    """Draws the run if that can be done; it has ended well either way."""
+    """Draws the curves of the run and returns a log line. A missing plotting package is not an error."""
     from trustrl.runner.directory import RunDirectory
     from trustrl.runner.figures import draw_run
 
     try:
-        return f"drawn: {draw_run(RunDirectory(folder), updates_per_batch)}"
+        return f"figure written to {draw_run(RunDirectory(folder), updates_per_batch)}"
     except MissingPackageError as error:
-        return f"not drawn: {error}"
+        return f"figure not drawn: {error}"

@@ -1,1 +1,1 @@
-"""What a user may choose: frozen settings objects that check themselves and need no torch."""
+"""Settings: frozen dataclasses that validate themselves and load without torch."""

@@ -1,13 +1,12 @@
-"""The axes every region is a point on, and what a region needs to be given.
+"""The shared axes of all regions, and the data that a region needs.
 
-anchor × statistic × direction × level × action, each an independent choice; combinations without a meaning are
-refused by name.
+anchor × statistic × direction × level × action: each is an independent choice. Combinations without a meaning raise.
 """
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from trustrl.config import checks
+from trustrl.config import validators
 from trustrl.config.statistics import (
     ANCHORS,
     Anchor,
@@ -27,82 +26,82 @@ from trustrl.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a region must be given: engines read it to know what to record, `policy_loss` to refuse early."""
+    """Data that a region needs. Engines read it to know what to record; `policy_loss` reads it to raise early."""
 
     anchors: frozenset[Anchor] = frozenset({"behavior"})
-    """Whose log-probs of the sampled token are needed: b's, and both for a correction of the mismatch."""
+    """Policies whose log-probs of the sampled token are needed: the anchor's, and both for a mismatch correction."""
 
     topk: int = 0
-    """How many of the anchor's most probable ids to record with their log-probs; 0 for none."""
+    """Number of the anchor's most probable ids to record with their log-probs; 0 for none."""
 
     anchor: Anchor = "behavior"
-    """b: the policy distances are taken from; the top-K and the full distribution must be its own."""
+    """b: the policy that distances are measured from. The top-K and the full distribution must belong to it."""
 
     tail_mass: float = 0.0
-    """A recorder may stop before `topk` ids once the anchor's remaining mass is below this."""
+    """A recorder may record fewer than `topk` ids if the anchor's remaining mass is below this."""
 
     own_topk: Literal["none", "known", "fill"] = "none"
-    """Whether the policy's own top ids join the recorded ones: never, where the anchor is known there, or filled."""
+    """Use of the policy's own top ids: none, those where the anchor is known, or all with the anchor filled in."""
 
     projects: bool = False
-    """True when the region differentiates through the whole support, not only through the sampled token."""
+    """True if the region differentiates through the whole support, not only through the sampled token."""
 
     full: bool = False
-    """True when the whole distribution (or an exact divergence made from it) is needed."""
+    """True if the region needs the whole distribution, or an exact divergence computed from it."""
 
     sequences: bool = False
-    """True when the verdict depends on a whole sequence, so that calls may be split only between sequences."""
+    """True if decisions depend on whole sequences, so that micro-batches may be split only between sequences."""
 
     reduction: type | None = None
-    """The one reduction the region is defined with, if there is only one."""
+    """The only reduction that the region is defined with, if there is one."""
 
     penalty: str | None = None
-    """The setting behind a term of the region's own beside the policy's (`Decision.penalty`); None where there is none.
-    The term does not follow the advantage, so that a trainer which scales advantages would not scale it."""
+    """Setting that adds a term to the loss (`Decision.penalty`), or None. The term does not depend on the advantage, so
+    a trainer that scales advantages does not scale it."""
 
     def __post_init__(self) -> None:
         if self.anchor not in self.anchors:
             raise ConfigError(
                 f"Needs.anchors must contain the anchor {self.anchor!r}, got {sorted(self.anchors)}. "
-                "The region is measured from it."
+                "Add it: distances are measured from the anchor."
             )
 
 
 class Region:
-    """Base of every region's settings. Third parties subclass it as a frozen dataclass and register how it decides."""
+    """Base class of region settings. Subclass it as a frozen dataclass and register its decision function."""
 
     __slots__ = ()
     kind: ClassVar[str]
 
     def needs(self) -> Needs:
-        """What the records must carry for this region."""
+        """Returns the data that the records must carry for this region."""
         return Needs()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixBudget:
-    """The prefix level: a response may spend divergence token by token, and what it spent early is not there later."""
+    """Prefix level: a response spends a divergence budget token by token."""
 
     kind: ClassVar[str] = "prefix-budget"
 
     last_weight: float = 0.8
-    """w_min: the weight of a response's last token; the first has 1, the others lie on a line. arXiv:2606.10968."""
+    """w_min: weight of a response's last token. Weights fall linearly from 1 at the first token. arXiv:2606.10968."""
 
     rate: float | Literal["p90"] = "p90"
-    """δ_b: how much budget a token adds. `"p90"` is clamp(P90 of the response's D, low, high), for base models; .015
-    fixed is the paper's choice for post-trained models."""
+    """δ_b: budget that each token adds. `"p90"` is clamp(P90 of the response's D, low, high), for base models. For
+    post-trained models the paper uses a fixed 0.015."""
 
     rate_low: float = 0.02
     rate_high: float = 0.04
 
     def __post_init__(self) -> None:
-        checks.real("prefix-budget.last_weight", self.last_weight, rule="a weight in (0, 1]", low=0.0, high=1.0)
+        validators.real("prefix-budget.last_weight", self.last_weight, rule="a weight in (0, 1]", low=0.0, high=1.0)
         if self.rate != "p90":
-            checks.non_negative(
-                "prefix-budget.rate", self.rate, advice="Or write 'p90' for the response's own quantile."
+            validators.non_negative(
+                "prefix-budget.rate", self.rate, advice="Or use 'p90' for the response's own quantile."
             )
         for name in ("rate_low", "rate_high"):
-            checks.non_negative(f"prefix-budget.{name}", getattr(self, name))
+            validators.non_negative(f"prefix-budget.{name}", getattr(self, name))
         if self.rate_low > self.rate_high:
             raise ConfigError(
                 f"prefix-budget.rate_low must be at most rate_high, got {self.rate_low!r} and {self.rate_high!r}."
@@ -111,20 +110,20 @@ class PrefixBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnchoredRegion(Region):
-    """Settings every anchored region shares."""
+    """Settings shared by all anchored regions."""
 
     anchor: Anchor = "behavior"
-    """b: the policy distances are taken from. `behavior` is the sampler's own record, `proximal` the trainer's."""
+    """b: the policy that distances are measured from. `behavior` is the sampler's record, `proximal` the trainer's."""
 
     correction: Correction | None = None
-    """A correction of π'/μ, multiplied on top; only with `anchor="proximal"`."""
+    """Correction of the mismatch π'/μ, multiplied onto the weight. Requires `anchor="proximal"`."""
 
     def axes(self) -> "TrustRegion":
-        """This region on the shared axes; rules that lie beside the axes are added when it is built."""
-        raise NotImplementedError(f"{type(self).__name__} is no point on the shared axes.")
+        """Returns this region on the shared axes, without rules that the axes do not cover."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be expressed on the shared axes.")
 
     def needs(self) -> Needs:
-        """What the records must carry for this region."""
+        """Returns the data that the records must carry for this region."""
         return self.axes().needs()
 
 
@@ -134,24 +133,24 @@ Action = Literal["mask", "clip", "truncate", "penalise"]
 
 
 def check_common(kind: str, anchor: str, correction: Correction | None, max_ratio: float | None = None) -> None:
-    """Refuses an anchor, correction or cap that no region may have."""
-    checks.one_of(f"{kind}.anchor", anchor, ANCHORS)
+    """Validates the anchor, correction and cap of any region."""
+    validators.one_of(f"{kind}.anchor", anchor, ANCHORS)
     if correction is not None:
-        checks.instance(f"{kind}.correction", correction, (TIS, IcePop, MIS))
+        validators.instance(f"{kind}.correction", correction, (TIS, IcePop, MIS))
         if anchor == "behavior":
             raise ConfigError(
                 f"{kind}.correction must be None with anchor='behavior', got {correction!r}. "
-                "π/μ already contains π'/μ: correcting it again would count the mismatch twice. "
-                "Use anchor='proximal' with the correction, or drop the correction."
+                "π/μ already contains π'/μ, so the correction would apply the mismatch twice. "
+                "Use anchor='proximal' with the correction, or remove the correction."
             )
     if max_ratio is not None:
-        checks.real(f"{kind}.max_ratio", max_ratio, rule="a cap on the weight, > 0, or None", low=0.0)
+        validators.real(f"{kind}.max_ratio", max_ratio, rule="a cap on the weight, > 0, or None", low=0.0)
 
 
 def needs_of(
     statistic: Statistic | None, anchor: Anchor, correction: Correction | None, *, sequences: bool = False
 ) -> Needs:
-    """What a statistic taken from this anchor needs, with the correction beside it."""
+    """Returns the data that a statistic measured from this anchor needs, with an optional correction."""
     return Needs(
         anchors=frozenset({anchor}) if correction is None else frozenset({"behavior", "proximal"}),
         topk=statistic.k if isinstance(statistic, (TopKTV, TopKKL)) else 0,
@@ -164,36 +163,34 @@ def needs_of(
 
 @dataclass(frozen=True, slots=True)
 class TrustRegion(AnchoredRegion):
-    """The general region: anchor × statistic × direction × level × action, each an independent choice."""
+    """General region: anchor × statistic × direction × level × action, each an independent choice."""
 
     kind: ClassVar[str] = "trust-region"
 
     statistic: Statistic | None
-    """How far a token has moved, with its bounds. None only with `action="truncate"`, which measures nothing."""
+    """Distance of a token from the anchor, with its bounds. None only with `action="truncate"`."""
 
     direction: Direction = field(default="away", kw_only=True)
-    """`away` stops a token only if the update pushes it further out; `symmetric` looks at the distance alone."""
+    """`away` masks a token only if the update pushes it further out; `symmetric` masks by distance alone."""
 
     level: Level = field(default="token", kw_only=True)
-    """Where the verdict is taken: per token; per sequence by the mean or the maximum of D; or by a prefix budget."""
+    """Level of the decision: per token, per sequence by the mean or maximum of D, or by a prefix budget."""
 
     action: Action = field(default="mask", kw_only=True)
-    """`mask` stops the gradient; `clip` is the mask with PPO's textbook loss value; `truncate` only caps the weight;
-    `penalise` bends the objective back quadratically. Projection has settings of its own: `TROLL`."""
+    """`mask` masks the token; `clip` is the mask with PPO's textbook loss value; `truncate` only caps the weight;
+    `penalise` adds a quadratic penalty. For projection use `TROLL`."""
 
     max_ratio: float | None = field(default=None, kw_only=True)
-    """C: cap on the weight. None leaves it free."""
+    """C: cap on the weight, or None."""
 
     def __post_init__(self) -> None:
         check_common(self.kind, self.anchor, self.correction, self.max_ratio)
-        checks.one_of(f"{self.kind}.direction", self.direction, ("away", "symmetric"))
+        validators.one_of(f"{self.kind}.direction", self.direction, ("away", "symmetric"))
         if not isinstance(self.level, PrefixBudget):
-            checks.one_of(f"{self.kind}.level", self.level, ("token", "sequence", "sequence-max"))
+            validators.one_of(f"{self.kind}.level", self.level, ("token", "sequence", "sequence-max"))
         if self.action == "project":
-            raise ConfigError(
-                "trust-region.action must not be 'project': projection has its own settings. Use trustrl.TROLL."
-            )
-        checks.one_of(f"{self.kind}.action", self.action, ("mask", "clip", "truncate", "penalise"))
+            raise ConfigError("trust-region.action must not be 'project'. Use trustrl.TROLL for projection.")
+        validators.one_of(f"{self.kind}.action", self.action, ("mask", "clip", "truncate", "penalise"))
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:
@@ -204,43 +201,44 @@ class TrustRegion(AnchoredRegion):
             if stat is not None or not token_away:
                 raise ConfigError(
                     "trust-region.action='truncate' must have statistic None, level 'token' and direction 'away', "
-                    f"got {named}, {self.level!r} and {self.direction!r}. It stops nothing: use 'mask'."
+                    f"got {named}, {self.level!r} and {self.direction!r}. Truncation masks nothing. Use action='mask'."
                 )
             return
-        checks.instance("trust-region.statistic", stat, (Statistic,))
+        validators.instance("trust-region.statistic", stat, (Statistic,))
         if self.action == "clip" and not (isinstance(stat, Ratio) and token_away and self.max_ratio is None):
             raise ConfigError(
-                "trust-region.action='clip' must go with Ratio, level 'token', direction 'away' and no max_ratio: the "
-                f"textbook objective exists only there, got {named}, {self.level!r}, {self.direction!r} and "
+                "trust-region.action='clip' must go with Ratio, level 'token', direction 'away' and no max_ratio, "
+                f"where the textbook objective is defined, got {named}, {self.level!r}, {self.direction!r} and "
                 f"{self.max_ratio!r}. Use action='mask'."
             )
         if self.action == "penalise" and not (isinstance(stat, (Ratio, BinaryTV)) and token_away):
             raise ConfigError(
                 "trust-region.action='penalise' must go with Ratio (SPO) or BinaryTV (DRPO), level 'token' and "
-                f"direction 'away', got {named}, {self.level!r} and {self.direction!r}. Only these have a signed gap."
+                f"direction 'away', got {named}, {self.level!r} and {self.direction!r}. "
+                "Only these have a signed gap. Use action='mask'."
             )
         if self.action == "penalise" and (self.max_ratio is not None or getattr(stat, "act_on", "lower") == "upper"):
             raise ConfigError(
-                "trust-region.action='penalise' must have no max_ratio and no act_on='upper': its weight follows from "
-                f"the objective, got {self.max_ratio!r} and {stat!r}. Use action='mask'."
+                "trust-region.action='penalise' must have no max_ratio and no act_on='upper', because its weight "
+                f"follows from the objective, got {self.max_ratio!r} and {stat!r}. Use action='mask'."
             )
         if isinstance(stat, SequenceRatio) and self.level != "sequence":
             raise ConfigError(
                 f"trust-region.level must be 'sequence' with SequenceRatio, got {self.level!r}. "
-                "One mean ratio is one verdict per sequence; use Ratio for token verdicts."
+                "A sequence has one mean ratio. Use Ratio for decisions per token."
             )
         if isinstance(self.level, PrefixBudget):
             if self.direction != "away":
                 raise ConfigError(
                     "trust-region.direction must be 'away' at prefix level, got 'symmetric'. "
-                    "The budget is spent only by updates that push outwards."
+                    "Only updates that push a token outward spend the budget."
                 )
             if not isinstance(stat, Divergence) or stat.max_increase != stat.max_decrease:
                 raise ConfigError(
                     "trust-region.statistic must be a divergence with equal bounds at prefix level, "
-                    f"got {stat!r}. A budget has one size."
+                    f"got {stat!r}. Give one bound for both directions."
                 )
 
     def needs(self) -> Needs:
-        """What the records must carry for this region."""
+        """Returns the data that the records must carry for this region."""
         return needs_of(self.statistic, self.anchor, self.correction, sequences=self.level != "token")

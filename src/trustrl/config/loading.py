@@ -1,6 +1,6 @@
-"""Settings from plain dictionaries and back, so that they travel through TOML, JSON and command lines.
+"""Conversion of settings to and from plain dictionaries, for TOML, JSON and command lines.
 
-Every settings object is `{"kind": <its kind>, <field>: <value>, ...}`; nested objects are nested dictionaries.
+Every settings object is `{"kind": <its kind>, <field>: <value>, ...}`. Nested objects are nested dictionaries.
 """
 
 import math
@@ -27,7 +27,7 @@ from trustrl.errors import ConfigError
 from trustrl.registry import Registry, nearest
 
 KINDS: Registry[type] = Registry("settings kind")
-"""Every settings class by its `kind`; a third party's region joins when it is registered."""
+"""Every settings class by its `kind`. Registering a region adds its class."""
 
 _OTHERS = (
     PrefixBudget, TIS, IcePop, MIS, KLPenalty, EntropyBonus,
@@ -38,11 +38,11 @@ for _class in (*REGIONS, *STATISTICS, *_OTHERS):
 
 
 def config_from_dict(data: Mapping[str, Any]) -> Any:
-    """The settings object a plain dictionary describes.
+    """Builds the settings object that a plain dictionary describes.
 
     Raises:
-        ConfigError: `kind` is missing, or a key or value does not fit its class.
-        UnknownNameError: no settings are registered under this `kind`.
+        ConfigError: If `kind` is missing, or a key or value does not fit its class.
+        UnknownNameError: If the `kind` is not registered.
 
     Examples:
         >>> config_from_dict({"kind": "dppo", "divergence": {"kind": "binary-tv", "max_increase": 0.2}}).kind
@@ -67,17 +67,15 @@ def config_from_dict(data: Mapping[str, Any]) -> Any:
         if name not in given and field.default is MISSING and field.default_factory is MISSING
     ]
     if missing:
-        raise ConfigError(
-            f"{data['kind']} must be given {', '.join(missing)}: there is no default that is right everywhere."
-        )
+        raise ConfigError(f"{data['kind']} must be given {', '.join(missing)}, which have no default. Add them.")
     return settings_class(**{key: _value(value) for key, value in given.items()})
 
 
 def laid_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as `config_to_dict` writes them with some replaced, nested ones too; another `kind` replaces the whole.
+    """Returns settings in the form of `config_to_dict` with some of them replaced, including nested ones.
 
-    Where a statistic's two bounds were equal, one bound given sets both, as where it is built; where they differed,
-    the other keeps its value.
+    Another `kind` replaces the whole object. If a statistic's two bounds were equal, one given bound sets both;
+    otherwise the other bound keeps its value.
 
     Examples:
         >>> equal = {"kind": "binary-tv", "max_increase": 0.15, "max_decrease": 0.15}
@@ -85,7 +83,7 @@ def laid_over(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
         {'kind': 'binary-tv', 'max_increase': 0.2}
 
     Raises:
-        ConfigError: a setting does not exist, or several nested objects have it.
+        ConfigError: If a setting does not exist, or if several nested objects have it.
     """
     given = _at_home(base, given)
     merged = dict(base)
@@ -116,7 +114,7 @@ def _at_home(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         homes = [name for name, names in nested.items() if key in names]
         if len(homes) != 1:
             parts = "".join(f" Its {name} has: {', '.join(names)}." for name, names in nested.items())
-            several = f" Say which: {' or '.join(f'{home}.{key}' for home in homes)}." if homes else ""
+            several = f" Use one of: {' or '.join(f'{home}.{key}' for home in homes)}." if homes else ""
             every = [*known, *(one for names in nested.values() for one in names)]
             raise ConfigError(
                 f"{base['kind']} has no setting {key!r}.{several}{nearest(str(key), every)} It has: "
@@ -139,13 +137,13 @@ def _value(value: Any) -> Any:
         return config_from_dict(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(map(_value, value))
-    return math.inf if value == "inf" else value  # JSON has no infinity
+    return math.inf if value == "inf" else value  # JSON cannot express infinity
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """The plain dictionary `config_from_dict` reads back to an equal object."""
+    """Returns the plain dictionary that `config_from_dict` turns into an equal object."""
     if not is_dataclass(config) or isinstance(config, type):
-        raise ConfigError(f"Settings must be one of trustrl's settings objects, got {config!r}.")
+        raise ConfigError(f"Settings must be a trustrl settings object, got {config!r}.")
     plain: dict[str, Any] = {"kind": type(config).kind}  # type: ignore[attr-defined]
     return plain | {name: _plain(value) for name, value in settings_of(config).items()}
 

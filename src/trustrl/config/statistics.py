@@ -1,13 +1,13 @@
-"""How far a token has moved, and how far it may: the statistic and its bounds in one object.
+"""Statistics: the distance of a token from the anchor together with its bounds.
 
-The bounds travel with their unit, so a probability gap can never be read as a ratio or as nats.
+The bounds are part of the statistic and carry its unit, so a probability gap cannot be read as a ratio or as nats.
 """
 
 import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from trustrl.config import checks
+from trustrl.config import validators
 from trustrl.errors import ConfigError
 
 Anchor = Literal["behavior", "proximal"]
@@ -16,7 +16,7 @@ ANCHORS: tuple[str, ...] = ("behavior", "proximal")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistic:
-    """Base of every statistic: two bounds in the statistic's own unit, strict (a token *at* the bound is inside)."""
+    """Base class of statistics: two bounds in the statistic's unit. A token exactly at the bound is inside."""
 
     kind: ClassVar[str]
     unit: ClassVar[str]
@@ -25,10 +25,10 @@ class Statistic:
     advice: ClassVar[str] = ""
 
     max_increase: float | None = None
-    """Bound where the policy gives the token more probability than the anchor (r > 1). One bound given sets both."""
+    """Bound for tokens that rose (r > 1). If only one bound is given, it sets both."""
 
     max_decrease: float | None = None
-    """Bound where it gives less (r < 1). `math.inf` switches a side off."""
+    """Bound for tokens that fell (r < 1). `math.inf` disables a bound."""
 
     def __post_init__(self) -> None:
         given = {
@@ -40,13 +40,13 @@ class Statistic:
 
     def _checked(self, name: str) -> float:
         value = getattr(self, name)
-        # Infinity always means "this side is off"; only finite bounds have a largest sensible value.
+        # Infinity disables the bound; only finite bounds have a largest sensible value.
         high = math.inf if value == math.inf else self.largest_bound
-        return checks.real(f"{self.kind}.{name}", value, rule=self.unit, low=0.0, high=high, advice=self.advice)
+        return validators.real(f"{self.kind}.{name}", value, rule=self.unit, low=0.0, high=high, advice=self.advice)
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(max_decrease, max_increase), resolved."""
+        """Both bounds as (max_decrease, max_increase)."""
         assert self.max_decrease is not None  # __post_init__ has set both
         assert self.max_increase is not None
         return self.max_decrease, self.max_increase
@@ -57,7 +57,7 @@ _RATIO_ADVICE = "A PPO ratio bound such as 1.2 belongs to `ppo`, written as the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ratio(Statistic):
-    """D = |r − 1|, r = π/b: PPO's statistic. It bounds no divergence."""
+    """D = |r − 1|, r = π/b: PPO's statistic. It does not bound a divergence."""
 
     kind: ClassVar[str] = "ratio"
     unit: ClassVar[str] = "a distance of the ratio from 1, > 0"
@@ -93,21 +93,21 @@ class SampledK3(Statistic):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence(Statistic):
-    """A statistic with a certified interval: the true divergence lies between its two ends."""
+    """Statistic with a certified interval: the exact divergence lies between its two ends."""
 
     has_upper_end: ClassVar[bool] = True
 
     act_on: Literal["lower", "upper"] = "lower"
-    """Which end is held against the bound: the lower one (the paper) or the upper one (cautious)."""
+    """End of the interval that is compared with the bound: `lower` (the paper) or `upper` (cautious)."""
 
     def __post_init__(self) -> None:
-        # Named explicitly: a slotted dataclass is a new class, so a bare super() would point at the discarded one.
+        # A slotted dataclass is a new class, so a bare super() would refer to the discarded one.
         Statistic.__post_init__(self)
-        checks.one_of(f"{self.kind}.act_on", self.act_on, ("lower", "upper"))
+        validators.one_of(f"{self.kind}.act_on", self.act_on, ("lower", "upper"))
         if self.act_on == "upper" and not self.has_upper_end:
             raise ConfigError(
-                f"{self.kind}.act_on must be 'lower', got 'upper': a KL over part of the vocabulary has no finite "
-                "upper end, so every outward update would be stopped. Use a TV, or full-kl."
+                f"{self.kind}.act_on must be 'lower', got 'upper'. A KL over part of the vocabulary has no finite "
+                "upper end, so every outward update would be masked. Use a TV, or full-kl."
             )
 
 
@@ -148,13 +148,11 @@ class SymmetricBinaryKL(Divergence):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TopK(Divergence):
     k: int = 20
-    """How many of the anchor's most probable ids are compared one by one; the rest is one bucket."""
+    """Number of the anchor's most probable ids that are compared one by one. All others form one bucket."""
 
     def __post_init__(self) -> None:
         Divergence.__post_init__(self)
-        checks.whole(
-            f"{self.kind}.k", self.k, low=1, advice="k = 0 is the binary divergence: use binary-tv or binary-kl."
-        )
+        validators.whole(f"{self.kind}.k", self.k, low=1, advice="For k = 0 use binary-tv or binary-kl.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +178,7 @@ class TopKKL(_TopK):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullTV(Divergence):
-    """TV over the whole vocabulary: the truth the others approximate."""
+    """Exact TV over the whole vocabulary."""
 
     kind: ClassVar[str] = "full-tv"
     unit: ClassVar[str] = _TV_UNIT
@@ -191,7 +189,7 @@ class FullTV(Divergence):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullKL(Divergence):
-    """KL(b‖π) over the whole vocabulary."""
+    """Exact KL(b‖π) over the whole vocabulary."""
 
     kind: ClassVar[str] = "full-kl"
     unit: ClassVar[str] = "nats, > 0"
@@ -214,5 +212,5 @@ STATISTICS: tuple[type[Statistic], ...] = (
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The fields of a settings object by name, in order."""
+    """Returns the fields of a settings object by name, in order."""
     return {field.name: getattr(config, field.name) for field in fields(config)}

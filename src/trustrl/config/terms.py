@@ -1,17 +1,17 @@
-"""What stands beside a region: corrections of the sampler mismatch, penalties, and how tokens become one number."""
+"""Settings next to a region: mismatch corrections, penalties and reductions."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from trustrl.config import checks
+from trustrl.config import validators
 from trustrl.errors import ConfigError
 
-# ── corrections on k = π'/μ, the mismatch between the trainer's and the sampler's numbers ───────────────────────────
+# ── corrections of k = π'/μ, the mismatch between trainer and sampler ───────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TIS:
-    """Truncated importance sampling: k becomes min(k, C)."""
+    """Truncated importance sampling: multiplies the weight by min(k, C)."""
 
     kind: ClassVar[str] = "tis"
 
@@ -19,12 +19,12 @@ class TIS:
     """C."""
 
     def __post_init__(self) -> None:
-        checks.real("tis.max_ratio", self.max_ratio, rule="a ratio > 0", low=0.0)
+        validators.real("tis.max_ratio", self.max_ratio, rule="a ratio > 0", low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IcePop:
-    """Tokens whose k leaves [min_ratio, max_ratio] get weight 0; the others keep k."""
+    """IcePop: multiplies the weight by k, or by 0 if k is outside [min_ratio, max_ratio]."""
 
     kind: ClassVar[str] = "icepop"
 
@@ -37,27 +37,27 @@ class IcePop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MIS:
-    """Masked importance sampling: as IcePop, per token or per sequence. No default bounds: they depend on the level."""
+    """Masked importance sampling: IcePop per token or per sequence. Bounds depend on the level and have no default."""
 
     kind: ClassVar[str] = "mis"
 
     min_ratio: float
     max_ratio: float
     level: Literal["token", "sequence"]
-    """At sequence level k is the geometric mean over the sequence's tokens."""
+    """`sequence` uses the geometric mean of k over the sequence's tokens."""
 
     def __post_init__(self) -> None:
         _ordered("mis", self.min_ratio, self.max_ratio)
-        checks.one_of("mis.level", self.level, ("token", "sequence"))
+        validators.one_of("mis.level", self.level, ("token", "sequence"))
 
 
 def _ordered(where: str, low: float, high: float) -> None:
-    checks.non_negative(f"{where}.min_ratio", low)
-    checks.real(f"{where}.max_ratio", high, rule="a ratio > 0", low=0.0)
+    validators.non_negative(f"{where}.min_ratio", low)
+    validators.real(f"{where}.max_ratio", high, rule="a ratio > 0", low=0.0)
     if not low <= 1 <= high or low == high:
         raise ConfigError(
-            f"{where}.min_ratio and {where}.max_ratio must have 1 between them, got {low!r} and {high!r}. Where "
-            "sampler and trainer agree k is 1, and such tokens would be left out."
+            f"{where}.min_ratio and {where}.max_ratio must have 1 between them, got {low!r} and {high!r}. "
+            "Where sampler and trainer agree, k is 1, and such tokens would be dropped."
         )
 
 
@@ -77,46 +77,46 @@ class KLPenalty:
     """k1 = −log r, k2 = ½ log² r, k3 = r − 1 − log r."""
 
     gradient: Literal["pathwise", "score"] = "pathwise"
-    """`pathwise` differentiates the estimator itself: ∂/∂log π is 1 for k1 (no information: it averages to 0
-    on-policy), log π − log π_ref for k2 (the on-policy KL gradient) and 1 − π_ref/π for k3. `score` treats the
-    estimate as a cost and uses sg(estimate)·∇log π."""
+    """`pathwise` differentiates the estimator: ∂/∂log π is 1 for k1 (which averages to 0 on-policy), log π − log π_ref
+    for k2 (the on-policy KL gradient) and 1 − π_ref/π for k3. `score` treats the estimate as a cost and uses
+    sg(estimate)·∇log π."""
 
     only_kept: bool = False
-    """True drops the penalty where the region stopped the token. Off by default: a penalty is its own term."""
+    """True removes the penalty from masked tokens."""
 
     def __post_init__(self) -> None:
-        checks.non_negative("kl.coefficient", self.coefficient)
-        checks.one_of("kl.estimator", self.estimator, ("k1", "k2", "k3"))
-        checks.one_of("kl.gradient", self.gradient, ("pathwise", "score"))
-        checks.truth("kl.only_kept", self.only_kept)
+        validators.non_negative("kl.coefficient", self.coefficient)
+        validators.one_of("kl.estimator", self.estimator, ("k1", "k2", "k3"))
+        validators.one_of("kl.gradient", self.gradient, ("pathwise", "score"))
+        validators.truth("kl.only_kept", self.only_kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntropyBonus:
-    """−coefficient × the policy's entropy, as the engine gives it in `PolicyTokens.entropy`."""
+    """−coefficient × the entropy in `PolicyTokens.entropy`."""
 
     kind: ClassVar[str] = "entropy"
 
     coefficient: float
     only_kept: bool = False
-    """True drops the bonus where the region stopped the token."""
+    """True removes the bonus from masked tokens."""
 
     def __post_init__(self) -> None:
-        checks.non_negative("entropy.coefficient", self.coefficient)
-        checks.truth("entropy.only_kept", self.only_kept)
+        validators.non_negative("entropy.coefficient", self.coefficient)
+        validators.truth("entropy.only_kept", self.only_kept)
 
 
 Penalty = KLPenalty | EntropyBonus
 
-# ── reductions: every count is global, so that the sum over ranks and micro-batches is the full batch ───────────────
+# ── reductions: counts are global, so that ranks and micro-batches add up to the full batch ─────────────────────────
 
 
 def _count(where: str, value: Any) -> None:
-    # A tensor count (from an all-reduce) is used as it is: looking at it would wait for the device.
+    # A tensor count (from an all-reduce) is used as it is: reading it would wait for the device.
     if isinstance(value, (bool, str, float)) or value is None or (isinstance(value, int) and value < 1):
         raise ConfigError(
             f"{where} must be a whole number ≥ 1 counted over the whole batch (all ranks and micro-batches), "
-            f"got {value!r}. A step without tokens has no loss: skip it."
+            f"got {value!r}. Skip steps without tokens."
         )
 
 
@@ -134,7 +134,7 @@ class TokenMean:
     kind: ClassVar[str] = "token-mean"
 
     num_tokens: Any
-    """Tokens in the loss over all ranks and micro-batches of the step, stopped and dropped ones included."""
+    """Tokens in the loss over all ranks and micro-batches of the step, including masked and dropped ones."""
 
     def __post_init__(self) -> None:
         _count("token-mean.num_tokens", self.num_tokens)
@@ -142,7 +142,7 @@ class TokenMean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMeanTokenMean:
-    """(1/num_sequences) Σ_i (1/T_i) Σ_t ℓ_it, T_i counted here: a sequence must be whole in its call."""
+    """(1/num_sequences) Σ_i (1/T_i) Σ_t ℓ_it, T_i counted in the call, so a sequence must not be split."""
 
     kind: ClassVar[str] = "sequence-mean-token-mean"
 
@@ -168,7 +168,7 @@ class SequenceMeanTokenSum:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedLength:
-    """Σ_t ℓ_t / (num_sequences · length): every sequence is divided by the same length, long or short."""
+    """Σ_t ℓ_t / (num_sequences · length): every sequence is divided by the same length."""
 
     kind: ClassVar[str] = "fixed-length"
 
@@ -177,28 +177,28 @@ class FixedLength:
     """Sequences over all ranks and micro-batches of the step."""
 
     def __post_init__(self) -> None:
-        checks.whole("fixed-length.length", self.length, low=1)
+        validators.whole("fixed-length.length", self.length, low=1)
         _count("fixed-length.num_sequences", self.num_sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenWeights:
-    """Σ_t c_t ℓ_t with the coefficients of a trainer that has a reduction of its own."""
+    """Σ_t c_t ℓ_t with the coefficients of a trainer's own reduction."""
 
     kind: ClassVar[str] = "token-weights"
 
     weights: Any
-    """c_t, in the batch's shape, without gradient: what the trainer multiplies a token's loss with."""
+    """c_t in the shape of the batch, without gradient: the trainer's factor on each token's loss."""
 
     like: type | None = None
-    """Which of the other reductions these coefficients amount to, for regions that are defined with one only."""
+    """Reduction class that these coefficients are equal to, for regions that require one."""
 
 
 Reduction = TokenSum | TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | FixedLength | TokenWeights
 
 
 def denominator(reduction: Reduction) -> Any:
-    """The global count the token terms are divided by (1 for plain and weighted sums)."""
+    """Returns the global count that divides the token terms (1 for plain and weighted sums)."""
     match reduction:
         case TokenSum() | TokenWeights():
             return 1

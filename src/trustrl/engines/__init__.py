@@ -1,1 +1,1 @@
-"""Adapters: each puts a region into one trainer or sampler, and borrows as little of it as it can."""
+"""Engine adapters. Each one adds trust regions to a trainer or a sampler through as few seams as possible."""

@@ -1,4 +1,4 @@
-"""From hidden states to log-probs without ever holding [tokens, vocabulary]. Depends on torch alone.
+"""Kernels that turn hidden states into log-probs without a [tokens, vocabulary] array. Depends on torch alone.
 
-`trustrl.token_logprobs` is the way in. Shape suffixes: N tokens, D hidden size, V vocabulary, K given ids, C cells.
+Call them through `trustrl.token_logprobs`. Shape suffixes: N tokens, D hidden size, V vocabulary, K given ids, C cells.
 """

@@ -1,10 +1,10 @@
-"""The definition, with every logit in memory. What the other implementations are held against."""
+"""The definition of `token_logprobs`, with every logit in memory. Tests compare the other implementations with it."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trustrl.kernels.outputs import TokenLogprobs, TopLogprobs, log_mass, wide_dtype
+from trustrl.kernels.logprob_outputs import TokenLogprobs, TopLogprobs, log_mass, wide_dtype
 
 
 def logits_reference(
@@ -15,7 +15,10 @@ def logits_reference(
     bias: Float[Tensor, " V"] | None = None,
     softcap: float | None = None,
 ) -> Float[Tensor, "N V"]:
-    """`softcap · tanh((hidden @ head.T + bias) / softcap) / temperature`, multiplied in the hidden states' dtype."""
+    """Returns `softcap · tanh((hidden @ head.T + bias) / softcap) / temperature`.
+
+    The product is computed in the hidden states' dtype, everything else in float32 or better.
+    """
     logits_NV = (hidden_ND @ head_VD.to(hidden_ND.dtype).T).to(wide_dtype(hidden_ND))
     if bias is not None:
         logits_NV = logits_NV + bias
@@ -36,7 +39,7 @@ def token_logprobs_reference(
     bias: Float[Tensor, " V"] | None = None,
     softcap: float | None = None,
 ) -> TokenLogprobs:
-    """The log-softmax of the logits, read at the ids asked for.
+    """Returns the log-softmax of the logits at the requested ids.
 
     Example:
         >>> hidden, head = torch.eye(2), torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
@@ -56,7 +59,7 @@ def token_logprobs_reference(
     if gather_ids is not None:
         empty_NK = (gather_ids < 0) | ~live_N.unsqueeze(-1)
         gathered = logp_NV.gather(-1, gather_ids.clamp(min=0)).masked_fill(empty_NK, -torch.inf)
-        # Empty columns point at the sampled token, which is known anyway.
+        # Empty columns point at the sampled token, which is excluded in any case.
         tail = mass_outside(torch.where(gather_ids < 0, token_N1, gather_ids))
     if top_k:
         logp, ids = logp_NV.topk(top_k, dim=-1)

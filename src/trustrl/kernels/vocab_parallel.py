@@ -1,11 +1,13 @@
-"""A head sharded over ranks: every rank streams its own part of the vocabulary, and only cells cross the wire.
+"""Passes over a head that is sharded over ranks. Each rank streams its part of the vocabulary and exchanges only cells.
 
 Per token and rank, forward: one all-gather of 4 (K + 3) bytes (the K + 1 given logits, the rest's log-sum-exp and
-entropy), 12 bytes more per id of `top_k`, 8 for exact divergences. Backward: one all-reduce of the hidden states'
-gradient, as any column-parallel layer has. No collective ever carries logits.
+entropy), plus 12 bytes per id of `top_k` and 8 for exact divergences. Backward: one all-reduce of the hidden states'
+gradient, as in any column-parallel layer. No collective carries the logits of the vocabulary.
 
-Every rank must call with the same hidden states and ids, and use the results in the same loss.
+All ranks must pass the same hidden states and ids, and use the results in the same loss.
 """
+# torch leaves its collectives untyped.
+# pyright: reportUnknownMemberType=false
 
 from typing import Any, NamedTuple
 
@@ -14,44 +16,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trustrl.kernels.cells import GivenIds, Known
+from trustrl.kernels.given_ids import GivenIds
+from trustrl.kernels.logprob_outputs import LogitSummary
 
 
 class VocabShard(NamedTuple):
-    """Which part of the vocabulary this rank's head holds."""
+    """The part of a sharded vocabulary that this rank's head holds."""
 
     group: Any
-    """The process group the head is sharded over; None is the default group."""
+    """Process group over which the head is sharded. None is the default group."""
 
     start: int
-    """The id of the head's first row."""
+    """Vocabulary id of the head's first row."""
 
     reduce_hidden_gradient: bool = True
-    """False where the engine adds the ranks' gradients of the hidden states itself (sequence parallel)."""
+    """Set to False if the engine sums the ranks' gradients of the hidden states itself (sequence parallelism)."""
 
 
 def local_ids(given: GivenIds, shard: VocabShard, size: int) -> tuple[Tensor, Tensor]:
-    """(ids within this rank's part, whether they are in it); an id of another rank is read at 0."""
+    """Returns (ids relative to this rank's part, True where an id is in it). An id of another rank becomes 0."""
     ids_NC = given.ids_NC - shard.start
     inside_NC = (ids_NC >= 0) & (ids_NC < size)
     return torch.where(inside_NC, ids_NC, 0), inside_NC
 
 
-def merge(shard: VocabShard, inside_NC: Tensor, local: Known) -> Known:
-    """The whole vocabulary's `Known`, the same on every rank."""
+def merge(shard: VocabShard, inside_NC: Tensor, local: LogitSummary) -> LogitSummary:
+    """Returns the summary over the whole vocabulary, which is the same on every rank."""
     own_NC = torch.where(inside_NC, local.given_NC, 0.0)
     packed = torch.cat([own_NC, local.rest_N.unsqueeze(-1), local.inner_N.unsqueeze(-1)], dim=-1)
-    parts_RNC = _Gather.apply(packed, shard.group)
+    parts_RNC = _applied(_Gather, packed, shard)
     rest_RN, inner_RN = parts_RNC[..., -2], parts_RNC[..., -1]
     rest_N = torch.logsumexp(rest_RN, dim=0)
     share = torch.where(rest_RN > -torch.inf, rest_RN - rest_N, -torch.inf)
-    there = share > -torch.inf
-    safe = torch.where(there, share, 0.0)
-    inner_N = torch.where(there, safe.exp() * (inner_RN - safe), 0.0).sum(0)
+    present = share > -torch.inf
+    safe = torch.where(present, share, 0.0)
+    inner_N = torch.where(present, safe.exp() * (inner_RN - safe), 0.0).sum(0)
     found_ids, found = local.found_ids_NF, local.found_NF
     if found_ids.shape[1]:
         ids_RNF = _all_gather(torch.where(found_ids >= 0, found_ids + shard.start, -1), shard.group)
-        found_RNF = _Gather.apply(found, shard.group)
+        found_RNF = _applied(_Gather, found, shard)
         found_ids, found = (x.movedim(0, 1).flatten(1) for x in (ids_RNF, found_RNF))
     return local._replace(
         given_NC=parts_RNC[..., :-2].sum(0), found_ids_NF=found_ids, found_NF=found, rest_N=rest_N, inner_N=inner_N
@@ -59,7 +62,7 @@ def merge(shard: VocabShard, inside_NC: Tensor, local: Known) -> Known:
 
 
 def sum_over_ranks(x: Tensor, shard: VocabShard | None) -> Tensor:
-    """Adds the ranks' parts; no gradient."""
+    """Returns the sum over ranks, or `x` itself without a shard. Not differentiable."""
     if shard is None:
         return x
     x = x.contiguous()
@@ -67,26 +70,35 @@ def sum_over_ranks(x: Tensor, shard: VocabShard | None) -> Tensor:
     return x
 
 
-class SumGradient(torch.autograd.Function):
-    """The identity, whose gradient is summed over ranks: each has seen its part of the vocabulary only."""
+def summed_gradient(x: Tensor, shard: VocabShard) -> Tensor:
+    """Returns `x`; the backward pass sums its gradient over ranks."""
+    return _applied(_SumGradient, x, shard)
+
+
+def _applied(function: Any, x: Tensor, shard: VocabShard) -> Tensor:
+    """Returns `function.apply(x, group)`, with the type that torch does not declare."""
+    return function.apply(x, shard.group)
+
+
+class _SumGradient(torch.autograd.Function):
+    """Identity whose gradient is summed over ranks, because each rank sees only its part of the vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        """The same values."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """The sum, in float32 or better."""
+        # Summed in float32 or better.
         wide = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
         dist.all_reduce(wide, group=ctx.group)
         return wide.to(grads[0].dtype), None
 
 
 class _Gather(torch.autograd.Function):
-    """[...] → [ranks, ...]. Every rank computes the same loss, so the gradient is the rank's own slice of it."""
+    """All-gather: [...] → [ranks, ...]. All ranks compute the same loss, so a rank's gradient is its slice of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -102,5 +114,7 @@ class _Gather(torch.autograd.Function):
 def _all_gather(x: Tensor, group: Any) -> Tensor:
     ranks = dist.get_world_size(group)
     out = x.new_empty((ranks, *x.shape))
-    dist.all_gather_into_tensor(out.view(ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+    flat = out.view(ranks * x.shape[0], *x.shape[1:])
+    # Newer releases deprecate this name, but all supported ones have it.
+    dist.all_gather_into_tensor(flat, x.contiguous(), group=group)  # pyright: ignore[reportDeprecated]
     return out

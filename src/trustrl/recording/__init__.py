@@ -1,26 +1,24 @@
-"""Rollout records on disk: what was sampled, what the policy said about it at each update, and what the region decided.
+"""Token records on disk: sampled tokens, the policy's log-probs at each update, and the region's decisions.
 
-`Recording` says what to keep; engines take it (`recording=`). `read` brings files back, `stream` in pieces. pyarrow is
-needed when a file is written or read: `pip install "trustrl[records]"`. Settings load without torch; the rest is loaded
-when first used.
+`Recording` holds the settings; engines take it as `recording=`. `read` loads files, `stream` reads them in pieces.
+Reading and writing need pyarrow: `pip install "trustrl[records]"`. The settings load without torch; the other names are
+imported on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trustrl.recording.recording_settings import EntropySlope, Facts, NonFinite, QuantileAbove, Recording, Trigger
 from trustrl.recording.schema import COLUMNS, VERSION
-from trustrl.recording.settings import Recording
-from trustrl.recording.triggers import EntropySlope, Facts, NonFinite, QuantileAbove, Trigger
 
 if TYPE_CHECKING:
-    from trustrl.recording.reading import Records, read
+    from trustrl.recording.record_reader import Piece, Records, read, stream
     from trustrl.recording.recorder import Recorder
-    from trustrl.recording.sequences import sequence_ids
-    from trustrl.recording.streaming import Piece, stream
+    from trustrl.recording.token_rows import sequence_ids
 
 _WITH_TORCH = {
-    "Records": "reading", "read": "reading", "Recorder": "recorder", "sequence_ids": "sequences", "Piece": "streaming",
-    "stream": "streaming",
+    "Piece": "record_reader", "Records": "record_reader", "read": "record_reader", "stream": "record_reader",
+    "Recorder": "recorder", "sequence_ids": "token_rows",
 }  # fmt: skip
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One rank's records: a sample of each step to disk, the last steps in a ring, the ring too when a trigger fires."""
+"""Recorder for one rank: writes a sample of each step, and the last steps in full when a trigger fires."""
 
 import warnings
 from collections import deque
@@ -11,44 +11,93 @@ from torch import Tensor
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_to_dict
-from trustrl.diagnostics import Sums
+from trustrl.core.diagnostics import Sums
+from trustrl.core.policy_loss import LossOutput
+from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.errors import TrustRLWarning
-from trustrl.objective import LossOutput
-from trustrl.packages import need
-from trustrl.recording.facts import facts_of
-from trustrl.recording.files import about_name, dump_name, remove_from, remove_unfinished
-from trustrl.recording.ring import Ring
-from trustrl.recording.rows import HostCopy, Rows, copied_to_host
-from trustrl.recording.sequences import is_sampled
-from trustrl.recording.settings import Recording
-from trustrl.recording.triggers import Facts, Trigger
-from trustrl.recording.writing import PartWriter, write_json
-from trustrl.records import PolicyTokens, RolloutTokens
+from trustrl.optional_imports import need
+from trustrl.recording.record_files import about_name, dump_name, remove_from, remove_unfinished
+from trustrl.recording.record_writer import PartWriter, write_json
+from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
+from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_sampled
+
+
+class Ring:
+    """The last steps in full, in host memory.
+
+    Holds at most `num_steps` steps and `max_bytes` bytes, and drops the oldest step first.
+    """
+
+    def __init__(self, *, num_steps: int, max_bytes: int) -> None:
+        self._num_steps = num_steps
+        self._max_bytes = max_bytes
+        self._steps: deque[tuple[int, list[Rows]]] = deque()
+        self.nbytes = 0
+        self.left_off: dict[int, int] = {}
+        """Number of tokens by step that did not fit even after every older step was dropped."""
+
+    def add(self, rows: Rows) -> None:
+        """Adds one micro-batch of the newest step, or of a new one."""
+        if not self._num_steps:
+            return
+        if not self._steps or self._steps[-1][0] != rows.step:
+            self._steps.append((rows.step, []))
+        while len(self._steps) > self._num_steps:
+            self._drop_oldest()
+        while len(self._steps) > 1 and self.nbytes + rows.nbytes > self._max_bytes:
+            self._drop_oldest()
+        if self.nbytes + rows.nbytes > self._max_bytes:
+            self.left_off[rows.step] = self.left_off.get(rows.step, 0) + len(rows)
+            return
+        self._steps[-1][1].append(rows)
+        self.nbytes += rows.nbytes
+
+    def steps(self) -> list[tuple[int, list[Rows]]]:
+        """Returns the steps still held, oldest first."""
+        return list(self._steps)
+
+    def _drop_oldest(self) -> None:
+        step, parts = self._steps.popleft()
+        self.nbytes -= sum(part.nbytes for part in parts)
+        self.left_off.pop(step, None)
+
+
+def facts_of(step: int, sums: Sums) -> Facts:
+    """Extracts the facts for triggers from a step's totals. Synchronizes with the device."""
+    added = sums.added
+    histograms = {name: added[f"histogram/{name}"].tolist() for name in OF if f"histogram/{name}" in added}
+    faults = {name.removeprefix("fault/"): int(x) for name, x in added.items() if name.startswith("fault/")}
+    entropy = None
+    if "entropy/kept" in added:
+        measured = float(added["entropy/kept_measured"] + added["entropy/stopped_measured"])
+        if measured:
+            entropy = float(added["entropy/kept"] + added["entropy/stopped"]) / measured
+    return Facts(step, histograms, entropy, {name: count for name, count in faults.items() if count})
 
 
 class Recorder:
-    """Takes each micro-batch as the loss saw it. It reads, and changes nothing.
+    """Records each micro-batch as the loss saw it, without changing it.
 
-    Memory on the host: the ring (`ring_bytes`), one micro-batch in transit, and the step's sampled rows that are not
-    yet a row group. A full disk ends the recording with a warning, not the training.
+    Host memory holds the ring (`ring_bytes`), one micro-batch in transit, and the step's sampled rows that do not yet
+    fill a row group. If the disk is full, the recorder warns and stops recording; training continues.
 
-    What an earlier process of the same rank wrote of the first step and of later ones is removed: a resumed run
-    measures it again.
+    At its first step, the recorder deletes files that an earlier process of the same rank wrote for this step and for
+    later ones, because a resumed run records these steps again.
     """
 
     def __init__(self, settings: Recording, region: Region, *, rank: int) -> None:
-        """Makes the folder.
+        """Creates the directory.
 
         Args:
-            settings: what to record.
-            region: whose decisions they are; written into every file.
-            rank: of this process; part of every file's name.
+            settings: The settings of the recording.
+            region: The region that decides. Every file stores its settings.
+            rank: The rank of this process. Part of every file's name.
 
         Raises:
-            MissingPackageError: pyarrow is not installed.
-            OSError: the folder cannot be made.
+            MissingPackageError: If pyarrow is not installed.
+            OSError: If the directory cannot be created.
         """
-        need("pyarrow.parquet", extra="records")  # now, not at the first file
+        need("pyarrow.parquet", extra="records")  # fail now, not at the first file
         self.settings = settings
         self.ring = Ring(num_steps=settings.ring_steps, max_bytes=settings.ring_bytes)
         self._rank = rank
@@ -74,15 +123,15 @@ class Recorder:
         step: int,
         update: int = 0,
     ) -> None:
-        """Takes in one micro-batch; does not wait for its device.
+        """Adds one micro-batch without waiting for its device.
 
         Args:
-            out: what `policy_loss` decided.
-            policy: the policy's side.
-            rollout: the sampler's side.
-            sequences: the name of each row's sequence, or of each token's when packed: see `sequence_ids`.
-            step: the training step.
-            update: the optimiser step inside it.
+            out: The output of `policy_loss`.
+            policy: The policy's values.
+            rollout: The sampler's values.
+            sequences: The sequence id of each row, or of each token when packed. See `sequence_ids`.
+            step: The training step.
+            update: The optimizer step inside it.
         """
         if not self._began:
             self._begin(step)
@@ -98,11 +147,11 @@ class Recorder:
         """Writes the step's part file and, if a trigger fires, the ring.
 
         Args:
-            step: the training step, as given to `add`.
-            sums: its totals over micro-batches and all ranks, so that all ranks fire together.
+            step: The training step, as passed to `add`.
+            sums: The step's totals over micro-batches and all ranks, so that all ranks fire together.
 
         Returns:
-            The folder of the dump, if there was one.
+            The directory of the dump, if one was written.
         """
         if self._stopped:
             return []
@@ -123,7 +172,7 @@ class Recorder:
         return dumps
 
     def _begin(self, step: int) -> None:
-        """Takes back what this process will record again."""
+        """Deletes what this process will record again."""
         self._began = True
         try:
             remove_from(self._folder, step, self._rank)
@@ -131,7 +180,7 @@ class Recorder:
             self._stop(error)
 
     def _absorb(self) -> None:
-        """Files what the last `add` sent to the host; by now it has arrived."""
+        """Stores the micro-batch that the last `add` sent to the host."""
         if self._transit is None:
             return
         copy, self._transit = self._transit, None
@@ -170,7 +219,7 @@ class Recorder:
         return found
 
     def _dump(self, step: int, fired: list[dict[str, Any]]) -> Path:
-        """Every step in the ring as a part file; the JSON comes last, so where it is, the dump is whole."""
+        """Writes every step in the ring as a part file, then the JSON file. If that exists, the dump is complete."""
         folder = self._folder / dump_name(step)
         folder.mkdir(exist_ok=True)
         kept = {}
@@ -197,9 +246,9 @@ class Recorder:
             if part is not None:
                 part.abandon()
         except OSError:
-            pass  # the same disk
+            pass  # the disk that failed before
         warnings.warn(
-            f"Records cannot be written to `{self._folder}` any more: {error}. Training goes on without them.",
+            f"Cannot write records to `{self._folder}`: {error}. Recording stops; training continues.",
             TrustRLWarning,
             stacklevel=3,
         )

@@ -1,15 +1,15 @@
-"""What a file of records holds: one row per token in the loss and update; see docs/reference/records.md."""
+"""Columns of a record file: one row per token in the loss and update. See docs/reference/records.md."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trustrl.packages import need
+from trustrl.optional_imports import need
 
 VERSION = 1
-"""Of this table. A column that is added, dropped or means something else makes a new version."""
+"""Version of this schema. Adding or dropping a column, or changing its meaning, increments it."""
 
 VERSION_KEY, REGION_KEY, STEP_KEY = b"trustrl.schema_version", b"trustrl.region", b"trustrl.step"
-"""In the file's metadata: the version, the region's settings (JSON), what was left off (JSON)."""
+"""Keys of the file's metadata: schema version, region settings (JSON), and token counts of the step (JSON)."""
 
 Kind = Literal["int32", "int64", "float32", "bool", "list<int32>", "list<float32>"]
 
@@ -22,49 +22,52 @@ class Column:
     kind: Kind
     meaning: str
     nullable: bool = True
-    """True where not every region, engine or setting has it: then it is null in the whole file."""
+    """True if some regions, engines or settings lack the column. It is then null in the whole file."""
 
 
 COLUMNS = (
     Column("step", "int32", "training step, as the engine counts it", nullable=False),
-    Column("update", "int32", "optimiser step inside the training step, from 0", nullable=False),
-    Column("rank", "int32", "of the process that trained on the token", nullable=False),
-    Column("sequence", "int64", "names the sequence: the same at every update, unique in the run", nullable=False),
+    Column("update", "int32", "optimizer step inside the training step, from 0", nullable=False),
+    Column("rank", "int32", "rank of the process that trained on the token", nullable=False),
+    Column("sequence", "int64", "id of the sequence: the same at every update, unique in the run", nullable=False),
     Column(
-        "position", "int32", "of the token in its completion, from 0; tokens outside the loss count", nullable=False
+        "position",
+        "int32",
+        "index of the token in its completion, from 0, tokens outside the loss included",
+        nullable=False,
     ),
     Column("token_id", "int32", "a_t"),
-    Column("advantage", "float32", "A_t, times the trainer's own importance weight where it has one", nullable=False),
-    Column("behavior_logp", "float32", "log μ(a_t), the sampler's"),
+    Column("advantage", "float32", "A_t, times the trainer's own importance weight if it has one", nullable=False),
+    Column("behavior_logp", "float32", "log μ(a_t), recorded by the sampler"),
     Column("proximal_logp", "float32", "log π'(a_t), the trainer's at the rollout weights"),
     Column("policy_logp", "float32", "log π(a_t) at this update", nullable=False),
-    Column("weight", "float32", "w_t, which the region multiplies the gradient with", nullable=False),
-    Column("kept", "bool", "M_t: false where the region stopped the gradient", nullable=False),
+    Column("weight", "float32", "w_t, the region's factor on the gradient", nullable=False),
+    Column("kept", "bool", "M_t: false if the region masks the token's gradient", nullable=False),
     Column("divergence_lower", "float32", "lower end of D_t, in the statistic's unit"),
     Column("divergence_upper", "float32", "upper end of D_t"),
-    Column("entropy", "float32", "of π at this position, nats"),
-    Column("sampler_version", "int32", "of the weights that sampled the token"),
-    Column("topk_ids", "list<int32>", "the anchor's most probable ids; below 0 is an empty place"),
-    Column("topk_logp", "list<float32>", "the anchor's log-probs there"),
+    Column("entropy", "float32", "entropy of π at this position, in nats"),
+    Column("sampler_version", "int32", "version of the weights that sampled the token"),
+    Column("topk_ids", "list<int32>", "the anchor's most probable ids; negative ids are padding"),
+    Column("topk_logp", "list<float32>", "the anchor's log-probs at these ids"),
 )
-"""Every column, in the order of the file."""
+"""All columns, in file order."""
 
 SHARED = ("step", "update", "rank")
-"""Columns that all tokens of a micro-batch have in common; in memory they are held once."""
+"""Columns with one value for all tokens of a micro-batch. Memory holds that value once."""
 
 _BYTES = {"int32": 4, "int64": 8, "float32": 4, "bool": 1, "list<int32>": 4, "list<float32>": 4}
 
 
 def bytes_per_token(topk: int) -> int:
-    """The most a recorded token takes in host memory, with so many ids of a top-K; 0 where none is recorded."""
+    """Returns the largest host memory a recorded token can take, in bytes, with `topk` ids (0 without a top-K)."""
     return sum(_BYTES[c.kind] * (topk if c.kind.startswith("list") else 1) for c in COLUMNS if c.name not in SHARED)
 
 
 def arrow_schema(metadata: dict[bytes, bytes] | None = None) -> Any:
-    """The table as pyarrow describes it.
+    """Returns the table as a `pyarrow.Schema`.
 
     Raises:
-        MissingPackageError: pyarrow is not installed.
+        MissingPackageError: If pyarrow is not installed.
     """
     pa = need("pyarrow", extra="records")
     types = {

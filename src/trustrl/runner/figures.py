@@ -1,4 +1,4 @@
-"""A run as a picture, and a comparison as two, from its `table.json` alone."""
+"""Figures: one for a run, and two for a comparison, drawn from its `table.json` alone."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,48 +6,48 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trustrl.core.metrics import PROBABILITY_EDGES, bin_names
 from trustrl.errors import MissingDataError
-from trustrl.metrics import PROBABILITY_EDGES, bin_names
-from trustrl.packages import need
+from trustrl.optional_imports import need
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.summary import mean_of, rewards_of, rollouts, windows
+from trustrl.runner.run_verdict import mean_of, rewards_of, rollouts, windows
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":")
 FEW_ROLLOUTS = 24
-"""Up to so many rollouts each one is drawn as a marker."""
+"""Largest number of rollouts that are drawn as separate markers."""
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draws `curves.png` and `accuracy.png` into the folder.
+    """Draws `curves.png` and `accuracy.png` into the directory and returns their paths.
 
     Raises:
-        MissingDataError: it holds no `table.json`.
-        MissingPackageError: matplotlib is not installed.
+        MissingDataError: If the directory has no `table.json`.
+        MissingPackageError: If matplotlib is not installed.
     """
     file = folder / "table.json"
     if not file.is_file():
-        raise MissingDataError(f"{folder} must hold a table.json, and it does not. `trustrl compare` writes it.")
+        raise MissingDataError(f"{folder} must contain a table.json, got none. Run `trustrl compare` first.")
     found = json.loads(file.read_text(encoding="utf-8"))
     need("matplotlib", extra="plots").use("Agg")
     return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
 
 
 def draw_run(directory: RunDirectory, updates_per_batch: int = 1) -> Path:
-    """Draws `run.png` into a run's folder: what it learned, what the region did, and to which tokens.
+    """Draws `run.png` into a run's directory: rewards, the region's actions, and the tokens it acted on.
 
     Args:
-        directory: The run's folder.
-        updates_per_batch: Updates made on each rollout; the reward is drawn once per rollout.
+        directory: The run's directory.
+        updates_per_batch: The number of updates on each rollout. The reward is drawn once per rollout.
 
     Raises:
-        MissingDataError: no step was measured.
-        MissingPackageError: matplotlib is not installed.
+        MissingDataError: If the run has no metrics.
+        MissingPackageError: If matplotlib is not installed.
     """
     rows = directory.rows()
     if not rows:
         raise MissingDataError(
-            f"{directory.path} must hold measured steps, and it has none. `trustrl run` writes them."
+            f"{directory.path} must contain metrics of at least one step, got none. Run `trustrl run` first."
         )
     need("matplotlib", extra="plots").use("Agg")
     plt = need("matplotlib.pyplot", extra="plots")
@@ -70,13 +70,17 @@ def draw_run(directory: RunDirectory, updates_per_batch: int = 1) -> Path:
     for axis in (learned, acted):
         axis.set_xlabel("step (update of the weights)")
     _by_probability(where, rows)
-    for axis, title in ((learned, "what it learned"), (acted, "what the region did"), (where, "to which tokens")):
+    for axis, title in (
+        (learned, "reward and accuracy"),
+        (acted, "tokens the region acted on"),
+        (where, "masked by probability"),
+    ):
         axis.set_title(title, fontsize=10, loc="left")
     return _saved(figure, (learned, acted, where), directory.path / "run.png")
 
 
 def _rewards(axis: Any, at: Sequence[int], rewards: Sequence[float], line: str, colour: str, label: str) -> None:
-    """Draws one marker per rollout where there are few of them, else a line through their running mean."""
+    """Draws one marker per rollout if they are few, else a line through their running mean."""
     few = len(rewards) <= FEW_ROLLOUTS
     values = rewards if few else windows(rewards, len(rewards) // FEW_ROLLOUTS)
     marks: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 0.9} if few else {"linewidth": 1.8}
@@ -84,7 +88,7 @@ def _rewards(axis: Any, at: Sequence[int], rewards: Sequence[float], line: str, 
 
 
 def shares_by_probability(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The masked share of the tokens in each bin of their probability when sampled; None where there are none."""
+    """Returns the masked share of the tokens by their probability when sampled; None for bins without tokens."""
     edges = (0.0, *PROBABILITY_EDGES, 1.0)
     names = bin_names("trustrl/masked_share_probability", PROBABILITY_EDGES)
     labels = (f"{low:g} – {high:g}" for low, high in pairwise(edges))
@@ -97,8 +101,8 @@ def _by_probability(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axis.set_yticks(range(len(shares)), list(shares), fontsize=8)
     for at, share in enumerate(shares.values()):
         if share is None:
-            axis.annotate("no such token", (0, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
-    axis.set_xlabel("masked share of such tokens")
+            axis.annotate("no tokens", (0, at), (3, 0), textcoords="offset points", va="center", fontsize=7)
+    axis.set_xlabel("masked share of these tokens")
     axis.set_ylabel("probability when sampled")
 
 
@@ -107,7 +111,7 @@ def _styles(regions: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _curves(found: Mapping[str, Any], file: Path) -> Path:
-    """Reward, and the share of tokens the region acted on: mean and range over seeds."""
+    """Draws the reward and the share of tokens the region acted on: mean and range over seeds."""
     plt = need("matplotlib.pyplot", extra="plots")
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.5, 6.4), sharex=True)
     for region, (colour, line) in _styles(list(found["regions"])).items():
@@ -128,7 +132,7 @@ def _curves(found: Mapping[str, Any], file: Path) -> Path:
                 axis.plot(steps, means, line, color=colour, label=region, linewidth=1.8)
             axis.fill_between(steps, list(map(min, at_each)), list(map(max, at_each)), color=colour, alpha=0.13, lw=0)
     top.set_ylabel("reward of the rollout")
-    bottom.set_ylabel("share of tokens\nstopped or projected")
+    bottom.set_ylabel("share of tokens\nmasked or projected")
     bottom.set_xlabel("step (update of the weights)")
     seeds = max(row["finished"] for row in found["regions"].values())
     top.set_title(f"mean and range of {seeds} seed{'s' * (seeds != 1)}", fontsize=10, loc="left")
@@ -143,7 +147,7 @@ def _shares(run: Mapping[str, Any]) -> list[float]:
 
 
 def _accuracies(found: Mapping[str, Any], file: Path) -> Path:
-    """Held-out accuracy before and after: every seed, the mean and its confidence interval."""
+    """Draws the held-out accuracy before and after: every seed, the mean and its confidence interval."""
     plt = need("matplotlib.pyplot", extra="plots")
     regions = list(found["regions"])
     figure, axis = plt.subplots(figsize=(7.5, 1.2 + 0.55 * len(regions)))
@@ -159,7 +163,7 @@ def _accuracies(found: Mapping[str, Any], file: Path) -> Path:
             axis.plot(row["accuracy_before"]["mean"], at + 0.08, "|", color="#555555", markersize=14)
     axis.set_yticks(range(len(regions)), regions)
     axis.set_ylim(len(regions) - 0.5, -0.5)
-    axis.set_xlabel("held-out accuracy: seeds (small), mean with 95 % t interval; grey bar: before training")
+    axis.set_xlabel("held-out accuracy: seeds (small), mean with 95% t interval; gray bar: before training")
     return _saved(figure, (axis,), file)
 
 

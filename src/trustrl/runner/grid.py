@@ -1,6 +1,6 @@
-"""`compare`: regions × seeds, each run in a process and a folder of its own.
+"""Grid of runs for `trustrl compare`: regions × seeds, each run in a separate process and directory.
 
-Finished runs are skipped, half-finished ones go on from their last checkpoint, failed ones are reported and counted.
+Skips finished runs, resumes unfinished ones from their last checkpoint, and reports and counts failed ones.
 """
 
 import subprocess
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trustrl.config import checks
+from trustrl.config import validators
 from trustrl.config.axes import Region
 from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
@@ -20,7 +20,7 @@ from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.recipe import Recipe, load
 from trustrl.runner.recipe_tables import folder_name
 
-SECONDS_BETWEEN_LOOKS = 0.2
+POLLING_SECONDS = 0.2
 LAST_WORDS = 5
 
 
@@ -36,7 +36,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A run that ended with an error, and its last words."""
+    """A run that ended with an error, and the end of its log."""
 
     region: str
     seed: int
@@ -45,11 +45,11 @@ class Failure:
 
 
 def chosen(names: Sequence[str], arms: Mapping[str, Region]) -> dict[str, Region]:
-    """The regions to compare, by name: arms and presets that are named, or every arm where nothing is.
+    """Returns the regions to compare, by name: the named arms and presets, or every arm if `names` is empty.
 
     Raises:
-        ConfigError: nothing is chosen, or one is named twice.
-        UnknownNameError: a name is neither an arm nor a preset.
+        ConfigError: If no region is chosen, or one is named twice.
+        UnknownNameError: If a name is neither an arm nor a preset.
     """
     if len(set(names)) != len(names) or not (names or arms):
         raise ConfigError(f"--regions must name presets or arms, each once, got {', '.join(names) or 'none'}.")
@@ -57,12 +57,12 @@ def chosen(names: Sequence[str], arms: Mapping[str, Region]) -> dict[str, Region
 
 
 def cells(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) -> list[Cell]:
-    """Every run, seed by seed, so that an interrupted comparison has as many of each region.
+    """Returns all runs, seed by seed, so that an interrupted comparison has equally many runs of each region.
 
     Raises:
-        ConfigError: a region does not go with the recipe.
+        ConfigError: If a region does not fit the recipe.
     """
-    checks.whole("--seeds", seeds, low=1)
+    validators.whole("--seeds", seeds, low=1)
     for name in regions:
         folder_name("A region's name", name)
     found = []
@@ -80,10 +80,11 @@ def cells(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) 
 
 
 def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) -> list[Cell]:
-    """Writes what is compared into the folder, or finds the same comparison there.
+    """Writes the recipes of the comparison into the directory, or checks that the same ones are there.
 
     Raises:
-        ConfigError: the folder holds runs of another recipe.
+        ConfigError: If the directory contains runs of another recipe.
+        MissingPackageError: If tomli-w is not installed.
     """
     found = cells(recipe, regions, seeds, out)
     for cell in found:
@@ -92,8 +93,8 @@ def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path
             changed = differences(load(file).to_dict(), cell.recipe.to_dict())
             if changed:
                 raise ConfigError(
-                    f"The folder must hold runs of this recipe, got {out}: {', '.join(changed)} changed. Choose "
-                    "another --out."
+                    f"The directory must contain runs of this recipe, got {out}, where {', '.join(changed)} changed. "
+                    "Choose another --out."
                 )
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path
 
 
 def command_of(cell: Cell) -> list[str]:
-    """The run in a process of its own."""
+    """Returns the command of a run."""
     recipe = str(cell.folder.with_suffix(".toml"))
     return [sys.executable, "-m", "trustrl.cli", "run", recipe, "--out", str(cell.folder), "--resume"]
 
@@ -111,52 +112,52 @@ def command_of(cell: Cell) -> list[str]:
 def run_all(
     todo: Sequence[Cell],
     workers: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     command: Callable[[Cell], list[str]] = command_of,
 ) -> list[Failure]:
-    """Runs what is not finished, at most `workers` at a time, and returns what failed.
+    """Executes the unfinished runs, at most `workers` at a time, and returns the failures.
 
     Args:
         todo: The grid.
-        workers: Processes at a time.
-        say: Takes one line for people at a time.
-        command: How a run is started.
+        workers: The number of parallel processes.
+        report: Receives log lines.
+        command: Returns the command of a run.
     """
-    checks.whole("--workers", workers, low=1)
+    validators.whole("--workers", workers, low=1)
     waiting = [cell for cell in todo if not RunDirectory(cell.folder).finished]
-    say(f"{len(todo)} runs, {len(todo) - len(waiting)} of them finished already")
+    report(f"{len(todo)} runs, {len(todo) - len(waiting)} of them already finished")
     failures: list[Failure] = []
     running: list[tuple[Cell, subprocess.Popen[bytes]]] = []
     try:
         for cell in waiting:
             while len(running) >= workers:
-                failures += _ended(running, say)
+                failures += _ended(running, report)
             cell.folder.parent.mkdir(parents=True, exist_ok=True)
             with cell.folder.with_suffix(".log").open("ab") as log:
                 running.append(
                     (cell, subprocess.Popen(command(cell), stdout=log, stderr=log, preexec_fn=ends_with_its_parent))
                 )
         while running:
-            failures += _ended(running, say)
+            failures += _ended(running, report)
     finally:
-        for _, process in running:  # interrupted: a half-finished run can be resumed
+        for _, process in running:  # after an interrupt; unfinished runs can be resumed
             process.terminate()
             process.wait()
     return failures
 
 
-def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], say: Callable[[str], None]) -> Iterator[Failure]:
-    """Waits until a run has ended; takes every ended one off the list."""
+def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], report: Callable[[str], None]) -> Iterator[Failure]:
+    """Waits until a run has ended, removes every ended run from the list, and yields the failures."""
     while all(process.poll() is None for _, process in running):
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLLING_SECONDS)
     for cell, process in [one for one in running if one[1].poll() is not None]:
         running.remove((cell, process))
         directory = RunDirectory(cell.folder)
         if process.returncode == 0 and directory.finished:
             result = directory.result()
             before, after = (f"{result[f'accuracy_{when}'] or 0:.3f}" for when in ("before", "after"))
-            say(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
+            report(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
             continue
         log = cell.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace").splitlines()
-        say(f"{cell.region}, seed {cell.seed}: failed with code {process.returncode}")
+        report(f"{cell.region}, seed {cell.seed}: failed with code {process.returncode}")
         yield Failure(cell.region, cell.seed, process.returncode, "\n".join(log[-LAST_WORDS:]))

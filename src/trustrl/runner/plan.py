@@ -1,4 +1,4 @@
-"""What a recipe amounts to, before anything is loaded: roles, counts, memory, cost, and the engine's own settings."""
+"""Plan of a recipe before anything is loaded: roles, counts, memory, cost, and the engine's own settings."""
 
 import shlex
 from dataclasses import dataclass
@@ -6,37 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.config.loading import config_to_dict
+from trustrl.recording.recording_settings import Recording
 from trustrl.recording.schema import bytes_per_token
-from trustrl.recording.settings import Recording
-from trustrl.runner import trl_settings, verl_settings
+from trustrl.runner import trl_arguments, verl_command
+from trustrl.runner.plan_memory import memory, shape_of
+from trustrl.runner.policy_roles import Roles, roles
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.roles import Roles, roles
-from trustrl.runner.shapes import shape_of
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-VERL_LOGITS = 4.4
-"""verl's own pass over whole logits, in float32 arrays of tokens × vocabulary: 2,724 MB at 1,024 × 151,936 were
-measured (docs/engines/verl.md)."""
-
-DYNAMIC_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens in one of verl's micro-batches where no size was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A recipe, worked out."""
+    """A resolved recipe: its roles, counts, memory estimate and engine settings."""
 
     recipe: Recipe
     roles: Roles
     counts: dict[str, int]
     memory: dict[str, int | None]
     records: dict[str, Any] | None
-    """Where recorded tokens go, and the most that one takes in memory; None where nothing is recorded."""
+    """Directory of the token records, and the largest size of a token in memory. None if nothing is recorded."""
 
     engine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Returns the plan as plain data."""
         return {
             "recipe": self.recipe.to_dict(),
             "roles": self.roles.to_dict(),
@@ -48,10 +40,11 @@ class Plan:
 
 
 def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
-    """Works a recipe out. Nothing is downloaded and no engine need be installed.
+    """Resolves a recipe. Downloads nothing and needs no engine.
 
     Raises:
-        ConfigError: the region needs what this engine and sampler do not record, or the engine would refuse a setting.
+        ConfigError: If the region needs values that this engine and sampler do not record, or if the engine would
+            refuse a setting.
     """
     shape = shape_of(recipe.model)
     found = roles(recipe, shape.hidden_size)
@@ -60,14 +53,14 @@ def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
         recipe,
         found,
         counts,
-        _memory(recipe, found, counts),
+        memory(recipe, shape, found, counts),
         _records(recipe.recording(folder), recipe.region.needs().topk),
         engine_settings(recipe, folder),
     )
 
 
 def _counts(recipe: Recipe) -> dict[str, int]:
-    """Tokens are the most there can be: every completion at full length."""
+    """Counts steps, sequences and tokens. Token counts are upper bounds: every completion at full length."""
     schedule = recipe.schedule
     batches = schedule.steps // schedule.updates_per_batch
     per_batch = schedule.prompts_per_batch * schedule.completions_per_prompt
@@ -86,64 +79,28 @@ def _counts(recipe: Recipe) -> dict[str, int]:
     }
 
 
-def _memory(recipe: Recipe, found: Roles, counts: dict[str, int]) -> dict[str, int | None]:
-    """Bytes on each rank. Activations and the sampler's cache of keys and values are not estimated."""
-    shape, ranks = shape_of(recipe.model), recipe.engine.ranks
-    width, on_trl = BYTES[recipe.model.dtype], recipe.engine.name == "trl"
-    split = 1 if on_trl else ranks  # TRL's ranks hold everything unless accelerate's own configuration splits it
-    total = shape.parameters
-    sampler_copies = not on_trl or recipe.sampler.kind == "vllm"
-    needs = recipe.region.needs()
-    tokens = -(-counts["completion_tokens_per_batch"] // ranks)
-    found_bytes: dict[str, int | None] = {
-        "weights": _times(total, width / split),
-        "gradients": _times(total, width / split),
-        "adam": _times(total, 2 * width / split),
-        "sampler_weights": _times(total, BYTES[recipe.sampler.dtype] / recipe.sampler.ranks) if sampler_copies else 0,
-        "logits": 0 if on_trl or needs.topk or needs.full else _verl_logits(recipe, shape.vocab_size),
-        "region_records": _times(found.record_bytes, tokens),
-    }
-    if needs.full:
-        head = None if shape.hidden_size is None or shape.vocab_size is None else shape.hidden_size * shape.vocab_size
-        found_bytes["copy_of_the_output_layer"] = _times(head, width)
-    known = [value for value in found_bytes.values() if value is not None]
-    return found_bytes | {"total": sum(known) if len(known) == len(found_bytes) else None}
-
-
 def _records(recording: Recording | None, topk: int) -> dict[str, Any] | None:
     if recording is None:
         return None
     return {"folder": str(recording.folder), "bytes_per_token": bytes_per_token(topk if recording.topk else 0)}
 
 
-def _times(count: int | None, factor: float) -> int | None:
-    return None if count is None else round(count * factor)
-
-
-def _verl_logits(recipe: Recipe, vocabulary: int | None) -> int | None:
-    rows = recipe.engine.micro_batch
-    length = recipe.schedule.max_prompt_tokens + recipe.schedule.max_completion_tokens
-    share = recipe.schedule.sequences_per_step // recipe.engine.ranks * length
-    tokens = rows * length if rows else min(share, DYNAMIC_TOKENS[recipe.engine.device])
-    return _times(vocabulary, VERL_LOGITS * 4 * tokens)
-
-
 def engine_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """The engine's own configuration, and how it is started.
+    """Returns the engine's own configuration and the way to start it.
 
     Raises:
-        ConfigError: the engine would refuse it.
+        ConfigError: If the engine would refuse it.
     """
     if recipe.engine.name == "verl":
-        verl_settings.check(recipe, folder)
-        return {"name": "verl", "command": verl_settings.command(recipe, folder, recipe.model.name)}
-    trl_settings.check(recipe)
+        verl_command.check(recipe, folder)
+        return {"name": "verl", "command": verl_command.command(recipe, folder, recipe.model.name)}
+    trl_arguments.check(recipe)
     recording = recipe.recording(folder)
     return {
         "name": "trl",
-        "GRPOConfig": trl_settings.grpo_fields(recipe, str(folder / "checkpoints")),
+        "GRPOConfig": trl_arguments.grpo_fields(recipe, str(folder / "checkpoints")),
         "TrustRegionGRPOTrainer": {
-            **trl_settings.trainer_arguments(recipe),
+            **trl_arguments.trainer_arguments(recipe),
             "region": config_to_dict(recipe.region),
             "recording": None if recording is None else config_to_dict(recording),
         },
@@ -152,7 +109,7 @@ def engine_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def launcher(recipe: Recipe) -> str:
-    """What starts the run's processes on TRL."""
+    """Returns the command that starts the run's processes on TRL."""
     if recipe.engine.ranks == 1:
         return "trustrl run"
     nodes = f"--nnodes {recipe.engine.nodes} " if recipe.engine.nodes > 1 else ""
@@ -160,11 +117,11 @@ def launcher(recipe: Recipe) -> str:
 
 
 def text(made: Plan) -> str:
-    """The plan for people."""
+    """Formats the plan for the terminal."""
     recipe, counts = made.recipe, made.counts
     lines = [
-        f"{recipe.name}: {recipe.model.name} learns {recipe.task.name}, {recipe.region.kind} on {recipe.engine.name} "
-        f"({recipe.engine.ranks} × {recipe.engine.device})",
+        f"{recipe.name}: train {recipe.model.name} on {recipe.task.name} with {recipe.region.kind}, on "
+        f"{recipe.engine.name} ({recipe.engine.ranks} × {recipe.engine.device})",
         "",
         "Roles",
         f"  behavior      {made.roles.behavior}",
@@ -172,19 +129,19 @@ def text(made: Plan) -> str:
         f"  anchor        {made.roles.anchor}",
         f"  distribution  {made.roles.distribution}",
         "",
-        "Counts (tokens: the most there can be)",
+        "Counts (tokens: upper bounds)",
         f"  a step        {counts['sequences_per_step']:,} sequences, {counts['completion_tokens_per_step']:,} "
         "completion tokens, 1 update",
         f"  a batch       {counts['sequences_per_batch']:,} sequences, {counts['completion_tokens_per_batch']:,} "
         f"completion tokens, {counts['updates_per_batch']} update{'s' * (counts['updates_per_batch'] > 1)}",
-        f"  in all        {counts['steps']:,} updates, {counts['batches']:,} batches, "
+        f"  total         {counts['steps']:,} updates, {counts['batches']:,} batches, "
         f"{counts['sequences_sampled']:,} sequences, {counts['completion_tokens_sampled']:,} completion tokens",
         "",
-        "Memory on each rank, estimated (without activations and the sampler's cache)",
+        "Estimated memory on each rank (without activations and the sampler's cache)",
         *(f"  {name.replace('_', ' '):<26}{_size(value):>12}" for name, value in made.memory.items()),
         f"  the region records {made.roles.bytes_per_token} bytes for each completion token",
         "",
-        "Forward passes beside the engine's own, for each batch",
+        "Additional forward passes for each batch",
         *(f"  {one}" for one in made.roles.passes or ("none",)),
         "",
         *_records_text(made),
@@ -199,11 +156,11 @@ def _records_text(made: Plan) -> list[str]:
         return []
     return [
         "Records",
-        f"  in            {made.records['folder']}",
-        f"  on disk       {100 * recording.sample:g} % of the sequences of every step, at most "
-        f"{recording.max_rows_per_step:,} tokens of it on each rank",
+        f"  directory     {made.records['folder']}",
+        f"  on disk       {100 * recording.sample:g}% of the sequences of every step, at most "
+        f"{recording.max_rows_per_step:,} tokens per step on each rank",
         f"  in memory     the last {recording.ring_steps} steps on each rank, at most {_size(recording.ring_bytes)}; "
-        f"up to {made.records['bytes_per_token']} bytes a token",
+        f"up to {made.records['bytes_per_token']} bytes per token",
         "",
     ]
 

@@ -1,21 +1,41 @@
-"""What a run's processes know of each other."""
+"""Processes of a run: their rank, their rendezvous port, their lifetime, and the progress the first one shows."""
 
 import ctypes
 import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
+from typing import Any
+
+from trustrl.world.progress import ProgressDisplay
+
+SHOWN = {
+    "reward": "reward", "trustrl/masked_share": "masked", "trustrl/projected_share": "projected",
+    "trustrl/entropy": "entropy", "entropy": "entropy",
+}  # fmt: skip
+
+
+class Progress(ProgressDisplay):
+    """Progress of a training run, with the main metrics of each step."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Shows a completed step with the metrics in `row`."""
+        shown = {
+            word: f"{word} {row[name]:.3f}" for name, word in SHOWN.items() if isinstance(row.get(name), (int, float))
+        }
+        self.update(row["step"], ", ".join(shown.values()))
 
 
 def is_main_process() -> bool:
-    """False on all ranks but the first of a run that a launcher started."""
+    """Returns True unless a launcher started this process with a rank other than 0."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def take_a_port() -> None:
-    """Gives a run of one process a rendezvous of its own; a launcher has given its ranks theirs.
+    """Chooses a free rendezvous port for a run of one process. Launchers choose one for their ranks.
 
-    Engines fall back on one fixed port, and the second of two runs on a machine finds it in use.
+    Engines default to one fixed port, so the second of two runs on a machine would find it in use.
     """
     if "MASTER_PORT" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return
@@ -25,9 +45,9 @@ def take_a_port() -> None:
 
 
 def ends_with_its_parent() -> None:
-    """For `Popen(preexec_fn=)`: the child is ended when its parent is killed, which could not end it itself.
+    """Makes the kernel terminate this child if its parent is killed. Pass it to `Popen(preexec_fn=)`.
 
-    Linux only. Elsewhere a child may outlive a killed parent, and a resumed run then finds its folder in use.
+    Linux only. On other systems a child may outlive a killed parent, and a resumed run then finds its directory in use.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1

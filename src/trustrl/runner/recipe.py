@@ -1,4 +1,4 @@
-"""A recipe: everything that one training run follows from, on any engine. See docs/reference/recipe.md."""
+"""Recipe of a training run: all its settings, on any engine. See docs/reference/recipe.md."""
 
 import re
 import tomllib
@@ -7,46 +7,45 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trustrl.config import checks
+from trustrl.config import validators
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict, config_to_dict
 from trustrl.config.presets import override, preset
 from trustrl.errors import ConfigError
-from trustrl.recording.files import RECORDS
-from trustrl.recording.settings import Recording
+from trustrl.recording.record_files import RECORDS
+from trustrl.recording.recording_settings import Recording
 from trustrl.registry import nearest
-from trustrl.runner import recipe_tables, toml
+from trustrl.runner import recipe_files, recipe_tables
 from trustrl.runner.recipe_tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
-from trustrl.runner.shipped import file_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
-"""What [records] may say."""
+"""Keys that [records] accepts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Everything that one run follows from."""
+    """All settings of one run."""
 
     name: str
-    """What the run is called."""
+    """Name of the run."""
 
     model: Model
     task: TaskChoice
     engine: Engine
     region: Region
-    """`preset = "<name>"` with what differs from it, or a `kind` and its settings in full."""
+    """`preset = "<name>"` with the settings that differ from it, or a `kind` with all its settings."""
 
     optimiser: Optimiser
     schedule: Schedule
     sampler: Sampler = field(default_factory=Sampler)
     evaluation: Evaluation = field(default_factory=Evaluation)
     records: Recording | None = None
-    """Which tokens the run writes down; none unless told. Its `folder` is not read: the run's own has one for them."""
+    """Settings of the token records. None records nothing. `folder` is ignored: records go into the run directory."""
 
     def __post_init__(self) -> None:
         recipe_tables.folder_name("name", self.name)
-        checks.instance("region", self.region, (Region,))
+        validators.instance("region", self.region, (Region,))
         ranks, sequences = self.engine.ranks, self.schedule.sequences_per_step
         if sequences % ranks:
             raise ConfigError(
@@ -72,8 +71,8 @@ class Recipe:
             self._check_verl()
         elif self.sampler.kind == "transformers" and self.sampler.dtype != self.model.dtype:
             raise ConfigError(
-                f"sampler.dtype must be the model's, {self.model.dtype!r}, where TRL samples with transformers, got "
-                f"{self.sampler.dtype!r}. It is the trainer's own network."
+                f"sampler.dtype must be the model's, {self.model.dtype!r}, when TRL samples with transformers, got "
+                f"{self.sampler.dtype!r}. The sampler is then the trainer's network."
             )
 
     def _check_verl(self) -> None:
@@ -90,29 +89,29 @@ class Recipe:
             raise ConfigError("optimiser.schedule must be 'constant' or 'cosine' on verl, got 'linear'.")
         if self.sampler.kind == "transformers" and self.engine.device != "cpu":
             raise ConfigError(
-                "sampler.kind must be 'vllm' for verl on GPUs, got 'transformers', which is its sampler on a CPU."
+                "sampler.kind must be 'vllm' for verl on GPUs, got 'transformers', which verl supports on CPUs only."
             )
 
     def recording(self, folder: Path) -> Recording | None:
-        """What is recorded where, of a run in `folder`; None where nothing is."""
+        """Returns the recording settings of a run in `folder`, or None if the recipe records nothing."""
         return None if self.records is None else replace(self.records, folder=folder / RECORDS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads back to an equal recipe; the region in full."""
+        """Returns plain data that `from_dict` reads back as an equal recipe. Contains all settings of the region."""
         plain = {name: _plain(getattr(self, name)) for name in TABLES}
-        plain["region"] = _without_none(config_to_dict(self.region))
+        plain["region"] = recipe_files.without_none(config_to_dict(self.region))
         if self.records is not None:
-            given = _without_none(config_to_dict(self.records))
+            given = recipe_files.without_none(config_to_dict(self.records))
             plain["records"] = {key: given[key] for key in RECORD_KEYS}
         return {"name": self.name, **plain}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
-        """The recipe that plain data describes.
+        """Builds a recipe from plain data.
 
         Raises:
-            ConfigError: a key is unknown or missing, or a value does not fit.
-            UnknownNameError: no such preset or kind of region.
+            ConfigError: If a key is unknown or missing, or a value is invalid.
+            UnknownNameError: If no such preset or kind of region exists.
         """
         _refuse_unknown("A recipe", data, ["name", *TABLES, "region", "records"])
         _refuse_missing("A recipe", data, cls)
@@ -122,34 +121,38 @@ class Recipe:
         return cls(name=data["name"], region=_region(data["region"]), **given)
 
     def to_toml(self) -> str:
-        """The recipe as a file."""
-        return toml.dumps(self.to_dict())
+        """Returns the recipe as TOML text.
+
+        Raises:
+            MissingPackageError: If tomli-w is not installed.
+        """
+        return recipe_files.dumps(self.to_dict())
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in a TOML file, or the one of that name that comes with trustrl, with settings replaced.
+    """Loads a recipe from a TOML file, or a shipped recipe by name, and applies overrides.
 
     An override has the form `schedule.steps=50`.
 
     Raises:
-        ConfigError: there is no such file, it is not TOML, or a setting does not fit.
-        UnknownNameError: no such recipe, preset or kind of region.
+        ConfigError: If the file does not exist or is not TOML, or if a setting is invalid.
+        UnknownNameError: If no such recipe, preset or kind of region exists.
     """
-    return Recipe.from_dict(toml.override(_read("The recipe", file_of(path)), overrides))
+    return Recipe.from_dict(recipe_files.override(_read("The recipe", recipe_files.file_of(path)), overrides))
 
 
 def load_arms(path: str | Path) -> dict[str, Region]:
-    """The regions to compare, by name: a TOML file whose tables are each written like a recipe's [region].
+    """Loads the regions to compare, by name, from a TOML file. Each table has the form of a recipe's [region].
 
     Raises:
-        ConfigError: there is no such file, it is not TOML, or a setting does not fit.
-        UnknownNameError: no such preset or kind of region.
+        ConfigError: If the file does not exist or is not TOML, or if a setting is invalid.
+        UnknownNameError: If no such preset or kind of region exists.
     """
     arms = {name: _region(data, name) for name, data in _read("The arms", path).items()}
     for name in arms:
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"An arm's name must be letters, digits, '.', '_' and '-', got {name!r}. It names a folder."
+                f"An arm's name must consist of letters, digits, '.', '_' and '-', got {name!r}. It names a directory."
             )
     return arms
 
@@ -158,22 +161,24 @@ def _read(what: str, path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
-        raise ConfigError(f"{what} must be a TOML file, got {str(path)!r}, and there is none.") from None
+        raise ConfigError(f"{what} must be a TOML file, got {str(path)!r}, which does not exist.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} must be TOML, and it is not: {error}.") from None
+        raise ConfigError(f"{path} must be TOML, got: {error}.") from None
 
 
 def _region(data: Any, where: str = "region") -> Region:
     recipe_tables.mapping(where, data)
     if "preset" not in data:
         if "kind" not in data:
-            raise ConfigError(f"{where} must have a preset or a kind, as in preset = 'dppo-binary-tv'.")
+            raise ConfigError(
+                f"{where} must have a preset or a kind, got neither. Write for example preset = 'dppo-binary-tv'."
+            )
         region = config_from_dict(data)
     else:
         more = {key: value for key, value in data.items() if key != "preset"}
         recipe_tables.text(f"{where}.preset", data["preset"])
         region = override(preset(data["preset"]), more)
-    checks.instance(where, region, (Region,))
+    validators.instance(where, region, (Region,))
     return region
 
 
@@ -181,7 +186,7 @@ def _records(data: Any) -> Recording:
     recipe_tables.mapping("records", data)
     if "folder" in data:
         raise ConfigError(
-            f"records.folder must be left out, got {data['folder']!r}. Records are in `{RECORDS}` of the run's folder."
+            f"records.folder must be left out, got {data['folder']!r}. Records go to `{RECORDS}` in the run directory."
         )
     _refuse_unknown("[records]", data, list(RECORD_KEYS))
     return Recording.of({"folder": RECORDS, **data})
@@ -212,11 +217,3 @@ def _refuse_missing(where: str, data: Mapping[str, Any], kind: type) -> None:
 
 def _plain(table: Any) -> dict[str, Any]:
     return {one.name: value for one in fields(table) if (value := getattr(table, one.name)) is not None}
-
-
-def _without_none(data: Any) -> Any:
-    if isinstance(data, list):
-        return list(map(_without_none, data))
-    if not isinstance(data, Mapping):
-        return data
-    return {key: _without_none(value) for key, value in data.items() if value is not None}

@@ -1,10 +1,10 @@
-"""The tables of a recipe: what may be chosen, with its default and its rule."""
+"""Tables of a recipe: each setting with its default and its valid values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trustrl.config import checks
+from trustrl.config import validators
 from trustrl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -12,207 +12,208 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """[model]: what is trained."""
+    """[model]: the model to train."""
 
     name: str
-    """A name that `trustrl.models.path` knows, a folder, or a hub id."""
+    """A name that `trustrl.world.models.path` knows, a directory, or a hub id."""
 
     dtype: str = "float32"
-    """Of the trained weights."""
+    """Dtype of the trained weights."""
 
     parameters: int | None = None
-    """For the plan's memory alone, where the model is not on this machine."""
+    """Used only for the plan's memory estimate, if the model is not on this machine."""
 
     hidden_size: int | None = None
-    """For the plan alone."""
+    """Used only for the plan."""
 
     vocab_size: int | None = None
-    """For the plan alone."""
+    """Used only for the plan."""
 
     def __post_init__(self) -> None:
         text("model.name", self.name)
-        checks.one_of("model.dtype", self.dtype, DTYPES)
+        validators.one_of("model.dtype", self.dtype, DTYPES)
         for name in ("parameters", "hidden_size", "vocab_size"):
             if getattr(self, name) is not None:
-                checks.whole(f"model.{name}", getattr(self, name), low=1)
+                validators.whole(f"model.{name}", getattr(self, name), low=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskChoice:
-    """[task]: problems and their reward."""
+    """[task]: the problems and their reward."""
 
     name: str
-    """A name that `trustrl.tasks.load` knows, such as "arithmetic" or "reasoning-gym:chain_sum"."""
+    """A name that `trustrl.world.tasks.load` knows, such as "arithmetic" or "reasoning-gym:chain_sum"."""
 
     chat: bool = False
-    """Whether prompts are worded for a chat model."""
+    """True if prompts are chat messages."""
 
     problems: int = 2000
-    """Training problems that prompts are drawn from."""
+    """Number of training problems to draw prompts from."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the task."""
+    """The task's own settings."""
 
     def __post_init__(self) -> None:
         text("task.name", self.name)
-        checks.truth("task.chat", self.chat)
-        checks.whole("task.problems", self.problems, low=1)
+        validators.truth("task.chat", self.chat)
+        validators.whole("task.problems", self.problems, low=1)
         mapping("task.settings", self.settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """[engine]: who trains, and on what."""
+    """[engine]: the trainer and its hardware."""
 
     name: Literal["trl", "verl"]
     """The trainer."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where."""
+    """The kind of device to train on."""
 
     nodes: int = 1
-    """Machines."""
+    """Number of machines."""
 
     ranks_per_node: int = 1
-    """Training processes on each of them: GPUs, on GPUs."""
+    """Training processes per machine. On GPUs, the number of GPUs."""
 
     micro_batch: int | None = None
-    """Sequences in one forward pass of a rank; a step's share of the rank unless told."""
+    """Sequences in one forward pass of a rank. Defaults to the rank's share of a step."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the engine's own: fields of GRPOConfig, or verl's settings as dotted keys or tables. They win."""
+    """Fields of GRPOConfig, or verl settings as dotted keys or tables. They override the recipe's other settings."""
 
     def __post_init__(self) -> None:
-        checks.one_of("engine.name", self.name, ("trl", "verl"))
-        checks.one_of("engine.device", self.device, ("cpu", "cuda"))
-        checks.whole("engine.nodes", self.nodes, low=1)
-        checks.whole("engine.ranks_per_node", self.ranks_per_node, low=1)
+        validators.one_of("engine.name", self.name, ("trl", "verl"))
+        validators.one_of("engine.device", self.device, ("cpu", "cuda"))
+        validators.whole("engine.nodes", self.nodes, low=1)
+        validators.whole("engine.ranks_per_node", self.ranks_per_node, low=1)
         if self.micro_batch is not None:
-            checks.whole("engine.micro_batch", self.micro_batch, low=1)
+            validators.whole("engine.micro_batch", self.micro_batch, low=1)
         mapping("engine.settings", self.settings)
 
     @property
     def ranks(self) -> int:
-        """Training processes in all."""
+        """Total number of training processes."""
         return self.nodes * self.ranks_per_node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampler:
-    """[sampler]: who draws the completions, which makes it the behavior policy."""
+    """[sampler]: the sampler of the completions, which is the behavior policy."""
 
     kind: Literal["transformers", "vllm"] = "transformers"
-    """transformers samples with the trainer's own network, vLLM with an engine of its own."""
+    """transformers samples with the trainer's network, vLLM with a separate engine."""
 
     dtype: str = "float32"
-    """Of the sampler; another one than the trainer's is a real mismatch. With transformers on TRL, the model's own."""
+    """Dtype of the sampler. One that differs from the trainer's causes a real mismatch. With transformers on TRL it
+    must be the model's."""
 
     temperature: float = 1.0
-    """Of the completions to train on."""
+    """Sampling temperature of the training completions."""
 
     ranks: int = 1
-    """GPUs that share one copy of vLLM's weights (tensor parallel)."""
+    """Tensor-parallel size of vLLM: the number of GPUs that share one copy of its weights."""
 
     def __post_init__(self) -> None:
-        checks.one_of("sampler.kind", self.kind, ("transformers", "vllm"))
-        checks.one_of("sampler.dtype", self.dtype, DTYPES)
-        checks.real("sampler.temperature", self.temperature, rule="a temperature > 0", low=0.0)
-        checks.whole("sampler.ranks", self.ranks, low=1)
+        validators.one_of("sampler.kind", self.kind, ("transformers", "vllm"))
+        validators.one_of("sampler.dtype", self.dtype, DTYPES)
+        validators.real("sampler.temperature", self.temperature, rule="a temperature > 0", low=0.0)
+        validators.whole("sampler.ranks", self.ranks, low=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimiser:
-    """[optimiser]: AdamW's settings."""
+    """[optimiser]: settings of AdamW."""
 
     learning_rate: float
-    """The highest of the schedule."""
+    """Peak learning rate."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How it goes on after the warm-up. verl has no linear one."""
+    """Learning-rate schedule after the warm-up. verl does not support "linear"."""
 
     warmup_steps: int = 0
-    """Steps it rises for. On verl a multiple of `schedule.updates_per_batch`."""
+    """Steps of linear warm-up. On verl a multiple of `schedule.updates_per_batch`."""
 
     weight_decay: float = 0.0
-    """Which weights it spares is the engine's choice."""
+    """Weight decay. The engine chooses the weights that it applies to."""
 
     max_grad_norm: float = 1.0
-    """Longer gradients are shortened to this."""
+    """Largest gradient norm; longer gradients are clipped."""
 
     def __post_init__(self) -> None:
-        checks.real("optimiser.learning_rate", self.learning_rate, rule="a number > 0", low=0.0)
-        checks.one_of("optimiser.schedule", self.schedule, ("constant", "linear", "cosine"))
-        checks.whole("optimiser.warmup_steps", self.warmup_steps, low=0)
-        checks.non_negative("optimiser.weight_decay", self.weight_decay)
-        checks.real("optimiser.max_grad_norm", self.max_grad_norm, rule="a length > 0", low=0.0)
+        validators.real("optimiser.learning_rate", self.learning_rate, rule="a number > 0", low=0.0)
+        validators.one_of("optimiser.schedule", self.schedule, ("constant", "linear", "cosine"))
+        validators.whole("optimiser.warmup_steps", self.warmup_steps, low=0)
+        validators.non_negative("optimiser.weight_decay", self.weight_decay)
+        validators.real("optimiser.max_grad_norm", self.max_grad_norm, rule="a length > 0", low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """[schedule]: how much is sampled, and how often it is trained on. A step is one update of the weights."""
+    """[schedule]: the amount of sampling and the updates on each batch. A step is one update of the weights."""
 
     steps: int
-    """Updates of the weights in all."""
+    """Total number of updates of the weights."""
 
     prompts_per_step: int
-    """Problems one update sees."""
+    """Number of problems in one update."""
 
     completions_per_prompt: int
-    """The group whose rewards are compared."""
+    """Size of the group whose rewards are compared."""
 
     max_prompt_tokens: int
-    """Room for a prompt."""
+    """Largest prompt, in tokens."""
 
     max_completion_tokens: int
-    """Where a completion is cut."""
+    """Largest completion, in tokens. Longer ones are truncated."""
 
     updates_per_batch: int = 1
-    """Updates from one batch of rollouts: the staleness a region is for."""
+    """Updates on one batch of rollouts. More updates make the batch more off-policy."""
 
     update_sees: Literal["batch", "part"] = "batch"
-    """Whether each of these updates sees the whole batch again, or a part of its own. In parts a batch is
-    `updates_per_batch` times as large."""
+    """Data of each update: the whole batch again, or a separate part. With "part", a batch is `updates_per_batch` times
+    as large."""
 
     checkpoint_every: int | None = None
-    """Steps between checkpoints, a multiple of `updates_per_batch`: a tenth of the run unless told."""
+    """Steps between checkpoints, a multiple of `updates_per_batch`. Defaults to a tenth of the run."""
 
     seed: int = 0
-    """Of problems, samples and shuffles."""
+    """Seed of problems, samples and shuffles."""
 
     def __post_init__(self) -> None:
         for name in (
             "steps", "prompts_per_step", "max_prompt_tokens", "max_completion_tokens", "updates_per_batch",
         ):  # fmt: skip
-            checks.whole(f"schedule.{name}", getattr(self, name), low=1)
-        checks.whole(
+            validators.whole(f"schedule.{name}", getattr(self, name), low=1)
+        validators.whole(
             "schedule.completions_per_prompt",
             self.completions_per_prompt,
             low=2,
             advice="Advantages compare the completions of one prompt.",
         )
-        checks.whole("schedule.seed", self.seed, low=0)
-        checks.one_of("schedule.update_sees", self.update_sees, ("batch", "part"))
+        validators.whole("schedule.seed", self.seed, low=0)
+        validators.one_of("schedule.update_sees", self.update_sees, ("batch", "part"))
         if self.steps % self.updates_per_batch:
             raise ConfigError(
                 f"schedule.steps must be a multiple of updates_per_batch, {self.updates_per_batch}, got {self.steps}. "
-                "The last batch would be left half used."
+                "Otherwise the last batch would be used only in part."
             )
         if self.checkpoint_every is not None:
-            checks.whole("schedule.checkpoint_every", self.checkpoint_every, low=1)
+            validators.whole("schedule.checkpoint_every", self.checkpoint_every, low=1)
             if self.checkpoint_every % self.updates_per_batch:
                 raise ConfigError(
                     f"schedule.checkpoint_every must be a multiple of updates_per_batch, {self.updates_per_batch}, got "
-                    f"{self.checkpoint_every}. Engines keep no rollouts: a run goes on unchanged only between batches."
+                    f"{self.checkpoint_every}. Engines do not save rollouts, so a run can resume only between batches."
                 )
 
     @property
     def sequences_per_step(self) -> int:
-        """Completions one update sees."""
+        """Number of completions in one update."""
         return self.prompts_per_step * self.completions_per_prompt
 
     @property
     def prompts_per_batch(self) -> int:
-        """Problems sampled at once."""
+        """Number of problems sampled at once."""
         return self.prompts_per_step * (self.updates_per_batch if self.update_sees == "part" else 1)
 
     @property
@@ -226,46 +227,47 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """[evaluation]: held-out problems, before training, after it, and in between if wanted."""
+    """[evaluation]: accuracy on held-out problems before and after training, and optionally during it."""
 
     count: int = 500
-    """Answers to score; where there are fewer held-out problems, some are answered more than once."""
+    """Number of answers to score. With fewer held-out problems, some are answered more than once."""
 
     every: int = 0
-    """Steps between evaluations; 0 for before and after alone. On verl a multiple of `schedule.updates_per_batch`."""
+    """Steps between evaluations. 0 evaluates before and after only. On verl a multiple of
+    `schedule.updates_per_batch`."""
 
     temperature: float = 1.0
-    """0 takes the most likely token."""
+    """Sampling temperature. 0 decodes greedily."""
 
     def __post_init__(self) -> None:
-        checks.whole("evaluation.count", self.count, low=1)
-        checks.whole("evaluation.every", self.every, low=0)
-        checks.non_negative("evaluation.temperature", self.temperature)
+        validators.whole("evaluation.count", self.count, low=1)
+        validators.whole("evaluation.every", self.every, low=0)
+        validators.non_negative("evaluation.temperature", self.temperature)
 
 
 TABLES: dict[str, type] = {
     "model": Model, "task": TaskChoice, "engine": Engine, "sampler": Sampler, "optimiser": Optimiser,
     "schedule": Schedule, "evaluation": Evaluation,
 }  # fmt: skip
-"""Every table but [region] and [records], which have the settings of regions and of `trustrl.recording.Recording`."""
+"""All tables except [region] and [records], which have the settings of regions and `trustrl.recording.Recording`."""
 
 
 def text(where: str, value: Any) -> None:
-    """Refuses what is no text, or an empty one."""
+    """Raises if the value is not a non-empty string."""
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} must be a text, got {value!r}.")
+        raise ConfigError(f"{where} must be a non-empty string, got {value!r}.")
 
 
 def folder_name(where: str, value: Any) -> None:
-    """Refuses a text that cannot be the name of one directory."""
+    """Raises if the value cannot be the name of a single directory."""
     text(where, value)
     if value in (".", "..") or any(sign in value for sign in "/\\") or not value.isprintable():
         raise ConfigError(
-            f"{where} must be one name without '/', '\\' or control characters, got {value!r}. It names a folder."
+            f"{where} must be one name without '/', '\\' or control characters, got {value!r}. It names a directory."
         )
 
 
 def mapping(where: str, value: Any) -> None:
-    """Refuses what is no table."""
+    """Raises if the value is not a table."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where} must be a table, got {value!r}.")

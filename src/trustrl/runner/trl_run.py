@@ -1,4 +1,4 @@
-"""A recipe on TRL, in this process: `TrustRegionGRPOTrainer`, its own checkpoints, our metrics file."""
+"""Runs a recipe on TRL in this process, with `TrustRegionGRPOTrainer` and trustrl's metrics file."""
 
 import os
 import time
@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trustrl import models, tasks
 from trustrl.errors import ConfigError
-from trustrl.packages import need, require
-from trustrl.runner.checkpoints import Survey, checkpoints_in, is_marked, rotate
+from trustrl.optional_imports import need, require
+from trustrl.runner.checkpoints import (
+    Survey,
+    checkpoints_in,
+    fault_of,
+    is_marked,
+    refuse_foreign,
+    rotate,
+    write_manifest,
+)
 from trustrl.runner.directory import RunDirectory
-from trustrl.runner.manifest import fault_of, write_manifest
 from trustrl.runner.plan import launcher
-from trustrl.runner.processes import is_main_process, take_a_port
-from trustrl.runner.progress import Progress
+from trustrl.runner.processes import Progress, is_main_process, take_a_port
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.trl_settings import grpo_fields, trainer_arguments
-from trustrl.runner.trust import refuse_foreign
+from trustrl.runner.trl_arguments import grpo_fields, trainer_arguments
+from trustrl.world import models, tasks
 
 PREFIX = "checkpoint-"
 NEEDED = {
@@ -26,17 +31,17 @@ NEEDED = {
     "scheduler state": ("scheduler.pt", "global_step"),
     "trainer state": ("trainer_state.json",),
 }
-"""Parts of a checkpoint, and how the names of their files start; DeepSpeed keeps several in `global_step*`."""
+"""Parts of a checkpoint, and the prefixes of their file names. DeepSpeed keeps several parts in `global_step*`."""
 
 OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
 KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
 
 
 def require_packages(recipe: Recipe) -> None:
-    """Looks for TRL, and for vLLM if it samples, before anything is written.
+    """Raises if TRL is not installed, or vLLM if the recipe samples with it. Imports neither.
 
     Raises:
-        MissingPackageError: one is not installed.
+        MissingPackageError: If one is not installed.
     """
     require("trl", advice='Run `pip install "trustrl[trl]"`.')
     if recipe.sampler.kind == "vllm":
@@ -46,27 +51,27 @@ def require_packages(recipe: Recipe) -> None:
 
 
 def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
-    """Trains from the last whole checkpoint, evaluates before and after.
+    """Trains from the newest intact checkpoint, and evaluates before and after.
 
-    With transformers as the sampler, a run that was killed and resumed ends as it would have ended. vLLM's random
-    stream is in no checkpoint, so there it goes on with other samples.
+    With transformers as the sampler, a run that was killed and resumed gives the same result as an uninterrupted run.
+    Checkpoints do not contain vLLM's random state, so with vLLM the samples after a resume differ.
 
     Raises:
-        ConfigError: the number of processes is not the recipe's, or the trainer refuses a setting.
+        ConfigError: If the number of processes differs from the recipe's, or the trainer refuses a setting.
     """
     main = _checked_rank(recipe)
     take_a_port()
     if recipe.sampler.kind == "vllm" and recipe.engine.device == "cpu":
         from trustrl.engines.vllm.options import set_cpu_environment
 
-        set_cpu_environment()  # before anybody imports vllm
-    need("transformers.utils.logging", extra="trl").disable_progress_bar()  # ours says how it is getting on
+        set_cpu_environment()  # before vllm is imported
+    need("transformers.utils.logging", extra="trl").disable_progress_bar()  # `progress` replaces it
     done, checkpoint = last_checkpoint(recipe, directory, progress)
     if main:
         directory.forget_after(done)
     if done and main:
-        progress.say(f"goes on after step {done}")
-    if done >= recipe.schedule.steps:  # killed between its last checkpoint and its result
+        progress.log(f"resuming after step {done}")
+    if done >= recipe.schedule.steps:  # the run was killed between its last checkpoint and its result
         if main:
             _evaluate(recipe, directory, progress, done, _loaded(str(checkpoint)))
         return
@@ -79,13 +84,13 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
 
 
 def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress) -> tuple[int, Path | None]:
-    """Returns the newest whole checkpoint and its step; (0, None) if the run has saved none yet.
+    """Returns the step and path of the newest intact checkpoint, or (0, None) if the run has not saved one.
 
-    Every rank examines all files, so all of them choose the same one. The first rank renames what was rejected.
+    Every rank examines all files, so all ranks choose the same checkpoint. The first rank renames the rejected ones.
 
     Raises:
-        ConfigError: other users own the checkpoint or can write to it.
-        EngineError: the run's checkpoints are all damaged.
+        ConfigError: If other users own the checkpoint or can write to it.
+        EngineError: If all checkpoints of the run are damaged.
     """
 
     def fault(checkpoint: Path) -> str | None:
@@ -96,12 +101,12 @@ def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress)
     found = Survey(checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault)
     found.refuse_if_none_is_left()
     if is_main_process():
-        found.set_aside(progress.say)
+        found.set_aside(progress.log)
     return found.step, found.chosen
 
 
 def _missing(checkpoint: Path, ranks: int) -> str | None:
-    """Returns the part that a checkpoint lacks. transformers skips some of them without an error."""
+    """Returns the fault if a checkpoint lacks a part. transformers skips some missing parts without an error."""
     _, folders, files = next(os.walk(checkpoint), ("", [], []))
     names = {*folders, *files}
     for what, starts in NEEDED.items():
@@ -131,10 +136,10 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
     try:
         args = GRPOConfig(**fields)
     except TypeError as error:
-        raise ConfigError(f"engine.settings must be fields of TRL's GRPOConfig: {error}.") from None
+        raise ConfigError(f"engine.settings must be fields of TRL's GRPOConfig, got: {error}.") from None
     except ValueError as error:
         raise ConfigError(f"TRL refuses the recipe's settings: {error}") from None
-    keep, args.save_total_limit = args.save_total_limit, None  # transformers would delete any folder `checkpoint-*`
+    keep, args.save_total_limit = args.save_total_limit, None  # transformers would delete any directory `checkpoint-*`
     if args.use_cpu:
         need("torch", extra="trl").set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     task = tasks.load(recipe.task.name, **recipe.task.settings)
@@ -150,7 +155,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
         recording=recipe.recording(directory.path),
         **trainer_arguments(recipe),
     )
-    trainer.remove_callback(PrinterCallback)  # it writes to stdout, which is for data
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
     return trainer
 
 
@@ -161,7 +166,7 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
     every = recipe.evaluation.every
 
     class Watcher(TrainerCallback):
-        """Writes each step's metrics as it ends, and evaluates in between."""
+        """Writes the metrics of each step, and evaluates every `evaluation.every` steps."""
 
         reward: Mapping[str, Any] = {}
 
@@ -171,12 +176,12 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if logs is None or "loss" not in logs:
-                return  # the summary at the end
+                return  # TRL's summary at the end
             row = {"step": state.global_step}
             row |= {name: value for name, value in logs.items() if name in KEPT or name.startswith("trustrl/")}
             if "completions/mean_length" in logs:
                 row["completion_length"] = logs["completions/mean_length"]
-            # TRL logs what belongs to a rollout at its first update; the others train on the same rollout.
+            # TRL logs the metrics of a rollout only at its first update; the later updates train on the same rollout.
             if "reward" in row:
                 self.reward = {name: row[name] for name in (*OF_ROLLOUT, "completion_length") if name in row}
             row = {**row, **self.reward, "seconds": round(time.time() - began, 2)}
@@ -207,20 +212,24 @@ def _keeper(keep: int | None, main: bool) -> Any:
 
 
 def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step: int, model: Any) -> None:
-    """The accuracy on held-out problems, with transformers whoever samples in training; once a step."""
+    """Evaluates on held-out problems, always with transformers, unless this step was evaluated before."""
     if any(row["step"] == step for row in directory.rows("evaluation")):
         return
-    from trustrl.models.accuracy import greedy_accuracy, sampled_accuracy
+    from trustrl.world.models.accuracy import accuracy, held_out_problems
 
     wanted, schedule = recipe.evaluation, recipe.schedule
     task = tasks.load(recipe.task.name, **recipe.task.settings)
-    more: dict[str, Any] = {"chat": recipe.task.chat, "max_new_tokens": schedule.max_completion_tokens}
-    score = greedy_accuracy
-    if wanted.temperature > 0:
-        score, more = sampled_accuracy, more | {"temperature": wanted.temperature}
-    found = score(model, _tokenizer(models.path(recipe.model.name)), task, wanted.count, schedule.seed, **more)
+    found = accuracy(
+        model,
+        _tokenizer(models.path(recipe.model.name)),
+        task,
+        held_out_problems(task, wanted.count, schedule.seed, chat=recipe.task.chat),
+        seed=schedule.seed,
+        max_new_tokens=schedule.max_completion_tokens,
+        temperature=wanted.temperature,
+    )
     directory.append("evaluation", {"step": step, "accuracy": found, "count": wanted.count})
-    progress.say(f"held-out accuracy {found:.3f} at step {step}")
+    progress.log(f"held-out accuracy {found:.3f} at step {step}")
 
 
 def _tokenizer(folder: str) -> Any:

@@ -1,4 +1,4 @@
-"""A recipe on verl, in processes of its own: data as Parquet, `main_ppo`, and its log as our metrics file."""
+"""Runs a recipe on verl: writes the data as Parquet, starts `main_ppo`, and translates its log to trustrl's metrics."""
 
 import json
 import os
@@ -11,49 +11,46 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trustrl import models
-from trustrl.engines.verl_data import write_parquet
 from trustrl.errors import EngineError
-from trustrl.packages import require
-from trustrl.runner.checkpoints import Survey, checkpoints_in, is_marked
+from trustrl.optional_imports import require
+from trustrl.runner.checkpoints import Survey, checkpoints_in, fault_of, is_marked, refuse_foreign, write_manifest
 from trustrl.runner.directory import RunDirectory, write_whole
-from trustrl.runner.manifest import fault_of, write_manifest
-from trustrl.runner.processes import ends_with_its_parent
-from trustrl.runner.progress import Progress
+from trustrl.runner.processes import Progress, ends_with_its_parent
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.trust import refuse_foreign
-from trustrl.runner.verl_settings import HELD_OUT, TRAIN, command, hydra
-from trustrl.tasks import load
+from trustrl.runner.verl_command import HELD_OUT, TRAIN, command, hydra
+from trustrl.world import models
+from trustrl.world.tasks import load
+from trustrl.world.verl_dataset import write_parquet
 
-SECONDS_BETWEEN_LOOKS = 0.5
+POLLING_SECONDS = 0.5
 PREFIX, TRACKER = "global_step_", "latest_checkpointed_iteration.txt"
 NEEDED = ("actor", "data.pt")
-"""Parts of a checkpoint. Without `data.pt` verl begins the data anew, without an error."""
+"""Parts of a checkpoint. Without `data.pt`, verl restarts the data from the beginning without an error."""
 
 NAMES = {
     "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
     "response_length/mean": "completion_length", "actor/entropy": "entropy",
 }  # fmt: skip
-"""verl's names and ours; all of `actor/trustrl/*` beside them."""
+"""verl's metric names and trustrl's. All of `actor/trustrl/*` is kept too."""
 
 ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
 
 
 def require_packages(recipe: Recipe) -> None:
-    """Looks for verl before anything is written.
+    """Raises if verl is not installed, without importing it.
 
     Raises:
-        MissingPackageError: it is not installed.
+        MissingPackageError: If verl is not installed.
     """
     require("verl", advice='Run `pip install "trustrl[verl]"`.')
 
 
 def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
-    """Writes the data, starts verl, and translates its log line by line; from the newest whole checkpoint if any.
+    """Writes the data, starts verl from the newest intact checkpoint, and translates its log line by line.
 
     Raises:
-        ConfigError: other users own the checkpoint or can write to it.
-        EngineError: verl ended with an error, which is in `verl.log`, or none of its checkpoints is whole.
+        ConfigError: If other users own the checkpoint or can write to it.
+        EngineError: If verl exits with an error, which is in `verl.log`, or if all checkpoints are damaged.
     """
     folder = directory.path.resolve()
     model = models.path(recipe.model.name)
@@ -62,13 +59,13 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     _write_data(recipe, folder)
     directory.forget_after(done)
     if done:
-        progress.say(f"goes on after step {done}")
-    log = folder / f"verl-{time.time_ns()}.jsonl"  # verl empties the file it is given
+        progress.log(f"resuming after step {done}")
+    log = folder / f"verl-{time.time_ns()}.jsonl"  # verl truncates the file it is given
     environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
-    with (folder / "verl.log").open("ab") as said:
-        # A session of its own: Ray's processes must not outlive the run.
+    with (folder / "verl.log").open("ab") as output:
+        # A new session, so that Ray's processes do not outlive the run.
         process = subprocess.Popen(
-            [*command(recipe, folder, model), *resumption(checkpoint)], stdout=said, stderr=subprocess.STDOUT,
+            [*command(recipe, folder, model), *resumption(checkpoint)], stdout=output, stderr=subprocess.STDOUT,
             env=environment, cwd=folder, start_new_session=True, preexec_fn=ends_with_its_parent,
         )  # fmt: skip
         try:
@@ -81,7 +78,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     if process.returncode:
         last = (folder / "verl.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         raise EngineError(
-            f"verl must end without an error, got code {process.returncode}. Its last words:\n" + "\n".join(last)
+            f"verl must exit without an error, got code {process.returncode}. The end of its log:\n" + "\n".join(last)
         )
 
 
@@ -98,13 +95,13 @@ def _write_data(recipe: Recipe, folder: Path) -> None:
 
 
 def last_checkpoint(directory: RunDirectory, progress: Progress) -> tuple[int, Path | None]:
-    """Returns the newest whole checkpoint and the batches it has seen; (0, None) if the run has saved none yet.
+    """Returns the batches and path of the newest intact checkpoint, or (0, None) if the run has not saved one.
 
-    verl writes down the number of its newest complete checkpoint. A manifest says the same, and lists the files.
+    verl records the number of its newest complete checkpoint. A manifest also marks it, and lists its files.
 
     Raises:
-        ConfigError: other users own the checkpoint or can write to it.
-        EngineError: the run's checkpoints are all damaged.
+        ConfigError: If other users own the checkpoint or can write to it.
+        EngineError: If all checkpoints of the run are damaged.
     """
     folder = directory.checkpoints
     saved = _saved_batches(folder)
@@ -120,31 +117,32 @@ def last_checkpoint(directory: RunDirectory, progress: Progress) -> tuple[int, P
 
     found = checkpoints_in(folder, PREFIX)
     if saved > 0:
-        found.setdefault(saved, folder / f"{PREFIX}{saved}")  # a deleted one is a fault as well
+        found.setdefault(saved, folder / f"{PREFIX}{saved}")  # a deleted checkpoint is a fault too
     survey = Survey(dict(sorted(found.items(), reverse=True)), complete, fault)
     survey.refuse_if_none_is_left()
     if survey.rejected:
-        write_whole(folder / TRACKER, str(survey.step))  # first: what verl saves there next is not complete yet
-        survey.set_aside(progress.say)
+        # Before renaming, because the next checkpoint that verl saves there is not complete yet.
+        write_whole(folder / TRACKER, str(survey.step))
+        survey.set_aside(progress.log)
     return survey.step, survey.chosen
 
 
 def resumption(checkpoint: Path | None) -> list[str]:
-    """Returns the settings that make verl load this checkpoint and no other."""
+    """Returns the settings that make verl load exactly this checkpoint."""
     if checkpoint is None:
         return ["trainer.resume_mode=disable"]
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={hydra(checkpoint.resolve())}"]
 
 
 def _saved_batches(folder: Path) -> int:
-    """Returns the number of verl's newest complete checkpoint; 0 if there is none, or if a kill cut the file off."""
+    """Returns the number of verl's newest complete checkpoint, or 0 if the file is missing or truncated."""
     file = folder / TRACKER
     text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
 
 
 def _mark(folder: Path) -> None:
-    """Writes the manifest of the checkpoint that verl completed last, unless it has one."""
+    """Writes the manifest of verl's newest complete checkpoint, unless it has one."""
     newest = folder / f"{PREFIX}{_saved_batches(folder)}"
     if newest.is_dir() and not is_marked(newest):
         with suppress(FileNotFoundError):  # verl has just replaced it
@@ -164,7 +162,7 @@ def _follow(process: Any, log: Path, recipe: Recipe, directory: RunDirectory, pr
         _mark(directory.checkpoints)
         if ended:
             return
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+        time.sleep(POLLING_SECONDS)
 
 
 def _translate(
@@ -175,7 +173,7 @@ def _translate(
         known = any(row["step"] == step for row in directory.rows("evaluation"))
         if ACCURACY.fullmatch(name) and not known:
             directory.append("evaluation", {"step": step, "accuracy": value, "count": recipe.evaluation.count})
-            progress.say(f"held-out accuracy {value:.3f} at step {step}")
+            progress.log(f"held-out accuracy {value:.3f} at step {step}")
     if "actor/grad_norm" in data:
         row = {"step": step, **metrics_of(data), "seconds": round(seconds, 2)}
         directory.append("metrics", row)
@@ -183,7 +181,7 @@ def _translate(
 
 
 def metrics_of(data: Mapping[str, Any]) -> dict[str, Any]:
-    """verl's numbers of one step under our names.
+    """Returns verl's metrics of one step under trustrl's names.
 
     Example:
         >>> metrics_of({"critic/score/mean": 0.5, "actor/trustrl/masked_share": 0.01, "perf/throughput": 9.0})

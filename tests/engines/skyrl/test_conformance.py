@@ -5,11 +5,10 @@ import pytest
 pytest.importorskip("skyrl")
 
 import numpy as np
-import skyrl_world as world
 import torch
 
-import oracle
 import trustrl
+from support import oracle, skyrl_world as world
 from trustrl.engines.skyrl import losses
 
 NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
@@ -140,5 +139,5 @@ def test_one_bad_token_is_left_out_and_the_others_keep_their_gradient(name, fiel
 def test_bad_tokens_raise_if_asked_to():
     tokens = world.batch()
     tokens.log_probs[5, 1] = float("nan")
-    with pytest.raises(trustrl.NonFiniteError, match="policy: 1"):
+    with pytest.raises(trustrl.errors.NonFiniteError, match="policy: 1"):
         world.result(world.algorithm("trustrl-ppo", on_nonfinite="raise"), tokens)

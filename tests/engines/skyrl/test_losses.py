@@ -7,15 +7,15 @@ import pytest
 
 pytest.importorskip("skyrl")
 
-import skyrl_world as world
 from skyrl.backends.skyrl_train.utils import ppo_utils
 from skyrl.backends.skyrl_train.workers.worker_utils import reduce_metrics
 from skyrl.train.config import AlgorithmConfig, make_config
 
 import trustrl
-from trustrl import ConfigError, DuplicateNameError, EngineError, MissingDataError
+from support import skyrl_world as world
 from trustrl.engines import skyrl as engine
 from trustrl.engines.skyrl import losses
+from trustrl.errors import ConfigError, DuplicateNameError, EngineError, MissingDataError
 
 # ── registration ────────────────────────────────────────────────────────────────────────────────────────────────────
 

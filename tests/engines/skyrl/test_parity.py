@@ -4,10 +4,11 @@ import pytest
 
 pytest.importorskip("skyrl")
 
-import skyrl_world as world
 import torch
 from skyrl.train.config import AlgorithmConfig
 from skyrl.train.config.config import CISPOConfig, DPPOConfig, OffPolicyCorrectionConfig, SAPOConfig
+
+from support import skyrl_world as world
 
 LARGEST_ERROR = 1e-6
 OLD = {"anchor": "proximal"}

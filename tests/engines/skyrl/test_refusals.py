@@ -7,9 +7,10 @@ pytest.importorskip("skyrl")
 from skyrl.train.config import make_config
 
 import trustrl
-from trustrl import ConfigError
-from trustrl.engines import refusals, skyrl as engine
-from trustrl.engines.skyrl_refusals import ALGORITHM_ROWS, ROWS
+from trustrl.engines import skyrl as engine
+from trustrl.engines.refusals import rows
+from trustrl.engines.refusals.skyrl import ALGORITHM_ROWS, ROWS
+from trustrl.errors import ConfigError
 
 WORKING = {"gspo": ["trainer.algorithm.loss_reduction=sequence_mean"]}
 
@@ -27,7 +28,7 @@ def configured(row, settings):
 def test_each_row_of_skyrl_s_table_refuses_its_example(row):
     config = configured(row, row.example)
     region = engine.region_of(f"trustrl-{row.preset}", config.trainer.algorithm)
-    refusals.check([one for one in ROWS if one is not row], refusals.reader(config), region)
+    rows.check([one for one in ROWS if one is not row], rows.reader(config), region)
     with pytest.raises(ConfigError) as refused:
         engine.check_settings(config)
     assert str(refused.value).startswith(row.setting.split("{")[0])
@@ -37,7 +38,7 @@ def test_each_row_of_skyrl_s_table_refuses_its_example(row):
         engine.check_settings(configured(row, {}))  # the example is what was refused
     if row in ALGORITHM_ROWS:
         with pytest.raises(ConfigError):
-            engine.settings.check_algorithm(config.trainer.algorithm, region)
+            engine.skyrl_config.check_algorithm(config.trainer.algorithm, region)
 
 
 def test_one_update_per_batch_against_the_trainers_own_log_probs_is_said_to_leave_the_region_nothing_to_do():
@@ -47,7 +48,7 @@ def test_one_update_per_batch_against_the_trainers_own_log_probs_is_said_to_leav
         return made.from_cli_overrides([name, "trainer.policy_mini_batch_size=1024", *more])
 
     proximal = "trainer.algorithm.region.anchor=proximal"
-    with pytest.warns(trustrl.TrustRLWarning, match="ppo cannot act: .* Set trainer.policy_mini_batch_size"):
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="ppo cannot act: .* Set trainer.policy_mini_batch_size"):
         engine.check_settings(config(proximal))
     engine.check_settings(config(proximal, "trainer.update_epochs_per_batch=2"))
     engine.check_settings(config())
@@ -56,7 +57,7 @@ def test_one_update_per_batch_against_the_trainers_own_log_probs_is_said_to_leav
 def test_no_row_of_skyrl_refuses_a_sampled_token_s_region_with_skyrl_s_defaults():
     for name in trustrl.presets():
         region = trustrl.preset(name)
-        if refusals.VOCABULARY.holds(region.needs()) or refusals.PER_SEQUENCE.holds(region.needs()):
+        if rows.VOCABULARY.holds(region.needs()) or rows.PER_SEQUENCE.holds(region.needs()):
             continue
         config = make_config(algorithm_cls=engine.RegionAlgorithmConfig).from_cli_overrides(
             [f"trainer.algorithm.policy_loss_type=trustrl-{name}"]

@@ -1,20 +1,19 @@
 """SkyRL's own workers on Ray: the loss reaches them through its registry actor, and its `forward_backward` calls it."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("skyrl")
 
 import ray
-import skyrl_world as world
 import torch
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.utils import ppo_utils
 from skyrl.train.config import make_config
 
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, skyrl_world as world
+from support.rendezvous import python_path
 from trustrl.config.loading import config_to_dict
 from trustrl.engines import skyrl as engine
 
@@ -37,10 +36,9 @@ def algorithm(region):
 @pytest.fixture(scope="module")
 def workers(model, tmp_path_factory):
     """Registered in this process before Ray runs, carried by SkyRL's `sync_registries`, as its `initialize_ray` does."""
-    from skyrl_worker import Worker
+    from support.skyrl_worker import Worker
 
-    here = Path(__file__).parent  # Ray's processes find test modules by what they inherit
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = python_path()  # Ray's processes find test modules by what they inherit
     ray.init(
         address="local", num_cpus=RANKS, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False
     )

@@ -5,9 +5,8 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, trl_world as world
 
 
 @pytest.fixture(scope="module")

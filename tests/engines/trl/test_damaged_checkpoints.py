@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("trl")
 
-from trl_commands import run
-
+from support.trl_commands import run
 from trustrl.runner.directory import RunDirectory
 
 pytestmark = pytest.mark.xdist_group("damaged")
@@ -60,7 +59,7 @@ def test_a_cut_off_newest_checkpoint_is_set_aside_and_the_run_resumes_bit_for_bi
     assert done.returncode == 0, done.stderr[-3000:]
     assert "checkpoint-12 is not used: model.safetensors has 1,000 bytes" in done.stderr
     assert "It is now set-aside-checkpoint-12." in done.stderr
-    assert "goes on after step 8" in done.stderr
+    assert "resuming after step 8" in done.stderr
     assert measured(killed) == measured(finished)
     assert names_in(killed) == [
         "checkpoint-12", "checkpoint-4-best", "checkpoint-8", "checkpoint-best", "set-aside-checkpoint-12",
@@ -75,7 +74,7 @@ def test_a_run_whose_only_checkpoint_lacks_a_file_that_transformers_would_skip_s
     (killed / "checkpoints" / "checkpoint-8" / name).unlink()
     done = resumed(killed)
     assert done.returncode == 1, done.stderr[-3000:]
-    assert "No whole checkpoint is left to resume from." in done.stderr
+    assert "No intact checkpoint is left to resume from." in done.stderr
     assert name.split("_")[0].split(".")[0] in done.stderr
     assert "Traceback" not in done.stderr
     assert names_in(killed) == ["checkpoint-8"], "nothing is renamed"
@@ -87,7 +86,7 @@ def test_a_checkpoint_that_others_can_write_is_refused_with_2_unless_it_is_trust
     (killed / "checkpoints" / "checkpoint-8" / "optimizer.pt").chmod(0o664)
     done = resumed(killed)
     assert done.returncode == 2, done.stderr[-3000:]
-    assert "optimizer.pt can be written by its group" in done.stderr
+    assert "optimizer.pt is writable by its group" in done.stderr
     assert measured(killed)[0] == measured(finished)[0], "nothing is forgotten"
     done = resumed(killed, "--trust-checkpoint")
     assert done.returncode == 0, done.stderr[-3000:]

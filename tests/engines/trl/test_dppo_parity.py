@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 from safetensors.torch import load_file, save_file
 
+from support import trl_world as world
 from trustrl import DPPO, BinaryKL, BinaryTV, TopKKL, TopKTV
 
 RELEASE = os.environ.get("TRUSTRL_TRL_1_8")

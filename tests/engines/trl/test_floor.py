@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
-from test_parity import CLASSIC, CLIP, LARGEST_ERROR, Case, adapted, compared, stops_and_keeps
 
 import trustrl
+from support import trl_world as world
+from support.trl_parity import CLASSIC, CLIP, LARGEST_ERROR, Case, adapted, compared, stops_and_keeps
 from trustrl import PPO
-from trustrl.engines import seam
-from trustrl.engines.trl_refusals import LUSPO_WITHOUT_PADDING
+from trustrl.engines.common import seam
+from trustrl.engines.refusals.trl import LUSPO_WITHOUT_PADDING
 
 AVERAGES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 
@@ -25,7 +25,7 @@ AVERAGES = ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"]
 def test_every_average_is_that_of_the_installed_trl(loss_type, accumulated, per_generation):
     """Loss and gradient, in training and in evaluation; releases scale `dapo` differently, and ours with them."""
     if loss_type == "luspo" and seam.version_of("trl") < LUSPO_WITHOUT_PADDING:
-        with pytest.raises(trustrl.ConfigError, match=r"averages over padding.*trl>=1.10"):
+        with pytest.raises(trustrl.errors.ConfigError, match=r"averages over padding.*trl>=1.10"):
             world.ours(CLIP, loss_type=loss_type)
         return
     both = {

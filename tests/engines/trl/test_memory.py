@@ -1,6 +1,7 @@
 """A training step with a region on the vocabulary never holds a number per token and word."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,12 +10,12 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import trl_memory_worker as work
-import world
 from torch.autograd.graph import saved_tensors_hooks
 
 import trustrl
-from largest_tensor import LargestTensor
+from support import trl_memory_worker as work, trl_world as world
+from support.largest_tensor import LargestTensor
+from support.rendezvous import python_path
 
 LOGITS = work.ROWS * work.COMPLETION * work.V * 4
 """Bytes of the completions' logits in float32: 622 MB."""
@@ -22,7 +23,10 @@ LOGITS = work.ROWS * work.COMPLETION * work.V * 4
 
 def peak_beside_gradients(name):
     """Bytes a step needs beyond weights and gradients; the gradients are 315 MB, nearly all embedding and head."""
-    done = subprocess.run([sys.executable, work.__file__, name], capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [sys.executable, work.__file__, name], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     return found["peak"] - found["gradients"]

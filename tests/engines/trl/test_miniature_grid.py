@@ -9,8 +9,8 @@ pytest.importorskip("trl")
 pytest.importorskip("pyarrow")
 
 import torch
-from trl_commands import run
 
+from support.trl_commands import run
 from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
 
@@ -87,7 +87,7 @@ def test_a_second_comparison_of_the_finished_arms_trains_nothing(grid):
     _, arguments, _ = grid
     again = run("compare", *arguments, "--regions", "pg-is,tight")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert "4 runs, 4 of them finished already" in again.stderr
+    assert "4 runs, 4 of them already finished" in again.stderr
 
 
 def test_an_arm_that_the_adapter_would_refuse_is_refused_before_anything_is_trained(tmp_path):

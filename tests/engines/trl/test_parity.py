@@ -3,16 +3,14 @@
 import math
 import warnings
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 pytest.importorskip("trl")
 
 import torch
-import world
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -25,38 +23,9 @@ from transformers import (
 )
 
 import trustrl
+from support import trl_world as world
+from support.trl_parity import CLASSIC, CLIP, LARGEST_ERROR, Case, adapted, compared, stops_and_keeps
 from trustrl import DPPO, GSPO, PPO, TROLL, FullKL, FullTV, Ratio, SequenceRatio, TopKKL, TopKTV
-
-CLASSIC = Ratio(max_decrease=0.2, max_increase=0.2)
-CLIP = PPO(CLASSIC, action="clip")
-"""The textbook form, whose loss value is TRL's too; `PPO(CLASSIC)` has the same gradient."""
-LORA = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
-LARGEST_ERROR = 1e-6
-
-
-class Case(NamedTuple):
-    """What to compare: a region on our side, TRL's settings on theirs."""
-
-    region: trustrl.Region
-    theirs: dict[str, Any] = {}
-    mine: dict[str, Any] = {}
-    both: dict[str, Any] = {}
-    batch: dict[str, Any] = {}
-
-
-def compared(case: Case, mode: str = "train", model: Any = None) -> tuple[world.Result, world.Result]:
-    """(ours, TRL's) on the same weights and batch; stopped and kept tokens on both sides of the anchor."""
-    model = model or world.tiny_model
-    inputs = world.batch(model(), **case.batch)
-    found = world.result(world.ours(case.region, model(), **case.both | case.mine), inputs, mode)
-    wanted = world.result(world.stock(model(), **case.both | case.theirs), inputs, mode)
-    return found, wanted
-
-
-def stops_and_keeps(metrics: dict[str, float]) -> bool:
-    """Whether the region stopped between 5 % and 60 % of the tokens, on both sides of the anchor."""
-    sides = metrics["trustrl/masked_share_increase"], metrics["trustrl/masked_share_decrease"]
-    return 0.05 < metrics["trustrl/masked_share"] < 0.6 and min(sides) > 0.02
 
 
 def same(found: dict[str, float], wanted: dict[str, float], *prefixes: str) -> None:
@@ -216,21 +185,6 @@ def test_the_router_loss_of_experts_is_trls():
     same(found.metrics, wanted.metrics, "aux_loss")
 
 
-def adapted(region: trustrl.Region | None, **more: Any) -> Any:
-    """Either trainer with LoRA on the attention layers, its matrices filled alike."""
-    made = (
-        world.stock(peft_config=LORA, **more)
-        if region is None
-        else world.ours(region, given={"peft_config": LORA}, **more)
-    )
-    g = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, p in sorted(made.model.named_parameters()):
-            if "lora" in name:
-                p.copy_(0.1 * torch.randn(p.shape, generator=g))
-    return made
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters_get_trls_gradient(checkpointing):
     both = {"gradient_checkpointing": checkpointing, "entropy_coef": 0.05}
@@ -291,7 +245,7 @@ def test_trls_correction_is_no_wrong_average(loss_type):
     inputs["importance_sampling_ratio"] = torch.full_like(inputs["old_per_token_logps"], 0.5)
     trainer = world.ours(PPO(anchor="proximal"), loss_type=loss_type, given={"startup_checks": True})
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-    with pytest.warns(trustrl.TrustRLWarning) as said:
+    with pytest.warns(trustrl.errors.TrustRLWarning) as said:
         world.result(trainer, inputs)
     assert [str(one.message) for one in said if "masked no token" not in str(one.message)] == []
 
@@ -330,10 +284,10 @@ def test_a_first_step_that_is_no_average_is_said_aloud(loss_type, factor):
         warnings.simplefilter("always")
         world.result(trainer, inputs)
         world.result(trainer, inputs)
-    said = [str(w.message) for w in caught if w.category is trustrl.TrustRLWarning]
+    said = [str(w.message) for w in caught if w.category is trustrl.errors.TrustRLWarning]
     assert len(said) == (factor > 1)  # once, not at every step
     if factor > 1:
-        assert f"{1 / factor:g} times what was set" in said[0]
+        assert f"{1 / factor:g} times the configured one" in said[0]
 
 
 def test_a_truncated_completion_is_not_the_least_stopped_one():
@@ -403,7 +357,7 @@ def run_with_fault(name: str, value: float | None, monkeypatch: Any, **settings:
 def test_a_token_that_is_no_number_is_left_out_and_counted(fault, settings, monkeypatch):
     """Nothing else changes: without other terms the gradient is that of the batch without the token."""
     where, value, counted = FAULTS[fault]
-    with pytest.warns(trustrl.TrustRLWarning, match="1.9% of this step's tokens were dropped"):
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="1.9% of this step's tokens were dropped"):
         found = run_with_fault(where, value, monkeypatch, **settings)
     assert found.metrics[counted] == 1
     assert found.metrics["trustrl/dropped_share"] == pytest.approx(1 / 52)

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 
 import trustrl
+from support import trl_world as world
 from trustrl.engines.trl import trainer as engine
 
 STEPS, UPDATES_PER_ROLLOUT = 20, 4

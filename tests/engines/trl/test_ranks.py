@@ -14,12 +14,15 @@ import pytest
 
 pytest.importorskip("trl")
 
-import trl_ranks_worker as work
-import world
 from safetensors.torch import load_file
+
+from support import trl_ranks_worker as work, trl_world as world
+from support.rendezvous import python_path
 
 LARGEST_ERROR = 1e-6
 WORKER = Path(work.__file__)
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 class TwoRanks:
@@ -41,9 +44,8 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", WORKER, folder]
     # `accelerate launch --cpu --num_processes 2` would start one process; the worker asserts that there are two.
-    done = subprocess.run(
-        command, env=os.environ | {"ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, timeout=300
-    )
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": python_path()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
     return TwoRanks(folder)
 

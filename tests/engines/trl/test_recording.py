@@ -8,9 +8,9 @@ pytest.importorskip("trl")
 pytest.importorskip("pyarrow")
 
 import torch
-import world
 
 import trustrl
+from support import trl_world as world
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 from trustrl.errors import ConfigError
 from trustrl.recording import NonFinite, QuantileAbove, Recording, read

@@ -10,18 +10,19 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 from peft import LoraConfig, get_peft_model
 from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 from trl import GRPOTrainer
 
 import trustrl
-from trustrl import DPPO, PPO, TROLL, ConfigError, EngineError, FullTV, MissingDataError
-from trustrl.engines import seam
-from trustrl.engines.forward import VocabularyForward, at_completions, refuse_adapted_head, softcap
-from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, invariants, sampler, trainer as engine
-from trustrl.engines.trl.settings import check_model, check_settings
-from trustrl.engines.trl_refusals import ROWS
+from support import trl_world as world
+from trustrl import DPPO, PPO, TROLL, FullTV
+from trustrl.engines.common import seam
+from trustrl.engines.common.vocabulary_forward import VocabularyForward, at_completions, refuse_adapted_head, softcap
+from trustrl.engines.refusals.trl import ROWS
+from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, callbacks, sampler, trainer as engine
+from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
+from trustrl.errors import ConfigError, EngineError, MissingDataError
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 SAMPLER = {"behavior": "sampler"}
@@ -31,7 +32,7 @@ SETTINGS = {
     "a word that is no source": (PPO(), {"behavior": "oracle"}, {}, ["behavior", "'sampler', 'trainer'", "oracle"]),
     "cispo as an average": (PPO(), {}, {"loss_type": "cispo"}, ["loss_type='dapo'", "trustrl.preset('cispo')"]),
     "sapo as an average": (PPO(), {}, {"loss_type": "sapo"}, ["loss_type='grpo'", "trustrl.preset('sapo')"]),
-    "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "no such region"]),
+    "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "a region that trustrl does not have"]),
     "an average nobody knows": (PPO(), {}, {"loss_type": "mine"}, ["loss_type", "grpo, bnpo, dr_grpo, dapo, luspo"]),
     "gspo averaged over tokens": (trustrl.preset("gspo"), {}, {"loss_type": "dapo"}, ["loss_type must be 'grpo'"]),
     "ratios of sequences": (
@@ -88,7 +89,7 @@ SETTINGS = {
     ),
     "another temperature": (
         PPO(), {}, {"generation_kwargs": {"temperature": 0.5}},
-        ["generation_kwargs['temperature'] must be left out", "temperature by its own setting"],
+        ["generation_kwargs['temperature'] must be left out", "temperature with TRL's own setting"],
     ),
     "banned words": (
         PPO(), {}, {"generation_kwargs": {"seed": 3, "suppress_tokens": [5]}},
@@ -165,7 +166,7 @@ ADAPTERS = {
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_an_output_layer_whose_weight_is_not_all_of_it_is_refused(adapter):
     model = get_peft_model(world.tiny_model(), ADAPTERS[adapter])
-    with pytest.raises(ConfigError, match=r"output layer must be a plain linear layer.*leave the output layer out of"):
+    with pytest.raises(ConfigError, match=r"output layer must be a plain linear layer.*Leave the output layer out of"):
         refuse_adapted_head(engine._base_model(model))
     # TRL has come to refuse the adapter itself, in words of its own.
     for region in (PPO(), trustrl.preset("dppo-topk-tv")):
@@ -176,7 +177,7 @@ def test_an_output_layer_whose_weight_is_not_all_of_it_is_refused(adapter):
 def test_a_quantised_output_layer_is_refused():
     layer = torch.nn.Linear(4, 8)
     layer.weight = torch.nn.Parameter(torch.zeros(8, 4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"must be a plain linear layer.*quantisation"):
+    with pytest.raises(ConfigError, match=r"must be a plain linear layer.*quantization"):
         refuse_adapted_head(SimpleNamespace(get_output_embeddings=lambda: layer))
     refuse_adapted_head(SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(4, 8)))
 
@@ -207,7 +208,7 @@ def test_weights_that_zero_3_takes_apart_are_refused_where_our_own_output_layer_
     trainer = world.ours(trustrl.preset("dppo-topk-tv"))
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
     check_model(trainer, PPO(), output_layer=None)
-    with pytest.raises(ConfigError, match=r"ZeRO stage must be below 3.*use FSDP2"):
+    with pytest.raises(ConfigError, match=r"ZeRO stage must be below 3.*Use FSDP2"):
         check_model(trainer, trainer.region, output_layer=None)
 
 
@@ -218,7 +219,7 @@ def test_exact_divergences_need_the_rollout_weights_head():
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     wanted = at_completions(ids, world.COMPLETION, anchor_hidden=torch.zeros(6, world.COMPLETION, 64))
     call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": wanted}
-    with pytest.raises(EngineError, match="head must be remembered"):
+    with pytest.raises(EngineError, match="head of the rollout weights must be kept"):
         model(**call)
     forward.remember_head(model)
     assert model(**call).tv.shape == (6, world.COMPLETION)
@@ -295,7 +296,8 @@ def test_the_mixin_alone_is_refused():
         pass
 
     with pytest.raises(
-        ConfigError, match=r"before a GRPOTrainer, got Mine.*class Mine\(TrustRegionMixin, MyGRPOTrainer\)"
+        ConfigError,
+        match=r"before a GRPOTrainer in a class's bases, got Mine.*class Mine\(TrustRegionMixin, MyGRPOTrainer\)",
     ):
         Mine(region=PPO())
 
@@ -331,9 +333,9 @@ class Unfused(GRPOTrainer):
 
 
 LOSSES = {
-    Negated: ["multiply tokens in the loss with numbers ≥ 0"],
-    Infinite: ["multiply tokens in the loss with numbers ≥ 0"],
-    Unmasked: ["the others with 0"],
+    Negated: ["multiply tokens in the loss by numbers ≥ 0"],
+    Infinite: ["multiply tokens in the loss by numbers ≥ 0"],
+    Unmasked: ["the others by 0"],
     Deaf: ["must depend on inputs['advantages']"],
     Twice: ["_get_per_token_logps_and_entropies(model, ...) exactly once, got 2 calls"],
     Unfused: ["_get_per_token_logps_and_entropies(model, ...) exactly once, got 0 calls"],
@@ -365,7 +367,7 @@ class InFrontOfAll(TrustRegionGRPOTrainer):
 @pytest.mark.parametrize("cls", [InFront, InFrontOfAll])
 def test_a_subclass_that_never_calls_the_regions_loss_is_stopped_after_one_step(cls):
     trainer = world.trainer_of(cls, world.tiny_model(), world.settings(max_steps=3), region=PPO(), behavior="trainer")
-    with pytest.raises(EngineError, match=rf"it never ran. {cls.__name__} overrides .*call super\(\) in it"):
+    with pytest.raises(EngineError, match=rf"it never ran. {cls.__name__} overrides .*Call super\(\) in it"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -430,7 +432,7 @@ def test_an_anchor_that_is_not_the_policy_at_its_own_weights_is_refused(anchor):
     trainer = world.ours(PPO(anchor=anchor), given={"startup_checks": True})
     with pytest.raises(EngineError) as error:
         trainer._compute_loss(trainer.model, fresh(world.batch(trainer.model)))
-    for part in ("ratio π/b must be 1", "trainer's log-probs", "another temperature", "startup_checks=False"):
+    for part in ("ratio π/b must be 1", "trainer's log-probs", "a different temperature", "startup_checks=False"):
         assert part in str(error.value)
 
 
@@ -473,9 +475,9 @@ def test_how_far_the_same_weights_may_differ(gap, behavior, anchor, refused):
     policy = trustrl.PolicyTokens(logp=logp, version=0)
     if refused:
         with pytest.raises(EngineError, match="got a mean .* of " + re.escape(f"{gap:.3g}")):
-            invariants.ratio_is_one(policy, rollout, anchor, behavior)
+            check_first_loss(policy, rollout, anchor, behavior)
     else:
-        invariants.ratio_is_one(policy, rollout, anchor, behavior)
+        check_first_loss(policy, rollout, anchor, behavior)
 
 
 class Sampling:
@@ -496,12 +498,12 @@ class Sampling:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_sampler_that_does_not_follow_the_weights_is_refused(follows, monkeypatch):
-    monkeypatch.setattr("trustrl.engines.vllm.sync.probe_gap", lambda generation: generation.gap())
+    monkeypatch.setattr("trustrl.engines.vllm.weight_sync.probe_gap", lambda generation: generation.gap())
     model = world.tiny_model()
     before = model.lm_head.weight.detach().clone()
     generation = Sampling(model.lm_head.weight, follows=follows)
     trainer = SimpleNamespace(model=model, vllm_generation=generation, accelerator=SimpleNamespace(state=None))
-    check = invariants.FollowsTheTrainer(trainer)
+    check = callbacks.FollowsTheTrainer(trainer)
     if follows:
         check.on_train_begin(None, None, None)
     else:
@@ -518,7 +520,7 @@ def test_a_sleeping_sampler_is_not_asked_whether_it_follows():
     model = world.tiny_model()
     generation = Sampling(model.lm_head.weight, follows=False, asleep=True)
     trainer = SimpleNamespace(model=model, vllm_generation=generation, accelerator=SimpleNamespace(state=None))
-    invariants.FollowsTheTrainer(trainer).on_train_begin(None, None, None)
+    callbacks.FollowsTheTrainer(trainer).on_train_begin(None, None, None)
     assert generation.syncs == 0
 
 

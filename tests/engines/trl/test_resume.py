@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 
 import trustrl
-from trustrl import TrustRLWarning
+from support import trl_world as world
 from trustrl.config.loading import config_to_dict
 from trustrl.engines.trl import TrustRegionGRPOTrainer
-from trustrl.engines.trl.state import KEY
+from trustrl.engines.trl.callbacks import KEY
+from trustrl.errors import TrustRLWarning
 
 UPDATES_PER_ROLLOUT = 4
 SCHEDULE = {
@@ -157,7 +157,7 @@ def test_resuming_with_another_region_warns_with_both_and_writes_down_the_new_on
     (warning,) = (w for w in caught if issubclass(w.category, TrustRLWarning))
     text = str(warning.message)
     assert text.startswith("The checkpoint at step 4 was trained with the region {")
-    assert text.index('"kind": "topk-tv"') < text.index("goes on with") < text.index('"kind": "ppo"')
+    assert text.index('"kind": "topk-tv"') < text.index("training resumes with") < text.index('"kind": "ppo"')
     assert saved_region(tmp_path / "after", 8) == config_to_dict(trustrl.preset("ppo"))
 
 

@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 from datasets import Dataset
 from trl import GRPOTrainer
 
 import trustrl
-from trustrl import ConfigError, EngineError, MissingDataError
+from support import trl_world as world
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin
+from trustrl.errors import ConfigError, EngineError, MissingDataError
 
 EDGE = 0.002
 REGION = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE))

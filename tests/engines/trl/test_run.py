@@ -12,13 +12,11 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("pyarrow")
 
-from trl_commands import command, environment, run
-
+from support.trl_commands import command, environment, run
 from trustrl import config_from_dict, preset
 from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
 
-pytestmark = pytest.mark.xdist_group("runs")
 COMPLETE = "trustrl_complete"
 STEPS = 12
 SMALL = [
@@ -46,7 +44,13 @@ def assert_same(folder, uninterrupted):
     assert read(folder / "records").table.equals(read(uninterrupted / "records").table)
 
 
-@pytest.fixture(scope="module", params=["dppo-binary-tv", "troll"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, id=name, marks=pytest.mark.xdist_group(f"runs, {name}"))
+        for name in ("dppo-binary-tv", "troll")
+    ],
+)
 def whole(request, tmp_path_factory):
     """(settings, folder) of a run that nobody interrupted."""
     settings = [f"region.preset={request.param}", *SMALL]
@@ -135,7 +139,7 @@ def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_
     (folder / "checkpoints" / "checkpoint-12" / COMPLETE).unlink(missing_ok=True)
     done = run("run", *settings, "--out", folder, "--resume")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "goes on after step 8" in done.stderr
+    assert "resuming after step 8" in done.stderr
     assert_same(folder, uninterrupted)
 
 
@@ -155,7 +159,7 @@ def test_a_finished_run_is_refused_with_2(whole):
     settings, folder = whole
     done = run("run", *settings, "--out", folder)
     assert done.returncode == 2
-    assert "holds a finished run" in done.stderr
+    assert "contains a finished run" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("trl")
 
 import torch
-import world
 from trl import GRPOTrainer
 
 import trustrl
-from trustrl.engines import seam
+from support import trl_world as world
+from trustrl.engines.common import seam
 from trustrl.engines.trl import trainer as adapter
 from trustrl.errors import EngineError
 
@@ -46,8 +46,8 @@ def test_another_signature_of_the_loss_is_refused_when_a_trainer_is_made(monkeyp
         world.ours(SAMPLED)
     assert str(caught.value) == (
         "GRPOTrainer._compute_loss must take ('self', 'model', 'inputs'), got ('self', 'model', 'inputs', "
-        "'num_items_in_batch'). This adapter was written against another trl than the installed "
-        f"{metadata.version('trl')}: install a version listed in trustrl's documentation, or call "
+        "'num_items_in_batch'). This adapter was written for a different version of trl than the installed "
+        f"{metadata.version('trl')}. Install a version listed in trustrl's documentation, or call "
         "`trustrl.policy_loss` from your own trainer."
     )
 
@@ -72,12 +72,12 @@ def test_a_method_that_is_gone_is_refused_when_a_trainer_is_made(monkeypatch, me
 OLDER = {
     "a region on the sampled token": (
         SAMPLED, "0.29.1",
-        "trl must be at least 1.0, got 0.29.1: trustrl was never run with an older one. "
+        "trl must be at least 1.0, got 0.29.1: trustrl was not tested with older versions. "
         'Run `pip install "trl>=1.0"`.',
     ),
     "a region on the vocabulary": (
         TOPK, "1.14.2",
-        "trl must be at least 1.15, got 1.14.2: before, its models have no fused output layer, which Top-K, TROLL and "
+        "trl must be at least 1.15, got 1.14.2: older versions have no fused output layer, which Top-K, TROLL, and "
         'exact regions need. Run `pip install "trl>=1.15"`.',
     ),
 }  # fmt: skip
@@ -156,7 +156,7 @@ def test_a_reduction_with_impossible_weights_is_refused_at_the_first_loss(monkey
         weights = weigh(inputs["completion_mask"].float())
         return COMPUTE_LOSS(self, model, inputs) + (weights * inputs["advantages"]).sum()
 
-    with pytest.raises(EngineError, match="must multiply tokens in the loss with numbers ≥ 0 and the others with 0"):
+    with pytest.raises(EngineError, match="must multiply tokens in the loss by numbers ≥ 0 and the others by 0"):
         loss_with(monkeypatch, strange)
 
 
@@ -308,9 +308,12 @@ def test_trls_loss_reads_the_inputs_and_settings_that_are_written_down():
         "args", "accelerator", "model", "_metrics", "_get_per_token_logps_and_entropies", "get_high_entropy_mask",
         "get_off_policy_mask", "get_gamma_weights", "_entropy_bonus_enabled", "_last_world_entropy", "_entropy_window_stats",
     }  # fmt: skip
-    check_known("the inputs its loss reads", keys, READ_BY_THE_LOSS, "`_their_loss` in engines/trl/trainer.py")
+    check_known("the inputs its loss reads", keys, READ_BY_THE_LOSS, "`_trl_loss_parts` in engines/trl/trainer.py")
     check_known(
-        "what its loss reads of the trainer", settings, SETTINGS_OF_THE_LOSS | machinery, "engines/trl/settings.py"
+        "what its loss reads of the trainer",
+        settings,
+        SETTINGS_OF_THE_LOSS | machinery,
+        "engines/trl/trainer_checks.py",
     )
 
 
@@ -331,6 +334,9 @@ def test_trls_loss_calls_the_model_and_logs_as_written_down():
     COMPUTE_LOSS(trainer, Called(), inputs)
     assert len(calls) == 1
     check_known(
-        "how its loss calls the model", calls[0], MODEL_CALL, "engines/trl/watching.py and engines/trl/forward.py"
+        "how its loss calls the model",
+        calls[0],
+        MODEL_CALL,
+        "engines/trl/forward_capture.py and engines/common/vocabulary_forward.py",
     )
-    check_known("what its loss logs", trainer._metrics["train"], LOSS_METRICS, "engines/trl/metrics.py")
+    check_known("what its loss logs", trainer._metrics["train"], LOSS_METRICS, "engines/trl/step_metrics.py")

@@ -4,13 +4,14 @@ import pytest
 
 pytest.importorskip("trl")
 
-import world
-
 import trustrl
+from support import trl_world as world
 
 
 def test_trls_defaults_with_its_own_sampling_are_said_to_leave_the_region_nothing_to_do():
-    with pytest.warns(trustrl.TrustRLWarning, match=r"dppo cannot act: .* every ratio is 1\. Set num_iterations"):
+    with pytest.warns(
+        trustrl.errors.TrustRLWarning, match=r"dppo cannot act: .* every ratio is 1\. Set num_iterations"
+    ):
         world.ours(trustrl.preset("dppo-binary-tv"))
 
 
@@ -33,9 +34,9 @@ def test_a_step_that_trains_on_nothing_raises():
     model = world.tiny_model()
     trainer = world.ours(trustrl.preset("troll"), model)
     with (
-        pytest.warns(trustrl.TrustRLWarning, match="dropped most"),
+        pytest.warns(trustrl.errors.TrustRLWarning, match="dropped most"),
         pytest.raises(
-            trustrl.NonFiniteError, match=r"at most 50% of its tokens, got .*%: fewer than k ids are recorded"
+            trustrl.errors.NonFiniteError, match=r"at most 50% of its tokens, got .*%: fewer than k ids are recorded"
         ),
     ):
         trainer._compute_loss(trainer.model, narrowed(model))
@@ -45,13 +46,13 @@ def test_a_step_that_trains_on_nothing_warns_where_that_is_allowed():
     model = world.tiny_model()
     trainer = world.ours(trustrl.preset("troll"), model, given={"max_dropped_share": 1.0})
     with (
-        pytest.warns(trustrl.TrustRLWarning, match="The loss dropped most of its tokens"),
-        pytest.warns(trustrl.TrustRLWarning, match="tokens were dropped: fewer than k ids are recorded"),
+        pytest.warns(trustrl.errors.TrustRLWarning, match="The loss dropped most of its tokens"),
+        pytest.warns(trustrl.errors.TrustRLWarning, match="tokens were dropped: fewer than k ids are recorded"),
     ):
         trainer._compute_loss(trainer.model, narrowed(model))
 
 
 def test_a_real_run_whose_region_masks_nothing_says_so_after_its_first_batch():
     trainer = world.ours(trustrl.preset("dppo-binary-tv"), num_iterations=2, max_steps=3, learning_rate=1e-9)
-    with pytest.warns(trustrl.TrustRLWarning, match="dppo masked no token in the first batch of updates"):
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="dppo masked no token in the first batch of updates"):
         trainer.train()

@@ -1,7 +1,11 @@
-"""A few steps of our trainer with a colocated vLLM; prints one JSON object per rollout and per step. See test_regions.py."""
+"""Runs of a few steps of our trainer with a colocated vLLM, one after the other in one process. See test_regions.py.
+
+Prints one JSON object per rollout and per step, and the error of a run that fails.
+"""
 
 import json
 import sys
+import traceback
 from pathlib import Path
 
 from trustrl.engines.vllm import set_cpu_environment
@@ -14,7 +18,7 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 import trustrl
-from engines.vllm.tiny import save_model
+from support.tiny_models import save_model
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 
 
@@ -45,7 +49,10 @@ class Watched(TrustRegionGRPOTrainer):
         return torch.log_softmax(logits.float() / self.temperature, -1)
 
 
-def main(folder, options):
+KEPT = []  # a collected engine would take the process groups of all others with it
+
+
+def train(folder, options):
     path = Path(folder) / "model"
     tokenizer = save_model(path, tied=options["tied"], experts=options.get("experts", 0))
     region = trustrl.config_from_dict(options["region"])
@@ -67,6 +74,7 @@ def main(folder, options):
         measure_mismatch=options.get("mismatch", False),
         vllm_options={"dtype": options["dtype"], "kv_cache_memory_bytes": 1 << 26},
     )
+    KEPT.append(trainer)
     if options.get("break_sync"):
         trainer.vllm_generation.sync_weights = lambda: None
     trainer.train()
@@ -76,4 +84,9 @@ def main(folder, options):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    for number, (name, given) in enumerate(json.loads(sys.argv[2]).items()):
+        print("RUN " + json.dumps(name), flush=True)
+        try:
+            train(Path(sys.argv[1]) / str(number), given)
+        except Exception:
+            print("ERROR " + json.dumps(traceback.format_exc()), flush=True)

@@ -1,11 +1,11 @@
 """Our trainer with a real vLLM: the recorded μ is μ, syncs arrive, and every kind of region trains."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,25 +13,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 import trustrl
-from engines.rendezvous import own_environment
+from support.rendezvous import own_environment, python_path
 
-HERE = Path(__file__).parent
-
-
-def train(folder, region, **options):
-    """(rollouts, steps, stderr) of one run in a process of its own."""
-    options = {"tied": True, "dtype": "float32", **options, "region": trustrl.config_to_dict(region)}
-    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "region_run.py"), str(folder), json.dumps(options)],
-        capture_output=True, text=True, timeout=300,
-        env=own_environment(PYTHONPATH=paths, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"),
-    )  # fmt: skip
-
-    def found(word):
-        return [json.loads(line.removeprefix(word)) for line in done.stdout.splitlines() if line.startswith(word)]
-
-    return found("ROLLOUT "), found("STEP "), done
+pytestmark = pytest.mark.xdist_group("regions with vLLM")
+SCRIPT = Path(__file__).with_name("region_run.py")
 
 
 def topk(anchor):
@@ -48,14 +33,76 @@ REGIONS = {
 }
 
 
-@pytest.mark.parametrize("name", REGIONS)
-def test_what_is_recorded_is_the_distribution_that_sampled(name, tmp_path):
-    """In float32, at every rollout (so after every sync, with a tied head), to 1e-4 nat, sampled token and top-K."""
-    region = REGIONS[name]
-    rollouts, steps, done = train(tmp_path, region)
+BINARY = REGIONS["binary on μ"]
+RECORDED = ["binary on μ", "top-K on μ, re-scored by vLLM"]
+RUNS = {  # experts first: vLLM makes their process groups with the first engine or never
+    **{f"experts, {name}": {"region": REGIONS[name], "tied": False, "experts": 4, "steps": 8} for name in RECORDED},
+    **{name: {"region": region} for name, region in REGIONS.items()},
+    "temperature": {"region": topk("behavior"), "temperature": 0.6},
+    **{
+        f"bf16, {name}": {"region": BINARY, "dtype": "bfloat16", "tied": tied, "mismatch": True}
+        for name, tied in (("tied", True), ("untied", False))
+    },
+    "a sync that does nothing": {"region": BINARY, "break_sync": True},
+    "a correction and a region on the trainer": {
+        "region": replace(trustrl.PPO(), anchor="proximal"),
+        "correction": True,
+    },
+    "a correction and a region on the sampler": {"region": BINARY, "correction": True},
+}
+
+
+class Run(NamedTuple):
+    rollouts: list
+    steps: list
+    error: str
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All runs, in one process: starting vLLM takes longer than the steps of a run."""
+    usual = {"tied": True, "dtype": "float32"}
+    given = {
+        name: {**usual, **options, "region": trustrl.config_to_dict(options["region"])}
+        for name, options in RUNS.items()
+    }
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("regions")), json.dumps(given)],
+        capture_output=True, text=True, timeout=900,
+        env=own_environment(PYTHONPATH=python_path(), HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    found, now = {}, None
+    for line in done.stdout.splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "RUN":
+            now = json.loads(rest)
+            found[now] = Run([], [], "")
+        elif word in ("ROLLOUT", "STEP"):
+            getattr(found[now], {"ROLLOUT": "rollouts", "STEP": "steps"}[word]).append(json.loads(rest))
+        elif word == "ERROR":
+            found[now] = found[now]._replace(error=json.loads(rest))
+    assert found.keys() == RUNS.keys()
+    return found
+
+
+@pytest.fixture
+def finished(runs):
+    """`finished(name)`: (rollouts, steps) of a run without an error."""
+
+    def get(name):
+        assert not runs[name].error, runs[name].error
+        return runs[name].rollouts, runs[name].steps
+
+    return get
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_what_is_recorded_is_the_distribution_that_sampled(name, finished):
+    """In float32, at every rollout (so after every sync, with a tied head), to 1e-4 nat, sampled token and top-K."""
+    rollouts, steps = finished(name)
     assert (len(rollouts), len(steps)) == (2, 4)
-    needs = region.needs()
+    needs = REGIONS[name].needs()
     for rollout in rollouts:
         if "behavior" in needs.anchors:
             assert rollout["gap_max"] < 1e-4
@@ -68,11 +115,10 @@ def test_what_is_recorded_is_the_distribution_that_sampled(name, tmp_path):
     assert all(step["trustrl/loss_weight"] == pytest.approx(1, abs=1e-5) for step in steps)
 
 
-@pytest.mark.parametrize("name", ["binary on μ", "top-K on μ, re-scored by vLLM"])
-def test_experts_are_sampled_with_the_weights_that_were_trained(name, tmp_path):
+@pytest.mark.parametrize("name", RECORDED)
+def test_experts_are_sampled_with_the_weights_that_were_trained(name, finished):
     """A mixture of experts, in float32, over four rollouts and so at least as many weight syncs."""
-    rollouts, steps, done = train(tmp_path, REGIONS[name], tied=False, experts=4, steps=8)
-    assert done.returncode == 0, done.stderr[-3000:]
+    rollouts, steps = finished(f"experts, {name}")
     assert (len(rollouts), len(steps)) == (4, 8)
     assert all(rollout["gap_max"] < 1e-4 for rollout in rollouts)
     assert all(rollout.get("top_gap_max", 0.0) < 1e-4 for rollout in rollouts)
@@ -81,40 +127,34 @@ def test_experts_are_sampled_with_the_weights_that_were_trained(name, tmp_path):
         assert abs(second["trustrl/log_ratio_p99"]) > 1e-3  # one update later
 
 
-def test_a_temperature_reaches_the_re_scored_top_k(tmp_path):
-    rollouts, _, done = train(tmp_path, topk("behavior"), temperature=0.6)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_a_temperature_reaches_the_re_scored_top_k(finished):
+    rollouts, _ = finished("temperature")
+    assert len(rollouts) == 2
     assert all(rollout["gap_max"] < 1e-4 and rollout["top_gap_max"] < 1e-4 for rollout in rollouts)
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_bf16_sampler_differs_by_its_dtype_and_no_more(tied, tmp_path):
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+def test_a_bf16_sampler_differs_by_its_dtype_and_no_more(tied, finished):
     """The mismatch is real, is reported, and does not grow from sync to sync."""
-    rollouts, steps, done = train(
-        tmp_path, trustrl.preset("dppo-binary-tv"), dtype="bfloat16", tied=tied, mismatch=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    rollouts, steps = finished(f"bf16, {tied}")
+    assert (len(rollouts), len(steps)) == (2, 4)
     for rollout in rollouts:
         assert 1e-4 < rollout["gap_mean"] < 0.15
     for step in steps:
         assert 1e-4 < step["trustrl/mismatch_abs_mean"] < 0.15
 
 
-def test_a_sync_that_does_nothing_is_found_before_the_first_step(tmp_path):
-    _, steps, done = train(tmp_path, trustrl.preset("dppo-binary-tv"), break_sync=True)
-    assert done.returncode != 0
-    assert not steps
-    assert "The sampler must follow the trainer's weights" in done.stderr
+def test_a_sync_that_does_nothing_is_found_before_the_first_step(runs):
+    found = runs["a sync that does nothing"]
+    assert not found.steps
+    assert "The sampler must follow the trainer's weights" in found.error
 
 
-def test_trls_own_correction_goes_with_a_region_on_the_trainer(tmp_path):
-    region = replace(trustrl.PPO(), anchor="proximal")
-    _, steps, done = train(tmp_path, region, correction=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_trls_own_correction_goes_with_a_region_on_the_trainer(finished):
+    _, steps = finished("a correction and a region on the trainer")
     assert len(steps) == 4
     assert "sampling/importance_sampling_ratio/mean" in steps[0]
 
 
-def test_and_not_with_one_on_the_sampler(tmp_path):
-    _, _, done = train(tmp_path, trustrl.preset("dppo-binary-tv"), correction=True)
-    assert "vllm_importance_sampling_correction must be False" in done.stderr
+def test_and_not_with_one_on_the_sampler(runs):
+    assert "vllm_importance_sampling_correction must be False" in runs["a correction and a region on the sampler"].error

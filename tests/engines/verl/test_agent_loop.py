@@ -1,7 +1,7 @@
 """The sampler's top-K on its way from a server to verl's workers: whose rows, which temperature, which weights.
 
-The server is made by hand (a table of log-probs) and answers in verl's own contract; real servers are in test_cpu_* and
-in the end-to-end run.
+The server is made by hand (a table of log-probs) and answers in verl's own contract; real servers are in
+tests/engines/verl_cpu.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from omegaconf import OmegaConf
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 import trustrl
-from trustrl import EngineError
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.agent_loop import RecordsTopK, sampled_topk
+from trustrl.errors import EngineError
 
 VOCABULARY, K = 12, 4
 NEEDS = trustrl.preset("dppo-topk-tv", divergence=trustrl.TopKTV(k=K)).needs()
@@ -137,7 +137,7 @@ def test_scores_of_other_weights_stop_the_worker_and_lose_no_sequence(steps):
     """Raised in the loop, verl would log the error and train on the group's other sequences."""
     server = TableServer()
     said = refused_by_the_worker(Loop(config(), server, output(server, **steps)))
-    assert re.search(r"3 tokens without scores.*weights of step 3 for one of step 2.*anchor=proximal", said)
+    assert re.search(r"3 tokens without scores.*weights of step 3 for a sequence of step 2.*anchor=proximal", said)
 
 
 def test_a_server_that_fails_to_score_stops_the_worker():
@@ -177,7 +177,7 @@ def test_only_regions_on_the_samplers_top_k_are_scored(of, k):
 def test_loading_the_package_registers_every_loop_that_a_region_may_be_given():
     """verl's workers load the package by its name alone."""
     code = (
-        "import trustrl.engines.verl, trustrl.engines.verl_refusals as rows; "
+        "import trustrl.engines.verl, trustrl.engines.refusals.verl as rows; "
         "from verl.experimental.agent_loop.agent_loop import _agent_loop_registry as known; "
         "assert set(rows.RECORDING.values()) <= known.keys(), known.keys()"
     )

@@ -4,10 +4,9 @@ import pytest
 
 pytest.importorskip("verl")
 
-from trustrl.conformance import bounds
-from trustrl.conformance.adapters import adapted, detected
-from trustrl.conformance.running import run
-from trustrl.conformance.target import find
+from trustrl.tools.conformance import bounds
+from trustrl.tools.conformance.adapters import adapted, detected, find
+from trustrl.tools.conformance.corpus import run
 
 LOSS = "verl.trainer.ppo.core_algos:compute_policy_loss_"
 
@@ -52,5 +51,5 @@ def test_verls_clip_ratio_alone_changes_nothing():
 
 def test_the_mean_of_gmpo_is_the_micro_batchs_own():
     found = results("geo_mean", "any")["a batch in two micro-batches"]
-    assert (found.verdict, found.got) == ("fails", "only when each part is weighed by its rows")
+    assert (found.verdict, found.got) == ("fails", "only when each part is weighted by its rows")
     assert results("vanilla", "ppo")["a batch in two micro-batches"].verdict == "passes"

@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-from engines.vllm.tiny import character_tokenizer
-from trustrl import tasks
-from trustrl.engines.verl_data import PLAIN_CHAT, REWARD, main, reward, write_parquet
+from support.tiny_models import character_tokenizer
 from trustrl.errors import ConfigError, MissingDataError
+from trustrl.world import tasks
+from trustrl.world.verl_dataset import PLAIN_CHAT, REWARD, main, reward, write_parquet
 
 
 def read(path):

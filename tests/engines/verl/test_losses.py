@@ -10,7 +10,6 @@ pytest.importorskip("verl")
 
 import hydra
 import torch
-import verl_world as world
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.utils import tensordict_utils as tu
@@ -18,11 +17,11 @@ from verl.utils.metric import Metric
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
-import worlds
-from trustrl import ConfigError, DuplicateNameError, EngineError, UnknownNameError
+from support import verl_world as world, worlds
 from trustrl.engines import verl as engine
 from trustrl.engines.verl import losses
-from trustrl.engines.verl.feed import Feed, feeding
+from trustrl.engines.verl.loss_context import LossContext, active
+from trustrl.errors import ConfigError, DuplicateNameError, EngineError, UnknownNameError
 
 NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
 SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full or len(its.anchors) > 1)]
@@ -209,7 +208,7 @@ def test_one_bad_token_is_counted_and_the_others_keep_their_gradient(field, valu
 def test_bad_tokens_may_stop_the_run_instead():
     tokens = world.batch()
     tokens.log_prob[5, 1] = float("nan")
-    with pytest.raises(trustrl.NonFiniteError):
+    with pytest.raises(trustrl.errors.NonFiniteError):
         world.result(world.actor("trustrl-ppo", policy_loss={"on_nonfinite": "raise"}), tokens)
 
 
@@ -276,14 +275,14 @@ def test_a_preset_that_reads_more_has_the_cores_verdicts_and_gradient(name):
         return rollout, w.policy_tokens(rollout, dtype=dtype)
 
     (rollout, policy), taken = tokens(torch.float32), []
-    feed = Feed(
+    context = LossContext(
         region,
         {"behavior_logp": rollout.behavior_logp, "proximal_logp": rollout.proximal_logp},
         lambda out, *_: taken.append(out),
         {"token_ids": rollout.token_ids, "topk": rollout.topk, "full": rollout.full},
         {"topk_logp": policy.topk_logp, "tail_logp": policy.tail_logp, "full_logp": policy.full_logp},
     )
-    with feeding(feed):
+    with active(context):
         loss, _ = core_algos.get_policy_loss_fn(f"trustrl-{name}")(
             old_log_prob=rollout.proximal_logp, log_prob=policy.logp, advantages=rollout.advantage,
             response_mask=rollout.in_loss, config=world.actor(f"trustrl-{name}"),
@@ -329,13 +328,13 @@ def test_records_have_the_advantage_that_was_decided_on_where_verl_corrects():
     tokens, taken = world.batch(), []
     weights = some_correction(tokens)
     weights[:, 0] = 0.0
-    feed = Feed(
+    context = LossContext(
         trustrl.PPO(anchor="proximal"), {"proximal_logp": tokens.old_log_prob}, lambda *given: taken.append(given)
     )
-    with feeding(feed):
+    with active(context):
         world.result(world.actor("trustrl-ppo"), tokens, is_weights=weights)
     ((out, policy, rollout, coefficients),) = taken
-    again = trustrl.policy_loss(policy, rollout, feed.region, reduction=trustrl.TokenSum())
+    again = trustrl.policy_loss(policy, rollout, context.region, reduction=trustrl.TokenSum())
     assert torch.equal(again.decision.keep, out.decision.keep)
     assert torch.equal(rollout.advantage, tokens.advantages * weights)
     assert coefficients.sum().item() == pytest.approx(1.0)

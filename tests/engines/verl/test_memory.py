@@ -7,9 +7,8 @@ import pytest
 
 pytest.importorskip("verl")
 
-from verl_launch import on_ranks
-
-from trustrl.engines.seam import version_of
+from support.verl_launch import on_ranks
+from trustrl.engines.common.seam import version_of
 
 LOGITS = 8 * 128 * 151_936 * 4
 """Bytes of the responses' logits in float32: 622 MB."""

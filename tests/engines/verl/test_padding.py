@@ -5,17 +5,16 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-import verl_world as world
 from tensordict import TensorDict
 from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
-from verl_launch import on_ranks
 
 import trustrl
-from engines import regions_oracle as oracle
-from trustrl import EngineError
-from trustrl.engines.seam import version_of
+from support import regions_oracle as oracle, verl_world as world
+from support.verl_launch import on_ranks
+from trustrl.engines.common.seam import version_of
 from trustrl.engines.verl import anchors
-from trustrl.engines.verl.layout import places
+from trustrl.engines.verl.response_layout import places
+from trustrl.errors import EngineError
 
 NEEDS = trustrl.preset("dppo-topk-tv").needs()
 

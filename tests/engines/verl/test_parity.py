@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-import verl_world as world
+
+from support import verl_world as world
 
 LARGEST_ERROR = 1e-6
 NO_CAP = 1e6

@@ -10,10 +10,10 @@ from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 from verl.utils.config import omega_conf_to_dataclass
 
-from trustrl.engines.verl.region import recording_of, region_of
-from trustrl.engines.verl_cpu.defaults import with_defaults
+from trustrl.engines.verl.verl_config import recording_of, region_of
+from trustrl.engines.verl_cpu.cpu_defaults import with_defaults
 from trustrl.runner.recipe import load
-from trustrl.runner.verl_settings import command
+from trustrl.runner.verl_command import command
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [file for file in sorted((ROOT / "recipes").glob("*.toml")) if load(file).engine.name == "verl"]

@@ -6,15 +6,14 @@ pytest.importorskip("verl")
 pytest.importorskip("pyarrow")
 
 import torch
-import verl_world as world
 from verl.workers.engine_workers import TrainingWorker
-from verl_launch import on_ranks
 
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, verl_world as world
+from support.verl_launch import on_ranks
 from trustrl import preset
-from trustrl.engines.seam import version_of
+from trustrl.engines.common.seam import version_of
 from trustrl.engines.verl import RegionWorker, check_settings
-from trustrl.engines.verl.region import recording_of
+from trustrl.engines.verl.verl_config import recording_of
 from trustrl.errors import ConfigError
 from trustrl.recording import QuantileAbove, Recording, read
 

@@ -15,9 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 
 import trustrl
-from trustrl import ConfigError
 from trustrl.engines.verl import check_settings
-from trustrl.engines.verl.settings import fill_in
+from trustrl.engines.verl.verl_config import fill_in
+from trustrl.errors import ConfigError
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 OURS = f"{POLICY_LOSS}._target_=trustrl.engines.verl.RegionLossConfig"
@@ -57,7 +57,7 @@ def test_a_region_anchored_on_the_trainer_keeps_verls_correction():
 def test_one_update_per_batch_against_the_trainers_own_log_probs_is_said_to_leave_the_region_nothing_to_do():
     one = f"actor_rollout_ref.actor.ppo_mini_batch_size={configuration().data.train_batch_size}"
     with pytest.warns(
-        trustrl.TrustRLWarning, match=r"ppo cannot act: .* Set actor_rollout_ref.actor.ppo_mini_batch_size"
+        trustrl.errors.TrustRLWarning, match=r"ppo cannot act: .* Set actor_rollout_ref.actor.ppo_mini_batch_size"
     ):
         check_settings(configuration(*PROXIMAL, one))
     check_settings(configuration(*PROXIMAL, one, "actor_rollout_ref.actor.ppo_epochs=2"))
@@ -98,9 +98,9 @@ REFUSED = {
         [*RIGHT, f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
         [f"{ROLLOUT}.logprobs_mode must be processed_logprobs", "0.7"],
     ),
-    "top-p": ([*RIGHT, f"{ROLLOUT}.top_p=0.95"], [f"{ROLLOUT}.top_p must be 1.0", "0.95", "renormalised"]),
+    "top-p": ([*RIGHT, f"{ROLLOUT}.top_p=0.95"], [f"{ROLLOUT}.top_p must be 1.0", "0.95", "renormalized"]),
     "top-p and a proximal anchor": ([*PROXIMAL, f"{ROLLOUT}.top_p=0.95"], [f"{ROLLOUT}.top_p must be 1.0"]),
-    "top-k": ([*RIGHT, f"{ROLLOUT}.top_k=50"], [f"{ROLLOUT}.top_k must be -1", "50", "renormalised"]),
+    "top-k": ([*RIGHT, f"{ROLLOUT}.top_k=50"], [f"{ROLLOUT}.top_k must be -1", "50", "renormalized"]),
     "a repetition penalty": ([*RIGHT, f"+{ROLLOUT}.repetition_penalty=1.1"], [f"{ROLLOUT}.repetition_penalty must be 1.0"]),
     "a bound of verl's": ([*RIGHT, f"{ACTOR}.clip_ratio=0.15"], [f"{ACTOR}.clip_ratio must be left at 0.2", "region"]),
     "an upper bound of verl's": ([*RIGHT, f"{ACTOR}.clip_ratio_high=0.28"], [f"{ACTOR}.clip_ratio_high must be left"]),

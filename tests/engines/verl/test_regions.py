@@ -9,13 +9,12 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-import verl_world as world
 from verl.workers.utils.losses import ppo_loss
-from verl_launch import on_ranks
 
 import trustrl
-from engines import regions_oracle as oracle
-from trustrl.engines.seam import version_of
+from support import regions_oracle as oracle, verl_world as world
+from support.verl_launch import on_ranks
+from trustrl.engines.common.seam import version_of
 from trustrl.engines.verl import RegionWorker
 
 pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
@@ -94,7 +93,7 @@ def test_a_checkpoint_knows_its_region(model, tmp_path):
     assert said["the same"] == said["none"] == []
     (another,) = said["another"]
     assert '"kind": "binary-tv"' in another
-    assert "goes on with" in another
+    assert "training resumes with" in another
 
 
 @pytest.mark.parametrize(
@@ -112,5 +111,5 @@ def test_a_worker_refuses_what_the_launcher_would_have_refused(preset, strategy,
     worker._rank = 0  # verl's own __init__ sets it, and starts a process group
     worker.engine = SimpleNamespace(ulysses_sequence_parallel_size=ranks)
     worker.engine_config = SimpleNamespace(strategy=strategy, use_fused_kernels=fused)
-    with pytest.raises(trustrl.ConfigError, match=says):
+    with pytest.raises(trustrl.errors.ConfigError, match=says):
         worker.set_loss_fn(partial(ppo_loss, config=world.actor(f"trustrl-{preset}")))

@@ -5,10 +5,10 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
-import verl_world as world
-from verl_launch import on_ranks
 
-from trustrl.engines.seam import version_of
+from support import verl_world as world
+from support.verl_launch import on_ranks
+from trustrl.engines.common.seam import version_of
 
 
 @pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 import verl_regions as regions
-import verl_world as world
 from verl.trainer.config import CheckpointConfig
 from verl.workers.utils.losses import ppo_loss
 
-from trustrl import TrustRLWarning
+from support import verl_world as world
 from trustrl.engines.verl import RegionWorker
+from trustrl.errors import TrustRLWarning
 
 
 def use(worker, loss_mode):

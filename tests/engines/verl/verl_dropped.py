@@ -7,14 +7,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import verl_world as world
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 from verl_regions import training_worker
 from verl_worker import ROWS, as_verl_wants, tokens
 
 import trustrl
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, verl_world as world
 from trustrl.engines.verl.worker import RegionWorker
 
 
@@ -34,10 +33,10 @@ def main(out: str) -> None:
             batch, global_batch_size=ROWS, mini_batch_size=ROWS, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}
         )
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", trustrl.TrustRLWarning)
+            warnings.simplefilter("always", trustrl.errors.TrustRLWarning)
             try:
                 worker.train_mini_batch(data)
-            except trustrl.NonFiniteError as error:
+            except trustrl.errors.NonFiniteError as error:
                 print(f"RAISED {share}: {error}")
         for one in said:
             print(f"WARNED {share}: {one.message}")

@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import verl_regions as regions
-import verl_world as world
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, verl_world as world
 from trustrl.engines.verl import RegionWorker
 
 V, D, ROWS, PROMPT, RESPONSE, K = 151_936, 64, 8, 16, 128, 20

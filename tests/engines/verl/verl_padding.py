@@ -9,7 +9,7 @@ from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 from verl.utils import tensordict_utils as tu
 from verl_regions import as_verl_carries, gradient_of, training_worker
 
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle
 
 COMPUTED = {"advantages": 1.0, "old_log_probs": -1.0, "ref_log_prob": -2.0}
 """Fields that verl's trainer computes after it has padded, with a value that would be seen if it counted."""

@@ -7,11 +7,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import verl_regions as regions
-import verl_world as world
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, verl_world as world
 from trustrl.engines.verl import losses
 
 

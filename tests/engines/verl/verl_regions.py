@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import verl_world as world
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _init_utils as fsdp1
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -21,7 +20,7 @@ from verl.workers.engine_workers import TrainingWorkerConfig
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, verl_world as world
 from trustrl.engines.verl import RegionWorker, anchors, losses
 
 

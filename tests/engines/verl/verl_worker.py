@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import verl_world as world
 from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import TrainingWorker
@@ -15,7 +14,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 from verl_regions import training_worker
 
-from engines import regions_oracle as oracle
+from support import regions_oracle as oracle, verl_world as world
 
 PROMPT, RESPONSE, ROWS = 4, 12, 6
 

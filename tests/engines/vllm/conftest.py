@@ -25,8 +25,8 @@ def samplers(tmp_path_factory):
     from transformers import AutoModelForCausalLM
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from engines.rendezvous import free_port
-    from engines.vllm.tiny import LONGEST, save_model
+    from support.rendezvous import free_port
+    from support.tiny_models import LONGEST, save_model
     from trustrl.engines.vllm import cpu_options, extra_llm_options
 
     os.environ.setdefault("MASTER_PORT", str(free_port()))

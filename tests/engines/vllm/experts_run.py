@@ -22,12 +22,12 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from engines.rendezvous import free_port
-from engines.vllm.tiny import LONGEST, logps, perturb, save_model, some_sequences
-from trustrl.engines.vllm import cpu_options, extra_llm_options, install_sync, reload as reload_module, score
+from support.rendezvous import free_port
+from support.tiny_models import LONGEST, logps, perturb, save_model, some_sequences
+from trustrl.engines.vllm import cpu_options, extra_llm_options, install_sync, score, weight_reload as reload_module
 from trustrl.engines.vllm.clients import LocalClient
 from trustrl.engines.vllm.gloo_transfer import BACKEND, GlooTrainerInitInfo
-from trustrl.engines.vllm.reload import begin_reload, end_reload, forget_prefixes, model_runner_of, reloaded
+from trustrl.engines.vllm.weight_reload import begin_reload, end_reload, forget_prefixes, model_runner_of, reloaded
 
 SEQUENCES = some_sequences(12, 30)
 OPTIONS = cpu_options(dtype="float32", kv_cache_memory_bytes=1 << 26)

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from engines.vllm.tiny import save_model
+from support.tiny_models import save_model
 
 
 class Watched(GRPOTrainer):

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
-from engines.vllm.tiny import LONGEST, character_tokenizer, full_logps, perturb, save_model, some_sequences
+from support.tiny_models import LONGEST, character_tokenizer, full_logps, perturb, save_model, some_sequences
 
 K = 4
 

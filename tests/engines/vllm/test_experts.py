@@ -1,7 +1,6 @@
 """Mixtures of experts after new weights: the trap without our code, and that ours leaves sampler and trainer equal."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +9,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines.rendezvous import own_environment
+from support.rendezvous import own_environment, python_path
 
 HERE = Path(__file__).parent
 EXACT = 1e-4  # nats, float32
+
+pytestmark = pytest.mark.xdist_group("experts")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Largest |sampler − trainer| in nats after each way of new weights."""
-    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(HERE / "experts_run.py"), str(tmp_path_factory.mktemp("experts"))],
         capture_output=True, text=True, timeout=900,
-        env=own_environment(PYTHONPATH=paths, HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"),
+        env=own_environment(PYTHONPATH=python_path(), HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR"),
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-4000:]

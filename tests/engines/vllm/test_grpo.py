@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines.rendezvous import own_environment
+from support.rendezvous import own_environment
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not i
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    from engines.vllm.tiny import save_model
+    from support.tiny_models import save_model
 
     folder = tmp_path_factory.mktemp("probe")
     save_model(folder, tied=True)

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm import SamplingParams
 
-from engines.vllm.tiny import LONGEST, VOCABULARY, full_logps, some_sequences
+from support.tiny_models import LONGEST, VOCABULARY, full_logps, some_sequences
 from trustrl import TopK
 from trustrl.engines.vllm import Scores, install_sync, score, score_rollout, tempered
 from trustrl.errors import ConfigError, RecordError
@@ -171,7 +171,7 @@ class TestRefusals:
             score(generation.llm, some_sequences(4), [1], k=65)
 
     def test_more_ids_than_there_are(self):
-        with pytest.raises(ConfigError, match=r"k must be at most 500, got 501. There are no more ids"):
+        with pytest.raises(ConfigError, match=r"k must be at most 500, got 501. The vocabulary does not have more ids"):
             score(stub(max_logprobs=-1), some_sequences(4), [1], k=VOCABULARY + 1)
 
     def test_a_sequence_that_fills_the_context(self, generation):

@@ -20,13 +20,15 @@ from trl.generation.vllm_client import VLLMClient
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource
 
-from engines.vllm.tiny import LONGEST, full_logps, perturb, save_model, some_sequences
+from support.tiny_models import LONGEST, full_logps, perturb, save_model, some_sequences
 from trustrl.engines.vllm import score_on_server, score_rollout
 from trustrl.engines.vllm.clients import ServerClient
 from trustrl.engines.vllm.gloo_transfer import BACKEND, EXTENSION, GlooTrainerInitInfo
 from trustrl.errors import ConfigError, EngineError
 
 EXACT = 1e-4
+
+pytestmark = pytest.mark.xdist_group("server")
 SEQUENCES, PROMPT_LENGTHS = some_sequences(30, 6, 12), [3, 2, 12]
 
 

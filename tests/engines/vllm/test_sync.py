@@ -10,9 +10,9 @@ import torch
 from vllm import SamplingParams
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from engines.vllm.tiny import LONGEST, full_logps, logps, perturb, some_sequences
-from trustrl.engines.vllm import install_sync, score, sync as sync_module
-from trustrl.engines.vllm.reload import forget_prefixes, model_runner_of, reloaded
+from support.tiny_models import LONGEST, full_logps, logps, perturb, some_sequences
+from trustrl.engines.vllm import install_sync, score, weight_sync as sync_module
+from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
 from trustrl.errors import ConfigError, EngineError
 
 EXACT = 1e-4  # nats, float32

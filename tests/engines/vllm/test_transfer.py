@@ -16,14 +16,16 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource
 
-from engines.vllm.tiny import LONGEST, logps, perturb, save_model, some_sequences
+from support.tiny_models import LONGEST, logps, perturb, save_model, some_sequences
 from trustrl.engines.vllm import cpu_options, gloo_transfer, score
-from trustrl.engines.vllm.channel import Channel, Listener
 from trustrl.engines.vllm.clients import LocalClient
+from trustrl.engines.vllm.gloo_channel import Channel, Listener
 from trustrl.engines.vllm.gloo_transfer import BACKEND, GlooTrainerInitInfo
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 
 EXACT = 1e-4
+
+pytestmark = pytest.mark.xdist_group("transfer")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_trainers_that_do_not_send_only_gather(samplers):
 
 
 def test_the_name_is_not_taken_twice():
-    with pytest.raises(DuplicateNameError, match="'trustrl-gloo' must be trustrl's own"):
+    with pytest.raises(DuplicateNameError, match="'trustrl-gloo' must be trustrl's, and another"):
         gloo_transfer._register()
 
 

@@ -1,4 +1,4 @@
-"""`python -m trustrl.engines.skyrl ...`: SkyRL's `main_base`, its own arguments, after a look at its settings."""
+"""`python -m trustrl.engines.skyrl ...`: SkyRL's `main_base` with its own arguments, after a check of its settings."""
 
 from trustrl.engines.skyrl.entrypoint import main
 

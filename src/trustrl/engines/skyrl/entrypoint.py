@@ -1,22 +1,21 @@
-"""SkyRL's entry point with regions: what `trainer.override_entrypoint=trustrl.engines.skyrl` calls."""
+"""SkyRL's entry point with regions, which `trainer.override_entrypoint=trustrl.engines.skyrl` calls."""
 
 import sys
 
 from skyrl.train.config import make_config
 
 from trustrl.engines.skyrl.losses import register
-from trustrl.engines.skyrl.region import RegionAlgorithmConfig
-from trustrl.engines.skyrl.settings import check_settings
+from trustrl.engines.skyrl.skyrl_config import RegionAlgorithmConfig, check_settings
 
 OVERRIDE = "trainer.override_entrypoint="
-"""SkyRL looks for this argument and hands all of them over; its configuration does not know it."""
+"""SkyRL reads this argument and passes all arguments on, but its configuration does not have the field."""
 
 
 def main() -> None:
-    """Registers the regions, refuses what does not go with the one that was chosen, and hands over to SkyRL.
+    """Registers the regions, checks the settings, and runs SkyRL's `main_base`.
 
     Raises:
-        ConfigError: before Ray is started; see `check_settings`.
+        ConfigError: If a setting does not work with the region, before Ray is started; see `check_settings`.
     """
     import ray
     from skyrl.train.entrypoints import main_base

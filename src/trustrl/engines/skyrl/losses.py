@@ -2,8 +2,8 @@
 
 Seam:     `PolicyLossRegistry.register`, public
 Switch:   `trainer.algorithm.policy_loss_type=trustrl-<preset>`
-Borrowed: `reduce_loss`, asked for what it multiplies each token with; the trainer has divided the advantages before,
-          so that a sum over micro-batches and ranks is the average that `loss_reduction` names
+Borrowed: `reduce_loss`, whose derivative is the factor on each token; the trainer has already divided the advantages,
+          so a sum over micro-batches and ranks is the average that `loss_reduction` names
 Carried:  by SkyRL's registry actor on Ray, pickled by name: workers import this module
 """
 
@@ -14,35 +14,36 @@ from skyrl.backends.skyrl_train.utils import ppo_utils
 from torch import Tensor
 
 from trustrl.config.terms import TokenWeights
-from trustrl.engines import seam
-from trustrl.engines.averages import averages
-from trustrl.engines.naming import names
-from trustrl.engines.skyrl.region import region_of
-from trustrl.engines.skyrl.settings import check_algorithm
-from trustrl.engines.skyrl_refusals import REDUCTIONS
+from trustrl.core.policy_loss import policy_loss
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common import seam
+from trustrl.engines.common.region_settings import names
+from trustrl.engines.common.step_sums import averages
+from trustrl.engines.refusals.skyrl import REDUCTIONS
+from trustrl.engines.skyrl.skyrl_config import check_algorithm, region_of
 from trustrl.errors import DuplicateNameError, EngineError, MissingDataError
-from trustrl.objective import policy_loss
-from trustrl.records import PolicyTokens, RolloutTokens
 
 OLDEST = (0, 3)
 CALLED_WITH = ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs")
 MORE = frozenset({"ratio_max", "divergence_max", "mismatch_abs_mean"})
-"""SkyRL takes the largest of what ends in `_max`. These are never below 0, which stands for no tokens."""
+"""Further metrics that SkyRL combines correctly: it takes the largest of those ending in `_max`. They are never below
+0, the value without tokens."""
 
 _MISSING = {
     "behavior": (
         "rollout_logprobs",
-        "Set generator.sampling_params.logprobs=1, and let a generator of your own return `rollout_logprobs`.",
+        "Set generator.sampling_params.logprobs=1. A custom generator must return `rollout_logprobs`.",
     ),
     "proximal": (
         "old_log_probs",
-        "SkyRL's trainer recomputes them for every loss but its own `dppo` and `rollout_is`; let yours do so.",
+        "SkyRL's trainer recomputes them for every loss except its own `dppo` and `rollout_is`; a custom trainer must "
+        "do so too.",
     ),
 }
 
 
 class RegionLoss:
-    """A policy loss as SkyRL calls it: (scalar, metrics) out."""
+    """Policy loss with SkyRL's signature. Returns (scalar, metrics)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,7 +52,7 @@ class RegionLoss:
         return f"<{type(self).__name__} {self.name}>"
 
     def __eq__(self, other: object) -> bool:
-        """A loss that came back from SkyRL's registry actor is the same loss."""
+        """Compares by name: a loss that returns from SkyRL's registry actor equals the registered one."""
         return isinstance(other, RegionLoss) and other.name == self.name
 
     def __hash__(self) -> int:
@@ -66,19 +67,19 @@ class RegionLoss:
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of one micro-batch, a sum.
+        """Returns the loss of one micro-batch, a sum, and its metrics.
 
         Args:
-            log_probs: The policy's, with gradient.
-            old_log_probs: π': what the trainer recomputed before the update.
-            advantages: One for each token, divided by SkyRL's trainer as `loss_reduction` says.
+            log_probs: The policy's log-probs, with gradient.
+            old_log_probs: The log-probs of π', which the trainer recomputed before the update.
+            advantages: The advantage of each token, divided by SkyRL's trainer according to `loss_reduction`.
             config: SkyRL's `AlgorithmConfig`, or a `RegionAlgorithmConfig`.
-            loss_mask: Tokens in the loss; None for all.
-            rollout_logprobs: μ: what the sampler recorded.
+            loss_mask: True on tokens in the loss; None for all tokens.
+            rollout_logprobs: The log-probs of μ, which the sampler recorded.
 
         Raises:
-            ConfigError: the settings do not describe a region this path can run, or count the mismatch twice.
-            MissingDataError: the region's anchor was not given.
+            ConfigError: If the settings do not describe a region that this path supports, or count the mismatch twice.
+            MissingDataError: If the region's anchor is missing.
         """
         region = region_of(self.name, config)
         check_algorithm(config, region)
@@ -101,32 +102,36 @@ class RegionLoss:
             on_nonfinite=getattr(config, "on_nonfinite", "drop"),
         )
         added = out.sums.added
-        stopped = (added["stopped"] / added["tokens"].clamp(min=1)).item()
-        return out.loss, {"clip_ratio": stopped, **averages(out.sums, MORE)}
+        masked = (added["stopped"] / added["tokens"].clamp(min=1)).item()
+        return out.loss, {"clip_ratio": masked, **averages(out.sums, MORE)}
 
 
 def token_weights(loss_mask: Tensor) -> Tensor:
-    """c_t: what SkyRL's `reduce_loss` multiplies each token's loss with. It is linear, so this is its derivative."""
-    watched = torch.zeros(loss_mask.shape, device=loss_mask.device, requires_grad=True)
+    """Returns c_t, the factor that SkyRL's `reduce_loss` multiplies each token's loss by.
+
+    `reduce_loss` is linear, so c_t is its derivative.
+    """
+    tracked = torch.zeros(loss_mask.shape, device=loss_mask.device, requires_grad=True)
     with torch.enable_grad():
-        (weights,) = torch.autograd.grad(ppo_utils.reduce_loss(watched, loss_mask), watched)
+        (weights,) = torch.autograd.grad(ppo_utils.reduce_loss(tracked, loss_mask), tracked)
     return weights
 
 
 def register() -> None:
-    """Registers every preset, and `trustrl` for a region described in full. Once, in the process that starts Ray.
+    """Registers every preset, and `trustrl` for a region described in full.
 
-    Before `ray.init`, SkyRL's `initialize_ray` carries them to Ray; after it, registering does.
+    Call it once, in the process that starts Ray. Losses registered before `ray.init` reach Ray through SkyRL's
+    `initialize_ray`; those registered after it reach Ray directly.
 
     Raises:
-        EngineError: SkyRL is too old, or calls or reduces its losses in a way this adapter was not written for.
-        DuplicateNameError: somebody else has one of the names.
+        EngineError: If SkyRL is too old, or calls or reduces its losses in a way that this adapter does not support.
+        DuplicateNameError: If one of the names is already registered.
     """
     _check_seams()
     taken = set(ppo_utils.PolicyLossRegistry.list_available()) & set(names())
     if taken:
         raise DuplicateNameError(
-            f"SkyRL's policy loss {min(taken)!r} is registered already. Remove the other one, or do not call "
+            f"SkyRL's policy loss {min(taken)!r} is already registered. Remove the other one, or do not call "
             f"{__package__}.register() twice."
         )
     for name in names():
@@ -134,10 +139,10 @@ def register() -> None:
 
 
 def registered() -> tuple[str, ...]:
-    """The names under which SkyRL finds our losses, looked up in SkyRL's registry now, on Ray if it runs.
+    """Returns the names of trustrl's losses, after looking up each one in SkyRL's registry (on Ray if it runs).
 
     Raises:
-        EngineError: one is missing, or is not ours.
+        EngineError: If a loss is missing or has been replaced.
     """
     known = ppo_utils.PolicyLossRegistry.list_available()
     for name in names():
@@ -151,7 +156,7 @@ def registered() -> tuple[str, ...]:
 
 
 def _check_seams() -> None:
-    seam.require_version("skyrl", OLDEST, "it was not tried with any before")
+    seam.require_version("skyrl", OLDEST, "trustrl was not tested with older versions")
     seam.require_parameters(ppo_utils, "ppo_policy_loss", CALLED_WITH)
     seam.require_parameters(ppo_utils, "reduce_loss", ("loss", "loss_mask"))
     for name, expected in {"register": ("name", "func"), "get": ("name",), "list_available": ()}.items():

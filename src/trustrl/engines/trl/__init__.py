@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer with a trust region: `TrustRegionGRPOTrainer(..., region=trustrl.preset("dppo-binary-tv"))`."""
+"""TRL's `GRPOTrainer` with a trust region: `TrustRegionGRPOTrainer(..., region=trustrl.preset("dppo-binary-tv"))`."""
 
 from trustrl.engines.trl.trainer import (
     TrustRegionGRPOTrainer as TrustRegionGRPOTrainer,

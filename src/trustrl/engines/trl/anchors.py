@@ -1,7 +1,7 @@
-"""Tensors that are added to a rollout: the anchors' log-probs, and more of a distribution where the region needs it.
+"""Tensors added to TRL's rollouts: the anchors' log-probs, and more of a distribution if the region needs it.
 
-Names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 4 for each
-anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence; 8 per sequence for its version.
+The names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 4 for
+each anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence; 8 per sequence for its version.
 """
 
 import functools
@@ -12,31 +12,39 @@ import torch
 from torch import Tensor
 
 from trustrl.config.axes import Needs
-from trustrl.engines.forward import at_completions
-from trustrl.engines.roles import sources
-from trustrl.engines.trl.settings import Behavior
-from trustrl.engines.trl.watching import AskingModel, Score
+from trustrl.core.records import RolloutTokens, TopK
+from trustrl.core.sampling import Sampling
+from trustrl.engines.common.region_needs import Behavior, sources
+from trustrl.engines.common.vocabulary_forward import at_completions
+from trustrl.engines.trl.forward_capture import AskingModel, Score
 from trustrl.errors import ConfigError, MissingDataError
-from trustrl.records import RolloutTokens, TopK
-from trustrl.sampling import Sampling
 
 RECORDED = "sampling_per_token_logps"
 """The log-probs that the sampler recorded, as TRL names them. They come from vLLM or from a `rollout_func`."""
 
 
 class SampledTopK(NamedTuple):
-    """The sampler's own most probable ids at each completion token, (B, T, K); empty columns have id −1."""
+    """The sampler's most probable ids at each completion token, (B, T, K); empty columns have id −1."""
 
     ids: Tensor
     logp: Tensor
 
 
 ScoreWithSampler = Callable[[dict[str, Any], int], SampledTopK]
-"""(rollout, K) → top-K of μ at its completion tokens."""
+"""(rollout, K) → the top-K of μ at the rollout's completion tokens."""
 
 
 class AnchorRecorder:
-    """Adds to each rollout what one region needs and TRL does not record."""
+    """Records the tensors that a region needs in each rollout and that TRL does not record.
+
+    Args:
+        needs: The region's needs.
+        behavior: The source of μ.
+        mismatch: Whether to record the trainer's log-probs in addition to the sampler's.
+        temperature: The sampling temperature.
+        logps: TRL's method that computes log-probs.
+        score: Re-scores a rollout with the sampler; None if the region does not need the sampler's top-K.
+    """
 
     def __init__(
         self,
@@ -56,17 +64,17 @@ class AnchorRecorder:
         self._score = score
 
     def record(self, model: Any, rollout: dict[str, Any], *, version: int, rows: int) -> dict[str, Any]:
-        """Returns the tensors to add.
+        """Returns the tensors to add to a rollout.
 
         Args:
-            model: at the weights the rollout was sampled with.
-            rollout: what TRL's `_generate_and_score_completions` returned.
-            version: of those weights.
-            rows: how many sequences to run at once.
+            model: The model, at the weights that the rollout was sampled with.
+            rollout: The result of TRL's `_generate_and_score_completions`.
+            version: The version of those weights.
+            rows: The number of sequences to run at once.
 
         Raises:
-            ConfigError: the sampler recorded log-probs, and `behavior` is "trainer".
-            MissingDataError: the region needs the sampler's log-probs, and it recorded none.
+            ConfigError: If the sampler recorded log-probs, and `behavior` is "trainer".
+            MissingDataError: If the region needs the sampler's log-probs, and the sampler did not record them.
         """
         ids = rollout["completion_ids"]
         added: dict[str, Any] = {"trustrl_version": torch.full((len(ids),), version, device=ids.device)}
@@ -86,7 +94,7 @@ class AnchorRecorder:
         return added
 
     def _from_sampler(self, rollout: dict[str, Any]) -> dict[str, Tensor]:
-        """Returns the recorded log-probs, which nothing ever replaces."""
+        """Returns the sampler's recorded log-probs. trustrl never replaces them."""
         recorded = rollout.get(RECORDED)
         if recorded is None:
             if "behavior" in self.anchors and self.behavior == "sampler":
@@ -107,7 +115,7 @@ class AnchorRecorder:
 
     @torch.no_grad()
     def _forward(self, model: Any, rollout: dict[str, Any], rows: int) -> dict[str, Tensor]:
-        """Runs one pass at the rollout weights: log-probs, and the trainer's distribution where it is the anchor."""
+        """Runs one pass at the rollout weights: log-probs, and the trainer's distribution if it is the anchor."""
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]

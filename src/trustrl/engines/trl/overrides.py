@@ -1,4 +1,4 @@
-"""Errors that name the class whose method broke what the adapter relies on: TRL's trainer, or a subclass of it."""
+"""Errors that name the class whose method does not do what the adapter relies on: TRL's trainer, or a subclass."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from trustrl.errors import EngineError
 _INSTALL = "Install a TRL version listed in trustrl's documentation."
 _ADVICE = {
     "_compute_loss": (
-        "With a region it must call super()._compute_loss(model, inputs) once, with the advantages it was given, and "
-        "may add terms to the result that do not depend on them. To write the whole loss yourself, call "
-        "trustrl.policy_loss in it and leave TrustRegionMixin out."
+        "With a region, it must call super()._compute_loss(model, inputs) once with the advantages that it received. "
+        "It may add terms that do not depend on them. To write the whole loss yourself, call trustrl.policy_loss in it "
+        "and leave TrustRegionMixin out."
     ),
     "_generate_and_score_completions": (
-        "It must return everything that TRL's own _generate_and_score_completions returns, and may add to it."
+        "It must return everything that TRL's own _generate_and_score_completions returns. It may add to it."
     ),
 }
 
@@ -23,7 +23,7 @@ def provider(trainer: type, method: str, *, after: type | None = None) -> type:
     Args:
         trainer: The trainer's class.
         method: The method's name.
-        after: Only classes that follow this one in the method resolution order count, as for its `super()`.
+        after: If given, only classes that follow this one in the method resolution order count, as for `super()`.
     """
     order = trainer.__mro__
     start = order.index(after) + 1 if after is not None else 0
@@ -31,7 +31,7 @@ def provider(trainer: type, method: str, *, after: type | None = None) -> type:
 
 
 def is_trls(cls: type) -> bool:
-    """Returns whether a class comes from TRL or below it, and not from a user."""
+    """Returns whether a class comes from TRL or from transformers, and not from a user."""
     return cls.__module__.split(".")[0] in ("trl", "transformers")
 
 
@@ -39,10 +39,10 @@ def broken(cls: type, method: str, rule: str, got: str) -> EngineError:
     """Returns the error for a method that does not do what the adapter relies on.
 
     Args:
-        cls: The class that provides it.
+        cls: The class that provides the method.
         method: One of the overridden methods.
-        rule: What it must do.
-        got: What it did.
+        rule: The rule, as the end of "It must ...".
+        got: The observation, as a clause.
     """
     if is_trls(cls):
         name = {"_compute_loss": "TRL's loss"}.get(method, "TRL's rollout")

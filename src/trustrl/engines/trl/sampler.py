@@ -1,4 +1,4 @@
-"""vLLM under TRL: its options, its weight sync, and re-scoring of finished sequences."""
+"""vLLM as TRL's sampler: its options, its weight sync, and re-scoring of finished sequences."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trustrl.engines import refusals
+from trustrl.engines.refusals import rows
+from trustrl.engines.refusals.trl import SERVER
 from trustrl.engines.trl.anchors import RECORDED, SampledTopK, ScoreWithSampler
-from trustrl.engines.trl_refusals import SERVER
 from trustrl.errors import EngineError
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
@@ -16,7 +16,16 @@ VLLM_DEFAULT_MAX_LOGPROBS = 20
 
 @contextmanager
 def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None) -> Iterator[None]:
-    """While active, a colocated vLLM is built with what the region and this machine need beside TRL's settings."""
+    """Makes TRL build a colocated vLLM with the options that the region and this machine need, while active.
+
+    Args:
+        settings: TRL's `GRPOConfig`, or None.
+        top_k: The number of ids that re-scoring requests; 0 if the region does not re-score.
+        given: The user's own options.
+
+    Raises:
+        EngineError: If a variable that vLLM reads on a CPU is not set.
+    """
     if settings is None or not settings.use_vllm or settings.vllm_mode != "colocate":
         yield
         return
@@ -26,7 +35,7 @@ def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None
     if missing:
         prefix = " ".join(f"{name}={value}" for name, value in missing.items())
         raise EngineError(
-            f"vLLM on a CPU must find {', '.join(missing)} in the environment before it is imported. "
+            f"The environment must set {', '.join(missing)} before vLLM is imported on a CPU, and it does not. "
             f"Start with `{prefix} python ...`."
         )
     options = {**cpu_options(), **(given or {})}
@@ -40,16 +49,22 @@ def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None
 
 
 def prepare(trainer: Any, *, rescoring: bool) -> ScoreWithSampler | None:
-    """Makes the trainer's vLLM follow its weights, and gives what re-scores with it (None where nobody asks).
+    """Makes the trainer's vLLM follow its weights, and returns a function that re-scores with it.
+
+    Args:
+        trainer: TRL's trainer.
+        rescoring: Whether the region needs the sampler's top-K.
+
+    Returns:
+        The function, or None if the region does not re-score or vLLM is not used.
 
     Raises:
-        ConfigError: the sampler cannot be asked.
+        ConfigError: If the vLLM server's settings do not work with a region.
     """
     if not trainer.use_vllm:
         return None
-    from trustrl.engines.vllm.rollout import score_rollout
-    from trustrl.engines.vllm.scoring import tempered
-    from trustrl.engines.vllm.sync import install_sync
+    from trustrl.engines.vllm.scoring import score_rollout, tempered
+    from trustrl.engines.vllm.weight_sync import install_sync
 
     generation, temperature = trainer.vllm_generation, trainer.temperature
     if generation.mode == "colocate":
@@ -57,14 +72,14 @@ def prepare(trainer: Any, *, rescoring: bool) -> ScoreWithSampler | None:
     elif trainer.accelerator.is_main_process and temperature != 1.0:
         mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         facts = {"The vLLM server's logprobs_mode": mode, "temperature": temperature}
-        refusals.check(SERVER, refusals.reader(facts), trainer.region)
+        rows.check(SERVER, rows.reader(facts), trainer.region)
     if not rescoring:
         return None
 
     def score(rollout: dict[str, Any], k: int) -> SampledTopK:
         prompts = _unpadded(rollout["prompt_ids"], rollout["prompt_mask"])
         completions = _unpadded(rollout["completion_ids"], rollout["completion_mask"])
-        # A row may be empty (truncated completions can be masked out); every rank must ask all the same.
+        # A row may be empty (truncated completions can be masked out); every rank must still make the request.
         asked = [i for i, completion in enumerate(completions) if completion]
         scores = score_rollout(
             generation, [prompts[i] + completions[i] for i in asked], [len(prompts[i]) for i in asked], k

@@ -1,13 +1,13 @@
-"""TRL: any region in `GRPOTrainer`, by one more argument.
+"""TRL's `GRPOTrainer` with a region, chosen by one more argument.
 
-Seams:    `_compute_loss(model, inputs)`, `_generate_and_score_completions(inputs)` and
-          `_get_per_token_logps_and_entropies(model, ...)`, all calling super(); their parameters are checked when a
-          trainer is made. `_calculate_rewards` is only read
-Borrowed: everything else. TRL runs its own loss, with the advantages set to 0 and tracked: what is left of it are its
-          other terms (KL to the reference, entropy, router), and its derivative by the advantages is what it multiplies
-          each token's loss with. The log-probs are captured where TRL computes them. The region's own terms are added
-          with those coefficients, so TRL's reduction, its scaling for accumulation and ranks, and its other terms stay
-          TRL's, in every release
+Seams:    `_compute_loss(model, inputs)`, `_generate_and_score_completions(inputs)`, and
+          `_get_per_token_logps_and_entropies(model, ...)`, which all call super(). The trainer checks their parameters
+          when it is created. `_calculate_rewards` is overridden only to read its result
+Borrowed: everything else. TRL runs its own loss with the advantages set to 0 and tracked. The result contains only
+          TRL's other terms (KL to the reference, entropy, router). Its derivative with respect to the advantages is the
+          factor that TRL multiplies each token's loss by. The adapter captures the log-probs where TRL computes them,
+          and adds the region's own terms with those factors. So TRL's reduction, its scaling for accumulation and
+          ranks, and its other terms stay TRL's, in every release
 """
 
 import functools
@@ -21,39 +21,38 @@ from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 
 from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
-from trustrl.engines import seam
-from trustrl.engines.forward import Head, VocabularyForward, Wanted, adapted_head, at_completions
-from trustrl.engines.roles import by_trainer, sources
-from trustrl.engines.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
-from trustrl.engines.trl import invariants, metrics, overrides, sampler
+from trustrl.core.clean import OnNonFinite
+from trustrl.core.policy_loss import policy_loss
+from trustrl.core.records import FullDivergence, PolicyTokens, TopK
+from trustrl.core.sampling import Sampling
+from trustrl.engines.common import seam
+from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
+from trustrl.engines.common.vocabulary_forward import Head, VocabularyForward, Wanted, adapted_head, at_completions
+from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
+from trustrl.engines.trl import overrides, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens
-from trustrl.engines.trl.settings import Behavior, check_model, check_settings
-from trustrl.engines.trl.state import RegionState
-from trustrl.engines.trl.watching import Capture, Seen
-from trustrl.engines.trl_refusals import OLDEST, OLDEST_FUSED, REDUCTIONS
+from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs, RegionState
+from trustrl.engines.trl.forward_capture import Capture, Seen
+from trustrl.engines.trl.step_metrics import UNSCORED, StepMetrics
+from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError
-from trustrl.objective import policy_loss
 from trustrl.recording import Recorder, Recording, sequence_ids
-from trustrl.records import FullDivergence, PolicyTokens, TopK
-from trustrl.sampling import Sampling
-from trustrl.tokens import OnNonFinite
 
 ARGUMENTS = list(inspect.signature(GRPOTrainer.__init__).parameters)[1:]
 """The arguments of `GRPOTrainer` in order."""
 
 NEEDED_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
-
-_Trainer: Any = (
-    GRPOTrainer if TYPE_CHECKING else object
-)  # a mixin, which type checkers should know belongs to a trainer
+# For type checkers, the mixin belongs to a trainer.
+_Trainer: Any = GRPOTrainer if TYPE_CHECKING else object
 
 
 class TrustRegionMixin(_Trainer):
-    """Gives a `GRPOTrainer` subclass a trust region: `class Mine(TrustRegionMixin, MyGRPOTrainer)`."""
+    """Mixin that adds a trust region to a `GRPOTrainer` subclass: `class Mine(TrustRegionMixin, MyGRPOTrainer)`."""
 
     _capture: Capture | None = None
-    """What the loss that runs now has computed."""
+    """The forward passes of the running loss, or None outside a loss."""
 
     def __init__(
         self,
@@ -68,28 +67,28 @@ class TrustRegionMixin(_Trainer):
         vllm_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """All other arguments are `GRPOTrainer`'s own.
+        """Creates a trainer with a region.
 
         Args:
-            *args: for `GRPOTrainer`.
-            region: A region's settings, from `trustrl.preset` or built directly. With it, TRL's `loss_type` chooses the
-                average alone.
-            behavior: The source of μ: "sampler" (the log-probs that vLLM or a `rollout_func` recorded) or, where
+            *args: Positional arguments of `GRPOTrainer`.
+            region: A region's settings, from `trustrl.preset` or built directly. With a region, TRL's `loss_type`
+                chooses only the average.
+            behavior: The source of μ: "sampler" (the log-probs that vLLM or a `rollout_func` recorded) or, if
                 transformers generates, "trainer": one forward pass without gradient at the rollout weights.
-            measure_mismatch: True records the trainer's log-probs in addition to the sampler's and logs
-                `trustrl/mismatch_*`. Costs one more forward pass per rollout, unless TRL records them anyway.
-            startup_checks: Whether to refuse to train when the policy and its anchor disagree before the first step, or
-                vLLM does not follow the trainer's weights.
+            measure_mismatch: Whether to record the trainer's log-probs in addition to the sampler's, and to log
+                `trustrl/mismatch_*`. Costs one more forward pass per rollout, unless TRL already records them.
+            startup_checks: Whether to raise if the policy and its anchor disagree before the first step, or if vLLM
+                does not follow the trainer's weights.
             on_nonfinite: See `trustrl.policy_loss`.
             max_dropped_share: Largest share of a step's tokens that may be dropped for faults; above it the step
                 raises. 1 never raises.
-            recording: Which tokens to write to disk, with both sides and the region's verdict; None writes nothing.
-            vllm_options: More arguments for vLLM's `LLM` (colocate mode), which TRL has no settings for: `dtype`, ...
-            **kwargs: for `GRPOTrainer`.
+            recording: The tokens to write to disk, with both sides and the region's decision; None writes nothing.
+            vllm_options: Arguments for vLLM's `LLM` (colocate mode) that TRL has no setting for, such as `dtype`.
+            **kwargs: Keyword arguments of `GRPOTrainer`.
 
         Raises:
-            ConfigError: a setting does not go with the region; says which, and what to do.
-            EngineError: this TRL is not one the adapter was written for.
+            ConfigError: If a setting does not work with the region; names the setting and the fix.
+            EngineError: If the adapter does not support the installed TRL.
         """
         if not isinstance(region, Region):
             raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
@@ -115,7 +114,7 @@ class TrustRegionMixin(_Trainer):
         check_model(self, region, output_layer=adapted_head(base))
         self._vocabulary = None
         self._rollout_heads: dict[bool, Head] = {}
-        """The output layer that the rollout in use was sampled with, by whether it is for training."""
+        """The output layer at the weights of the current rollout; True for training, False for evaluation."""
         if self._needs.topk or self._needs.full:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         score = sampler.prepare(self, rescoring=rescoring)
@@ -128,13 +127,13 @@ class TrustRegionMixin(_Trainer):
         tokens = None if recording is None else Recorder(recording, region, rank=rank)
         self._names = None if recording is None else _SequenceNames(rank)
         check = self._step_check(behavior, max_dropped_share)
-        self._region_metrics = metrics.StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
+        self._region_metrics = StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
         self._first_loss = startup_checks
         self.add_callback(RegionState(region))
         self._num_losses = 0
-        self.add_callback(invariants.RegionActs(self, overrides.hides_the_region(type(self), TrustRegionMixin)))
+        self.add_callback(RegionActs(self, overrides.hides_the_region(type(self), TrustRegionMixin)))
         if startup_checks and self.use_vllm:
-            self.add_callback(invariants.FollowsTheTrainer(self))
+            self.add_callback(FollowsTheTrainer(self))
 
     def _step_check(self, behavior: Behavior, max_dropped_share: float) -> StepCheck:
         """Returns the check of every step's metrics. Warns if one update per rollout leaves the region idle."""
@@ -152,10 +151,10 @@ class TrustRegionMixin(_Trainer):
             max_dropped_share=max_dropped_share,
             setting="max_dropped_share",
             updates_per_batch=max(1, round(updates)),
-            speaks=main,
+            warns=main,
         )
 
-    # ── seam 1: a rollout, and what the region needs beside it ──────────────────────────────────────────────────────
+    # ── seam 1: the rollout, with the tensors that the region needs ─────────────────────────────────────────────────
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
@@ -171,20 +170,20 @@ class TrustRegionMixin(_Trainer):
         return {**rollout, **added}
 
     def _remember_head(self) -> None:
-        """The output layer as it is now, for exact divergences from this rollout.
+        """Keeps a copy of the current output layer, for exact divergences from this rollout.
 
-        TRL may evaluate while a training rollout is still in use, so that each of the two has a head of its own.
+        TRL may evaluate while a training rollout is still in use, so training and evaluation keep separate heads.
         """
-        assert self._vocabulary is not None  # made where the region needs it
+        assert self._vocabulary is not None  # created if the region needs it
         if self.model.training:
             self._rollout_heads.clear()
         self._rollout_heads[self.model.training] = self._vocabulary.remember_head(_base_model(self.model))
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL leaves completions without a reward out and warns; here their share is logged beside its other ones."""
+        """Runs TRL's own method, and logs the share of completions without a reward. TRL skips those and only warns."""
         rewards = super()._calculate_rewards(*args, **kwargs)
         mode = "train" if self.model.training else "eval"
-        self._metrics[mode][metrics.UNSCORED].append(rewards.isnan().all(dim=1).double().mean().item())
+        self._metrics[mode][UNSCORED].append(rewards.isnan().all(dim=1).double().mean().item())
         return rewards
 
     # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,12 +198,12 @@ class TrustRegionMixin(_Trainer):
             inputs = _corrected(inputs, in_loss)
         if self._vocabulary is not None:
             self._vocabulary.rollout_head = self._rollout_heads.get(self.model.training)
-        others, weights, seen = self._their_loss(model, inputs, in_loss)
+        others, weights, seen = self._trl_loss_parts(model, inputs, in_loss)
         policy = self._policy_tokens(seen)
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
             _check_weights(weights, in_loss, type(self))
-            invariants.ratio_is_one(policy, rollout, self._needs.anchor, self._recorder.behavior)
+            check_first_loss(policy, rollout, self._needs.anchor, self._recorder.behavior)
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
@@ -212,17 +211,17 @@ class TrustRegionMixin(_Trainer):
         return others + out.loss
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Runs TRL's own method; captures the policy's log-probs while a loss runs."""
+        """Runs TRL's own method, and captures the policy's log-probs while a loss runs."""
         score, capture = super()._get_per_token_logps_and_entropies, self._capture
-        if capture is None or model is not capture.model:  # the reference model's, or a rollout's
+        if capture is None or model is not capture.model:  # the reference model, or a rollout
             return score(model, *args, **kwargs)
         return capture.run(score, model, *args, **kwargs)
 
-    def _their_loss(self, model: Any, inputs: dict[str, Any], in_loss: Tensor) -> tuple[Tensor, Tensor, Seen]:
+    def _trl_loss_parts(self, model: Any, inputs: dict[str, Any], in_loss: Tensor) -> tuple[Tensor, Tensor, Seen]:
         """Returns TRL's loss without its policy term, each token's factor in that term, and the captured pass."""
         advantages = torch.zeros(in_loss.shape, device=in_loss.device, requires_grad=True)
         theirs = {**inputs, "advantages": advantages}
-        # TRL weighs its KL term with the ratio to `old_per_token_logps`. Nobody else needs it here, and without it the
+        # TRL weights its KL term by the ratio to `old_per_token_logps`. Nothing else reads them here. Without them the
         # ratio is exactly 1.
         before = theirs.pop("old_per_token_logps", None)
         if self.beta == 0.0 or not getattr(self.args, "use_bias_correction_kl", False):
@@ -231,7 +230,7 @@ class TrustRegionMixin(_Trainer):
             theirs["old_per_token_logps"] = before
         self._capture = capture = Capture(model, self._wanted(inputs))
         try:
-            with torch.enable_grad():  # in evaluation too; the model itself runs as the caller had it
+            with torch.enable_grad():  # also in evaluation; the model itself runs with the caller's setting
                 others = super()._compute_loss(model, theirs)
         finally:
             self._capture = None
@@ -245,9 +244,9 @@ class TrustRegionMixin(_Trainer):
             raise _broken_loss(type(self), "depend on inputs['advantages']", "and it does not")
         weights = -slope
         if before is not None:
-            # With advantage 0 both branches of TRL's minimum are equal, and each passes on half of the gradient.
+            # With advantage 0 both branches of TRL's minimum are equal, and each passes half of the gradient.
             logp = capture.seen[0].logp.detach()
-            ratio = torch.exp(torch.where(logp.isfinite(), logp, 0.0) - before)  # what TRL saw
+            ratio = torch.exp(torch.where(logp.isfinite(), logp, 0.0) - before)  # as in TRL's loss
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
             weights = torch.where(in_loss, weights / ((ratio + clipped) / 2), 0.0)
         return others, weights, capture.seen[0]
@@ -286,7 +285,7 @@ class TrustRegionMixin(_Trainer):
 
 
 class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
-    """TRL's `GRPOTrainer` with a trust region in place of the clip.
+    """TRL's `GRPOTrainer` with a trust region instead of the clip.
 
     Example::
 
@@ -299,7 +298,7 @@ class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
 
 
 class _SequenceNames:
-    """Numbers for the sequences of each rollout; a step may begin with several rollouts."""
+    """Ids for the sequences of each rollout. A step may begin with several rollouts."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -312,12 +311,15 @@ class _SequenceNames:
 
 
 def _base_model(model: Any) -> Any:
-    """The model under a PEFT wrapper: the one whose forward TRL taught its fused head."""
+    """Returns the model inside a PEFT wrapper: the model to whose forward TRL added its fused head."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _corrected(inputs: dict[str, Any], in_loss: Tensor) -> dict[str, Any]:
-    """TRL's factor on a mismatch, moved into the advantages: the policy term is linear in them, a penalty is not."""
+    """Moves TRL's correction of the mismatch into the advantages.
+
+    The policy term is linear in the advantages; a penalty is not.
+    """
     factor, advantages = inputs["importance_sampling_ratio"], inputs["advantages"]
     advantages = (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)) * factor
     ones = torch.ones_like(factor)
@@ -325,26 +327,28 @@ def _corrected(inputs: dict[str, Any], in_loss: Tensor) -> dict[str, Any]:
 
 
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns one of `GRPOTrainer`'s arguments, given by name or by position, or None."""
+    """Returns an argument of `GRPOTrainer`, passed by name or by position, or None."""
     position = ARGUMENTS.index(name)
     return kwargs.get(name, args[position] if len(args) > position else None)
 
 
 def _generates_itself(trainer: type) -> bool:
-    """Returns whether a subclass replaces TRL's generation, and so may record log-probs itself."""
+    """Returns whether a subclass replaces TRL's generation, and so may record log-probs."""
     methods = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
-    there = [overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)]
-    return any(not overrides.is_trls(cls) for cls in there)
+    providers = [
+        overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)
+    ]
+    return any(not overrides.is_trls(cls) for cls in providers)
 
 
 def _check_seams(trainer: type, *, vocabulary: bool) -> None:
-    seam.require_version("trl", OLDEST, "trustrl was never run with an older one")
+    seam.require_version("trl", OLDEST, "trustrl was not tested with older versions")
     if vocabulary:
-        reason = "before, its models have no fused output layer, which Top-K, TROLL and exact regions need"
+        reason = "older versions have no fused output layer, which Top-K, TROLL, and exact regions need"
         seam.require_version("trl", OLDEST_FUSED, reason)
     if not issubclass(trainer, GRPOTrainer):
         raise ConfigError(
-            f"TrustRegionMixin must stand before a GRPOTrainer, got {trainer.__name__}. "
+            f"TrustRegionMixin must come before a GRPOTrainer in a class's bases, got {trainer.__name__}. "
             "Write `class Mine(TrustRegionMixin, MyGRPOTrainer)`."
         )
     seam.require_parameters(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"))
@@ -373,5 +377,5 @@ def _check_weights(weights: Tensor, in_loss: Tensor, trainer: type) -> None:
     outside, inside = weights[~in_loss], weights[in_loss]
     if outside.any() or not inside.isfinite().all() or (inside < 0).any() or not inside.any():
         low, high = (inside.min().item(), inside.max().item()) if inside.numel() else (0.0, 0.0)
-        rule = "multiply tokens in the loss with numbers ≥ 0 and the others with 0"
-        raise _broken_loss(trainer, rule, f"got {low:g} to {high:g} inside")
+        rule = "multiply tokens in the loss by numbers ≥ 0 and the others by 0"
+        raise _broken_loss(trainer, rule, f"got {low:g} to {high:g} inside the loss")

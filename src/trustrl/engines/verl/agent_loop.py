@@ -1,16 +1,17 @@
 """Agent loops that record the sampler's most probable ids: μ's top-K.
 
-verl's servers return the log-prob of the sampled token alone. They do score finished sequences for distillation: one
-prefill with `prompt_logprobs`, in the same words for vLLM and SGLang. These loops run verl's own, then ask the server
-that sampled for its top-K at every response token, and hand it over in the fields verl carries to its workers.
+verl's servers return only the log-prob of the sampled token. For distillation, they also score finished sequences: one
+prefill with `prompt_logprobs`, with the same parameters for vLLM and SGLang. These loops run verl's own loop, then
+request the top-K at every response token from the server that sampled, and return it in the fields that verl passes to
+its workers.
 
-verl catches whatever an agent loop raises, logs it, and trains on the remaining sequences (or, in asynchronous modes,
-on others instead). Scoring fails more often for long sequences, so this would bias training towards short answers.
-These loops therefore never raise when scoring fails: the sequence carries the reason, and the worker raises it.
+verl catches every error of an agent loop, logs it, and trains on the remaining sequences (or, in asynchronous modes,
+on others instead). Scoring fails more often for long sequences, so this would bias training toward short answers.
+These loops therefore never raise if scoring fails: the sequence carries the reason, and the worker raises it.
 
-Cost: one prefill of each sequence beside its generation (the prefix cache is not read), and 8 K bytes per response
-token through verl's queue. At another temperature than 1 two prefills: servers score before temperature, and the
-sampled token's own score is what relates the two.
+Cost: one prefill of each sequence in addition to its generation (the prefix cache is not read), and 8 K bytes per
+response token through verl's queue. At a temperature other than 1, two prefills: servers score before temperature, and
+the sampled token's own score relates the two.
 """
 
 import logging
@@ -23,23 +24,23 @@ from verl.experimental.agent_loop.agent_loop import register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
-from trustrl.engines.naming import is_ours
+from trustrl.engines.common.region_settings import is_region_name
+from trustrl.engines.refusals.verl import RECORDING
 from trustrl.engines.verl.anchors import FAULT, NOT_SCORED, SAMPLED_IDS, SAMPLED_LOGP
-from trustrl.engines.verl.region import region_of
-from trustrl.engines.verl_refusals import RECORDING
+from trustrl.engines.verl.verl_config import region_of
 from trustrl.errors import EngineError, MissingDataError
 
 logger = logging.getLogger(__name__)
 
 
 class RecordsTopK:
-    """Before a loop of verl's: `class Mine(RecordsTopK, MyAgentLoop)`."""
+    """Mixin that records the top-K in a verl agent loop: `class Mine(RecordsTopK, MyAgentLoop)`."""
 
     config: Any
     server_manager: Any
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """verl's own loop, then the top-K that the region needs of the sampler."""
+        """Runs verl's own loop, then records the sampler's top-K that the region needs."""
         output = await super().run(sampling_params, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         k = sampled_topk(self.config)
         if k:
@@ -49,7 +50,7 @@ class RecordsTopK:
         return output
 
     async def _recorded(self, output: Any, k: int, temperature: float) -> dict[str, Any]:
-        """Returns the fields that a sequence carries to the workers: its scores, or the reason why there are none."""
+        """Returns the fields that a sequence carries to the workers: its scores, or the reason why they are missing."""
         try:
             ids, logp = await self._score(output, k, temperature)
         except Exception as error:
@@ -59,9 +60,9 @@ class RecordsTopK:
         return {SAMPLED_IDS: ids, SAMPLED_LOGP: logp}
 
     async def _score(self, output: Any, k: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """((R, K) ids, (R, K) log-probs) at the response's tokens."""
+        """Returns ((R, K) ids, (R, K) log-probs) at the response's tokens."""
         ids, logp = await self._prompt_logprobs(output, k)
-        if temperature != 1.0 and temperature > 0:  # a greedy validation has no distribution to temper
+        if temperature != 1.0 and temperature > 0:  # greedy validation does not draw from a distribution
             if output.response_logprobs is None:
                 raise MissingDataError(
                     "The sampler must record the log-probs of the tokens it draws at a temperature other than 1, got "
@@ -77,31 +78,31 @@ class RecordsTopK:
         scored = await self.server_manager.generate(
             request_id=uuid4().hex,
             prompt_ids=sequence,
-            # One token must be generated. Greedily: a drawn one would move the stream that rollouts are drawn from.
+            # One token must be generated. Greedily, because a drawn token would advance the rollouts' random stream.
             sampling_params={"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k, "detokenize": False},
         )
         _check_version(output.extra_fields, scored.extra_fields.get("global_steps"))
-        # Row t − 1 is the distribution that token t was drawn from.
+        # Row t − 1 holds the distribution that token t was drawn from.
         first, last = len(output.prompt_ids) - 1, len(sequence) - 1
         ids = torch.tensor(scored.extra_fields["prompt_ids"][first:last], dtype=torch.int32)
         return ids, torch.tensor(scored.extra_fields["prompt_logprobs"][first:last])
 
 
 def _check_version(sampled: dict[str, Any], scored_at: int | None) -> None:
-    """Refuses scores of other weights than those that sampled, where the servers say which they had."""
+    """Raises if the scoring weights differ from the sampling weights, as far as the servers report versions."""
     known = {sampled[name] for name in ("min_global_steps", "max_global_steps") if sampled.get(name) is not None}
     if scored_at is not None and known - {scored_at}:
         raise EngineError(
-            f"A sequence must be scored with the weights that sampled it, got weights of step {scored_at} for one of "
-            f"step {' and '.join(map(str, sorted(known)))}. Use verl's synchronous trainer, or anchor the region on "
-            "the trainer's own policy: region.anchor=proximal."
+            f"A sequence must be scored with the weights that sampled it, got weights of step {scored_at} for a "
+            f"sequence of step {' and '.join(map(str, sorted(known)))}. Use verl's synchronous trainer, or set "
+            "region.anchor=proximal to anchor the region on the trainer's own policy."
         )
 
 
 def sampled_topk(config: Any) -> int:
-    """How many of the sampler's most probable ids the run's region needs; 0 for none."""
+    """Returns how many of the sampler's most probable ids the run's region needs; 0 if it needs none."""
     policy_loss = config.actor_rollout_ref.actor.policy_loss
-    if not is_ours(policy_loss.get("loss_mode", "")):
+    if not is_region_name(policy_loss.get("loss_mode", "")):
         return 0
     needs = region_of(policy_loss.loss_mode, policy_loss).needs()
     return needs.topk if needs.anchor == "behavior" else 0
@@ -109,9 +110,9 @@ def sampled_topk(config: Any) -> int:
 
 @register(RECORDING["single_turn_agent"])
 class SingleTurnTopK(RecordsTopK, SingleTurnAgentLoop):
-    """verl's `single_turn_agent`, recording."""
+    """verl's `single_turn_agent` with recording."""
 
 
 @register(RECORDING["tool_agent"])
 class ToolTopK(RecordsTopK, ToolAgentLoop):
-    """verl's `tool_agent`, recording."""
+    """verl's `tool_agent` with recording."""

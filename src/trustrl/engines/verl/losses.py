@@ -2,7 +2,7 @@
 
 Seam:     `verl.trainer.ppo.core_algos.register_policy_loss`, a public decorator
 Switch:   `actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-<preset>`
-Borrowed: `agg_loss`, asked for what it multiplies each token with; verl keeps its reduction and its scaling over ranks
+Borrowed: `agg_loss`, whose derivative is the factor on each token; verl keeps its reduction and its scaling over ranks
 """
 
 import inspect
@@ -13,26 +13,26 @@ from torch import Tensor
 from verl.trainer.ppo import core_algos
 
 from trustrl.config.terms import TokenWeights
-from trustrl.engines import seam
-from trustrl.engines.averages import averages
-from trustrl.engines.naming import names
-from trustrl.engines.verl import feed
-from trustrl.engines.verl.metrics import under_their_names
-from trustrl.engines.verl.region import refuse_more_than_sampled_tokens, region_of
-from trustrl.engines.verl_refusals import REDUCTIONS
+from trustrl.core.diagnostics import Sums
+from trustrl.core.policy_loss import policy_loss
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common import seam
+from trustrl.engines.common.region_settings import names
+from trustrl.engines.common.step_sums import averages
+from trustrl.engines.refusals.verl import REDUCTIONS
+from trustrl.engines.verl import loss_context
+from trustrl.engines.verl.verl_config import refuse_more_than_sampled_tokens, region_of
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
-from trustrl.objective import policy_loss
-from trustrl.records import PolicyTokens, RolloutTokens
 
 OLDEST = (0, 9)
 CALLED_WITH = (
     "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights",
 )  # fmt: skip
-_OURS: dict[str, Any] = {}
+_REGISTERED: dict[str, Any] = {}
 
 
 class RegionLoss:
-    """A policy loss as verl calls it: keywords in, (scalar, metrics) out."""
+    """Policy loss with verl's signature. Returns (scalar, metrics)."""
 
     def __init__(self, loss_mode: str) -> None:
         self.loss_mode = loss_mode
@@ -50,47 +50,48 @@ class RegionLoss:
         config: Any = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of one micro-batch.
+        """Returns the loss of one micro-batch, and its metrics.
 
         Args:
-            old_log_prob: The anchor's log-probs: μ's in bypass mode, π' otherwise. Not read where a worker of ours
-                knows both.
-            log_prob: The policy's, with gradient.
-            advantages: One for each token.
-            response_mask: Tokens in the loss.
+            old_log_prob: The anchor's log-probs: μ's in bypass mode, those of π' otherwise. Not read inside
+                `RegionWorker`, which knows both.
+            log_prob: The policy's log-probs, with gradient.
+            advantages: The advantage of each token.
+            response_mask: True on tokens in the loss.
             loss_agg_mode: verl's average.
             config: verl's `ActorConfig`.
             rollout_is_weights: verl's own correction of π'/μ, ≥ 0, on the policy term; only for regions anchored on π'.
 
         Raises:
-            ConfigError: the settings do not describe a region this path can run, or count the mismatch twice.
+            ConfigError: If the settings do not describe a region that this path supports, or count the mismatch twice.
         """
         if config is None:
             raise ConfigError(f"config must be verl's ActorConfig with {self.loss_mode}, got None.")
-        fed = feed.current()
-        region = region_of(self.loss_mode, config.policy_loss) if fed is None else fed.region
+        context = loss_context.current()
+        region = region_of(self.loss_mode, config.policy_loss) if context is None else context.region
         needs = region.needs()
         weights = token_weights(response_mask, loss_agg_mode, config.global_batch_info)
         if rollout_is_weights is not None and "behavior" in needs.anchors:
             raise ConfigError(
-                f"rollout_is_weights must be None with {region.kind} anchored on the sampler, got a tensor: its "
-                "ratio already contains π'/μ and verl would multiply with it once more. Set "
+                f"rollout_is_weights must be None with {region.kind} anchored on the sampler, got a tensor. The "
+                "region's ratio already contains π'/μ, and verl's correction would apply it twice. Set "
                 "algorithm.rollout_correction.rollout_is=null, or region.anchor=proximal."
             )
-        if fed is None:
+        if context is None:
             refuse_more_than_sampled_tokens(region)
             if config.policy_loss.get("recording", None) is not None:
                 raise ConfigError(
-                    "policy_loss.recording must be null outside trustrl's workers, got settings: nobody would write."
+                    "policy_loss.recording must be null outside trustrl's workers, got settings. Only trustrl's "
+                    "workers write records."
                 )
-        anchors = {f"{needs.anchor}_logp": old_log_prob} if fed is None else fed.anchors
+        anchors = {f"{needs.anchor}_logp": old_log_prob} if context is None else context.anchors
         if rollout_is_weights is not None:
-            # The policy term is linear in A and a region's own penalty does not read it: only the former is corrected.
-            # Records get this A, so that the region decides the same when it is asked again.
+            # The policy term is linear in A, and a region's own penalty does not read A: only the former is corrected.
+            # Records contain this A, so a replay of the region makes the same decisions.
             advantages = advantages * rollout_is_weights
-        policy = PolicyTokens(logp=log_prob, **fed.policy if fed else {})
+        policy = PolicyTokens(logp=log_prob, **context.policy if context else {})
         rollout = RolloutTokens(
-            advantage=advantages, in_loss=response_mask.bool(), **anchors, **fed.rollout if fed else {}
+            advantage=advantages, in_loss=response_mask.bool(), **anchors, **context.rollout if context else {}
         )
         out = policy_loss(
             policy,
@@ -99,20 +100,34 @@ class RegionLoss:
             reduction=TokenWeights(weights, like=REDUCTIONS.get(loss_agg_mode)),
             on_nonfinite=config.policy_loss.get("on_nonfinite", "drop"),
         )
-        if fed is None:
-            return out.loss, averages(out.sums) | under_their_names(out.sums)
-        fed.take(out, policy, rollout, weights)
-        return out.loss, under_their_names(out.sums)
+        if context is None:
+            return out.loss, averages(out.sums) | clip_metrics(out.sums)
+        context.receive(out, policy, rollout, weights)
+        return out.loss, clip_metrics(out.sums)
+
+
+def clip_metrics(sums: Sums) -> dict[str, float]:
+    """Returns the shares that the region masked, under the names of verl's own losses; 0 without tokens, as in verl."""
+    added = sums.added
+    capped = added.get("extra/capped", torch.zeros_like(added["tokens"]))
+    # Called in every micro-batch: it waits for the device once, and computes only these metrics.
+    counted = torch.stack([added["stopped"], -added["log_ratio"], capped])
+    per = torch.stack([added["tokens"], added["measured"], added["tokens"]]).clamp(min=1)
+    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+    return dict(zip(names, (counted / per).tolist(), strict=True))
 
 
 def token_weights(response_mask: Tensor, loss_agg_mode: str, global_batch_info: dict[str, Any]) -> Tensor:
-    """c_t: what verl's `agg_loss` multiplies each token's loss with. It is linear, so this is its derivative."""
-    watched = torch.zeros(response_mask.shape, device=response_mask.device, requires_grad=True)
+    """Returns c_t, the factor that verl's `agg_loss` multiplies each token's loss by.
+
+    `agg_loss` is linear, so c_t is its derivative.
+    """
+    tracked = torch.zeros(response_mask.shape, device=response_mask.device, requires_grad=True)
     with torch.enable_grad():
         total = core_algos.agg_loss(
-            loss_mat=watched, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **global_batch_info
+            loss_mat=tracked, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **global_batch_info
         )
-        (weights,) = torch.autograd.grad(total, watched)
+        (weights,) = torch.autograd.grad(total, tracked)
     return weights
 
 
@@ -120,8 +135,8 @@ def register() -> None:
     """Registers every preset, and `trustrl` for a region described in full.
 
     Raises:
-        EngineError: verl is too old, or calls or averages its losses in a way this adapter was not written for.
-        DuplicateNameError: somebody else has one of the names.
+        EngineError: If verl is too old, or calls or averages its losses in a way that this adapter does not support.
+        DuplicateNameError: If one of the names is already registered.
     """
     _check_seams()
     made = {name: RegionLoss(name) for name in names()}
@@ -129,45 +144,48 @@ def register() -> None:
         taken = _found(name)
         if taken is not None:
             raise DuplicateNameError(
-                f"verl's policy loss {name!r} is already registered as {taken!r}; verl would overwrite it without a "
-                f"word. Remove the other one, or do not call {__package__}.register() twice."
+                f"verl's policy loss {name!r} is already registered as {taken!r}, and verl would overwrite it "
+                f"silently. Remove the other one, or do not call {__package__}.register() twice."
             )
     for name, loss in made.items():
         core_algos.register_policy_loss(name)(loss)
-    _OURS.update(made)
+    _REGISTERED.update(made)
 
 
 def registered() -> tuple[str, ...]:
-    """The names under which verl finds our losses, looked up in verl's registry now.
+    """Returns the names of trustrl's losses, after looking up each one in verl's registry.
 
     Raises:
-        EngineError: one is missing, or is not ours any more.
+        EngineError: If a loss is missing or has been replaced.
     """
-    for name, loss in _OURS.items():
+    for name, loss in _REGISTERED.items():
         found = _found(name)
         if found is not loss:
             raise EngineError(
                 f"verl's policy loss {name!r} must be trustrl's, got {found!r}. Something registered it again after "
                 f"{__package__} was imported."
             )
-    return tuple(_OURS)
+    return tuple(_REGISTERED)
 
 
 def _found(name: str) -> Any:
     try:
         return core_algos.get_policy_loss_fn(name)
-    except ValueError:  # what verl says of an unknown name
+    except ValueError:  # verl raises it for an unknown name
         return None
 
 
 def _check_seams() -> None:
-    seam.require_version("verl", OLDEST, "its losses are called in another way before")
+    seam.require_version("verl", OLDEST, "older versions call their losses differently")
     for name in ("register_policy_loss", "get_policy_loss_fn"):
         seam.require_parameters(core_algos, name, ("name",))
     seam.require_parameters(core_algos, "compute_policy_loss_vanilla", CALLED_WITH)
     found = tuple(inspect.signature(core_algos.agg_loss).parameters)
     if not {"loss_mat", "loss_mask", "loss_agg_mode"} <= set(found):
-        raise EngineError(f"verl's agg_loss must take loss_mat, loss_mask and loss_agg_mode, got {found}.")
+        raise EngineError(
+            f"verl's agg_loss must take loss_mat, loss_mask and loss_agg_mode, got {found}. Install a verl version "
+            "listed in trustrl's documentation."
+        )
     loss, mask = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[True, True], [True, False]])
     for mode in REDUCTIONS:
         theirs = core_algos.agg_loss(loss_mat=loss, loss_mask=mask, loss_agg_mode=mode)

@@ -1,12 +1,12 @@
-"""verl's actor worker with all that a region needs: both anchors, the vocabulary, and sums over a whole step.
+"""verl's actor worker with everything that a region needs: both anchors, the vocabulary, and sums over a whole step.
 
-Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute made for it; `TrainingWorker`'s `set_loss_fn`,
-          `train_mini_batch`, `train_batch`, `save_checkpoint` and `load_checkpoint`, all calling super(); for regions
-          on the vocabulary the engine's `prepare_model_inputs` and `prepare_model_outputs`, which call verl's for every
-          other pass
-Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics and its reduction, and
-          finds the region's loss in its registry; what verl does not hand over travels beside it (`feed`)
-Inert:    when `loss_mode` is none of ours
+Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this; `TrainingWorker`'s `set_loss_fn`,
+          `train_mini_batch`, `train_batch`, `save_checkpoint`, and `load_checkpoint`, which all call super(); for
+          regions on the vocabulary the engine's `prepare_model_inputs` and `prepare_model_outputs`, which call verl's
+          for every other pass
+Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics, and its reduction, and
+          finds the region's loss in its registry; `loss_context` passes the data that verl does not pass to a loss
+Inert:    if `loss_mode` does not name a region
 """
 
 import functools
@@ -24,45 +24,47 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_to_dict
-from trustrl.diagnostics import rates
-from trustrl.engines import checkpoints, invariants, seam
-from trustrl.engines.naming import is_ours
-from trustrl.engines.ranks import share_of_one_rank
-from trustrl.engines.step_check import MAX_DROPPED_SHARE, StepCheck
-from trustrl.engines.verl import anchors
-from trustrl.engines.verl.feed import Feed, feeding
-from trustrl.engines.verl.layout import padded
-from trustrl.engines.verl.metrics import StepSums, under_their_names
-from trustrl.engines.verl.region import recording_of, region_of
-from trustrl.engines.verl.settings import check_engine
-from trustrl.engines.verl.vocabulary import VocabularyPass
+from trustrl.core.diagnostics import rates
+from trustrl.core.policy_loss import LossOutput
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common import region_settings, seam
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
+from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
+from trustrl.engines.verl import anchors, loss_context
+from trustrl.engines.verl.losses import clip_metrics
+from trustrl.engines.verl.response_layout import padded
+from trustrl.engines.verl.verl_config import check_engine, recording_of, region_of
+from trustrl.engines.verl.vocabulary_pass import VocabularyPass
 from trustrl.errors import ConfigError
-from trustrl.objective import LossOutput
 from trustrl.recording import Recorder, sequence_ids
-from trustrl.records import PolicyTokens, RolloutTokens
 
 
 class RegionWorker(TrainingWorker):
-    """A `TrainingWorker` whose policy loss may be any region."""
+    """verl's `TrainingWorker` with support for every region as its policy loss."""
 
     _region: Region | None = None
     _vocabulary: VocabularyPass | None = None
     _recorder: Recorder | None = None
     _num_steps = 0
-    """Training steps so far, a checkpoint's included: verl does not tell its workers."""
+    """The number of training steps, including those of a checkpoint. verl does not pass it to its workers."""
 
-    @functools.wraps(TrainingWorker.set_loss_fn)  # with verl's mark of how to call it on a group of workers
+    @functools.wraps(TrainingWorker.set_loss_fn)  # keeps verl's mark of how to call it on a group of workers
     def set_loss_fn(self, loss_fn: Any) -> None:
-        """Takes verl's loss; if its `loss_mode` is a region, makes ready for it."""
+        """Sets verl's loss. If its `loss_mode` names a region, prepares this worker for the region.
+
+        Raises:
+            ConfigError: If a setting does not work with the region.
+        """
         config = getattr(loss_fn, "keywords", {}).get("config")
         policy_loss = getattr(config, "policy_loss", None)
-        if policy_loss is None or not is_ours(policy_loss.get("loss_mode", "")):
+        if policy_loss is None or not region_settings.is_region_name(policy_loss.get("loss_mode", "")):
             self._region = None
             super().set_loss_fn(loss_fn)
             return
         if "distillation_config" in loss_fn.keywords:
             raise ConfigError(
-                "distillation must be off with a region, got both: they share the fields that carry a distribution."
+                "distillation must be off with a region, got both. They share the fields that carry a distribution. "
+                "Set distillation.enabled=False."
             )
         self._region = region_of(policy_loss.loss_mode, policy_loss)
         self._needs = self._region.needs()
@@ -72,7 +74,7 @@ class RegionWorker(TrainingWorker):
             self._region,
             max_dropped_share=policy_loss.get("max_dropped_share", MAX_DROPPED_SHARE),
             setting="policy_loss.max_dropped_share",
-            speaks=self.rank == 0,
+            warns=self.rank == 0,
         )
         self._bypass = True
         self._vocabulary = None
@@ -80,19 +82,25 @@ class RegionWorker(TrainingWorker):
             check_engine(
                 self._region,
                 strategy=self.engine_config.strategy,
-                sequence_parallel=getattr(self.engine, "ulysses_sequence_parallel_size", 1),  # FSDP engines have one
+                # Only FSDP engines have this attribute.
+                sequence_parallel=getattr(self.engine, "ulysses_sequence_parallel_size", 1),
                 fused_kernels=self.engine_config.use_fused_kernels,
             )
             self._vocabulary = VocabularyPass.of(self.engine, self._needs)
         settings = recording_of(policy_loss)
         self._recorder = None
-        if settings is not None and self.engine.is_mp_src_rank_with_outputs():  # the others hold the same tokens
+        if settings is not None and self.engine.is_mp_src_rank_with_outputs():  # other ranks hold the same tokens
             self._recorder = Recorder(settings, self._region, rank=self.rank)
         super().set_loss_fn(functools.partial(self._loss, loss_fn))
 
     @functools.wraps(TrainingWorker.train_mini_batch)
     def train_mini_batch(self, data: Any) -> Any:
-        """One training step: records what the region needs, then verl's own updates."""
+        """Runs one training step: records the anchors that the region needs, then runs verl's own updates.
+
+        Raises:
+            MissingDataError: If the sampler did not record data that the region needs.
+            NonFiniteError: If the step dropped more tokens than allowed.
+        """
         if self._region is None:
             return super().train_mini_batch(data)
         anchors.check(self._needs, data)
@@ -110,11 +118,11 @@ class RegionWorker(TrainingWorker):
             data["trustrl_sequence"] = sequence_ids(step=self._num_steps, rollout=0, rank=rank, count=len(data))
         out = super().train_mini_batch(data)
         total = self._step.total(self.engine.get_data_parallel_group())
-        found = {} if total is None else rates(total) | under_their_names(total)
+        found = {} if total is None else rates(total) | clip_metrics(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
         if total is not None:
-            self._check.look(found)
+            self._check.check(found)
         if out is not None:
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
@@ -122,40 +130,41 @@ class RegionWorker(TrainingWorker):
 
     @functools.wraps(TrainingWorker.train_batch)
     def train_batch(self, data: Any) -> Any:
-        """One update."""
+        """Runs one update."""
         if self._region is not None:
             self._step.updates += 1
         return super().train_batch(data)
 
     @functools.wraps(TrainingWorker.save_checkpoint)
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> Any:
-        """verl's checkpoint, and the region beside it."""
+        """Saves verl's checkpoint, and the region in the same folder."""
         out = super().save_checkpoint(local_path, *args, **kwargs)
         if self._region is not None and self.rank == 0:
-            checkpoints.write(Path(local_path), config_to_dict(self._region))
+            region_settings.write_to_checkpoint(Path(local_path), config_to_dict(self._region))
         return out
 
     @functools.wraps(TrainingWorker.load_checkpoint)
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> Any:
-        """verl's checkpoint; a region that is another one now is said aloud, by one rank."""
-        # verl may delete the folder after loading.
-        before = checkpoints.read(Path(local_path)) if local_path and self.rank == 0 else None
+        """Loads verl's checkpoint. Rank 0 warns if the region has changed since the checkpoint."""
+        before = None
+        if local_path and self.rank == 0:  # before loading, because verl may delete the folder afterwards
+            before = region_settings.read_from_checkpoint(Path(local_path))
         out = super().load_checkpoint(local_path, *args, **kwargs)
         if local_path and (steps := re.findall(r"global_step_(\d+)", str(local_path))):
             self._num_steps = int(steps[-1])
         if self._region is not None and local_path:
-            checkpoints.say_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
+            region_settings.warn_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
         return out
 
     def _everywhere(self, fact: bool) -> bool:
-        """Whether it holds on every rank: a forward pass that only some of them take would wait for ever."""
+        """Returns whether a fact holds on every rank. A forward pass that only some ranks run would never return."""
         group = self.engine.get_data_parallel_group()
         known = torch.tensor(int(fact), device=get_device_id())
         torch.distributed.all_reduce(known, op=torch.distributed.ReduceOp.MIN, group=group)
         return bool(known.item())
 
     def _loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
-        """verl's loss of one micro-batch, with the region in it."""
+        """Runs verl's loss of one micro-batch with the region in it."""
         assert self._region is not None
         rollout: dict[str, Any] = {"token_ids": padded(data["responses"])}
         policy: dict[str, Any] = {}
@@ -165,17 +174,17 @@ class RegionWorker(TrainingWorker):
             policy |= seen.policy
         elif "entropy" in model_output:
             policy["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
-        feed = Feed(
+        context = loss_context.LossContext(
             self._region,
             anchors.logps(data, bypass=self._bypass),
-            functools.partial(self._take, data["dp_size"], data.get("trustrl_sequence", None)),
+            functools.partial(self._receive, data["dp_size"], data.get("trustrl_sequence", None)),
             rollout,
             policy,
         )
-        with feeding(feed):
+        with loss_context.active(context):
             return theirs(model_output=model_output, data=data, dp_group=dp_group)
 
-    def _take(
+    def _receive(
         self,
         ranks: int,
         sequences: Tensor | None,
@@ -184,6 +193,7 @@ class RegionWorker(TrainingWorker):
         rollout: RolloutTokens,
         weights: Tensor,
     ) -> None:
+        """Adds the sums of one micro-batch, records its tokens, and checks the ratio before the first step."""
         self._step.add(share_of_one_rank(out.sums, weights, ranks))
         if self._recorder is not None:
             assert sequences is not None
@@ -194,7 +204,7 @@ class RegionWorker(TrainingWorker):
             logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
             assert logp is not None
             recorded_by = "sampler" if anchor == "behavior" else "trainer"
-            invariants.ratio_is_one(policy.logp, logp, rollout.in_loss, recorded_by, "policy_loss.startup_checks=False")
+            check_initial_ratio(policy.logp, logp, rollout.in_loss, recorded_by, "policy_loss.startup_checks=False")
             self._first_loss = False
 
 
@@ -202,7 +212,8 @@ def install() -> None:
     """Makes `RegionWorker` the actor of verl's workers.
 
     Raises:
-        EngineError: verl's workers are called in another way than this adapter knows.
+        EngineError: If verl calls its workers in a way that this adapter does not support.
+        ConfigError: If another package has already replaced the actor.
     """
     seam.require_parameters(TrainingWorker, "set_loss_fn", ("self", "loss_fn"))
     for name in ("train_mini_batch", "train_batch", "infer_batch"):
@@ -216,7 +227,7 @@ def install() -> None:
     given = ActorRolloutRefWorker.actor_worker_cls
     if given is not TrainingWorker and not issubclass(given, RegionWorker):
         raise ConfigError(
-            f"ActorRolloutRefWorker.actor_worker_cls must be verl's own, got {given!r}: somebody else has replaced it. "
+            f"ActorRolloutRefWorker.actor_worker_cls must be verl's own, got {given!r}, set by another package. "
             f"Derive that class from {RegionWorker.__module__}.RegionWorker."
         )
     if given is TrainingWorker:

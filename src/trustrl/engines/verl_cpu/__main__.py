@@ -1,18 +1,18 @@
-"""`python -m trustrl.engines.verl_cpu ...`: `python -m trustrl.engines.verl` with the defaults a CPU needs."""
+"""`python -m trustrl.engines.verl_cpu ...`: `python -m trustrl.engines.verl` with the defaults that a CPU needs."""
 
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from trustrl.engines.verl_cpu.defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
+from trustrl.engines.verl_cpu.cpu_defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
 
 PLAIN = "--plain-prompts"
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
 HELP = """\
 python -m trustrl.engines.verl_cpu <setting>=<value> ...
 
-verl's main_ppo without a GPU. Takes all of main_ppo's settings; what a CPU needs is set unless you set it. You say:
+Run verl's main_ppo without a GPU. Accepts all of main_ppo's settings, with defaults for a CPU. Set:
 
   data.train_files=train.parquet data.val_files=held_out.parquet
   actor_rollout_ref.model.path=<folder>
@@ -20,18 +20,18 @@ verl's main_ppo without a GPU. Takes all of main_ppo's settings; what a CPU need
   actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv
   trainer.total_training_steps=30
   trainer.n_gpus_per_node=2                      ranks (1)
-  --plain-prompts                                for a model of texts: no chat template around a prompt
+  --plain-prompts                                no chat template, for a model without one
 
-`python -m trustrl.engines.verl_data --help` writes data files. --defaults prints every default.
+`python -m trustrl.world.verl_dataset` writes data files. --defaults prints every default.
 `--cfg job` prints the whole configuration.
 """
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Sets up the environment and the arguments, and hands over.
+    """Sets up the environment and the arguments, and runs `trustrl.engines.verl`.
 
     Raises:
-        ConfigError: vLLM is asked for and its environment is not named, or as `trustrl.engines.verl` does.
+        ConfigError: If vLLM is the sampler and its environment is not named, or if `trustrl.engines.verl` raises it.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
         print(HELP, end="")
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str]) -> None:
     complete = with_defaults([PLAIN_PROMPTS if one == PLAIN else one for one in arguments])
     if "actor_rollout_ref.rollout.name=vllm_cpu" in complete:
         given = [one.partition("=")[2] for one in complete if ".engine_kwargs.vllm_cpu.python=" in one]
-        import_module("trustrl.engines.verl_cpu.vllm_environment").python_of(given[-1] if given else None)
+        import_module("trustrl.engines.verl_cpu.vllm_server").python_of(given[-1] if given else None)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     others = [name for name in os.environ.get(EXTERNAL, "").split(",") if name and name != PLUGIN]
-    os.environ[EXTERNAL] = ",".join([PLUGIN, *others])  # the platform must be known before anybody asks for it
+    os.environ[EXTERNAL] = ",".join([PLUGIN, *others])  # first, so that the platform is registered before it is used
     sys.argv[1:] = complete
     import_module("trustrl.engines.verl.__main__").main()
 

@@ -1,4 +1,4 @@
-"""A transformers model as verl's sampler: no second environment, and log-probs of exactly what was sampled from.
+"""transformers as verl's sampler on a CPU: runs in verl's environment, and returns the exact log-probs of its samples.
 
 B: requests of a batch, T: tokens of the longest, V: vocabulary, K: most probable ids.
 """
@@ -10,29 +10,28 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trustrl.engines.verl_cpu.contract import Answer, Limits, Request, scores
-from trustrl.engines.verl_cpu.server import BatchingServer
-from trustrl.engines.verl_cpu.weights import Bucket
+from trustrl.engines.verl_cpu.sampler_server import Answer, BatchingServer, Bucket, Limits, Request, scores
 from trustrl.errors import ConfigError, EngineError
 
 LOGIT_BYTES = 128 << 20
-"""Scoring needs all logits of a sequence; so many sequences at a time as fit in here."""
+"""Largest size of the logits in one scoring pass, which needs all logits of each sequence."""
 
 NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Of verl's sampling parameters these change the distribution, and are not built."""
+"""verl's sampling parameters that change the distribution and are not supported, with their neutral values."""
 
 
 class TransformersServer(BatchingServer):
-    """Samples at a temperature, in batches, with a cache of keys and values.
+    """Server that samples in batches, at a temperature, with a key-value cache.
 
     Args:
         path: The model's folder.
         limits: Lengths of prompts and responses.
-        batch_size: Requests answered together at most.
-        dtype: Of weights and activations, such as "float32".
-        load_weights: False starts from random weights, to be replaced before the first request.
-        ignore_eos: Goes on to the longest response.
-        seed: Of the random stream tokens are drawn with.
+        batch_size: The largest number of requests that are answered together.
+        dtype: The dtype of weights and activations, such as "float32".
+        load_weights: Whether to load the checkpoint. False starts from random weights, which must be replaced before
+            the first request.
+        ignore_eos: Whether to continue to the longest response.
+        seed: The seed of the random stream that tokens are drawn from.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class TransformersServer(BatchingServer):
             )  # fmt: skip
             cache = out.past_key_values
             token_B1, logp_B1 = self._draw(out.logits[:, -1].float(), temperature_B1)
-            # A response that has ended goes on in the batch; what it would say is cut off below.
+            # A finished response stays in the batch; its further tokens are cut off below.
             drawn.append(token_B1.masked_fill(~going_B[:, None], -1))
             logps.append(logp_B1)
             going_B &= ~torch.isin(token_B1[:, 0], self._ends) & (length < most_B)
@@ -111,7 +110,7 @@ class TransformersServer(BatchingServer):
             ids_BT, mask_BT = _padded([request.prompt_ids for request in part], left=False)
             logits_BTV = self._model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False).logits
             for request, ids_T, logits_TV in zip(part, ids_BT, logits_BTV, strict=True):
-                # Raw, whatever the temperature, as verl's other samplers score.
+                # Raw at every temperature, like the scores of verl's other samplers.
                 logp_TV = torch.log_softmax(logits_TV[: len(request.prompt_ids) - 1].float(), -1)
                 k = request.prompt_logprobs or 0
                 if k:
@@ -129,8 +128,8 @@ class TransformersServer(BatchingServer):
         for name, tensor in bucket.tensors():
             if name not in weights or weights[name].shape != tensor.shape:
                 raise EngineError(
-                    f"The trainer's {name} of shape {tuple(tensor.shape)} must be one of the sampler's weights, and is "
-                    "not. Both must be made from the same model; adapters must be merged (model.lora.merge=True)."
+                    f"The trainer's {name} of shape {tuple(tensor.shape)} must be one of the sampler's weights, and it "
+                    "is not. Load both from the same model, and merge adapters (model.lora.merge=True)."
                 )
             weights[name].copy_(tensor)
             self._missing.discard(name)
@@ -138,7 +137,10 @@ class TransformersServer(BatchingServer):
     def _end_weights(self) -> None:
         if self._missing:
             some = ", ".join(sorted(self._missing)[:3])
-            raise EngineError(f"All of the sampler's weights must be sent, {len(self._missing)} were not: {some}.")
+            raise EngineError(
+                f"The trainer must send all of the sampler's weights, and {len(self._missing)} are missing: {some}. "
+                "Load both from the same model."
+            )
 
 
 def _padded(sequences: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
@@ -155,9 +157,11 @@ def _refuse_other_distributions(request: Request, vocabulary: int) -> None:
         value = request.options.get(name)
         if value not in (None, neutral) and not (name == "top_k" and value <= 0):
             raise ConfigError(
-                f"{name} must be {neutral} with rollout.name=transformers_cpu, got {value}. Use vllm_cpu for it."
+                f"{name} must be {neutral} with rollout.name=transformers_cpu, got {value}. Use "
+                "rollout.name=vllm_cpu to change it."
             )
     if (request.prompt_logprobs or 0) > vocabulary:
         raise ConfigError(
-            f"prompt_logprobs must be at most the vocabulary's size {vocabulary}, got {request.prompt_logprobs}."
+            f"prompt_logprobs must be at most the vocabulary's size {vocabulary}, got {request.prompt_logprobs}. "
+            "Lower the region's K."
         )

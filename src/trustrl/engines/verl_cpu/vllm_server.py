@@ -1,33 +1,125 @@
-"""vLLM as verl's sampler on a CPU, in an environment of its own: it needs another transformers than verl.
+"""vLLM as verl's sampler on a CPU, in a separate environment, because it needs a different transformers than verl.
 
-This module is imported in both environments. vLLM itself is imported where it runs, verl nowhere.
+Both environments import this module. vLLM is imported only where it runs, and verl is not imported at all.
 """
 
+import json
+import os
+import platform
+import subprocess
 from collections import defaultdict
 from contextlib import ExitStack
-from importlib import import_module
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
-from trustrl.engines.verl_cpu.contract import Answer, Limits, Request, scores
-from trustrl.engines.verl_cpu.server import BatchingServer
-from trustrl.engines.verl_cpu.weights import Bucket
-from trustrl.engines.vllm.options import cpu_options
-from trustrl.engines.vllm.reload import forget_prefixes, model_runner_of, reloaded
+import trustrl
+from trustrl.engines.verl_cpu.sampler_server import Answer, BatchingServer, Bucket, Limits, Request, scores
+from trustrl.engines.vllm.options import CPU_ENVIRONMENT, cpu_options
 from trustrl.engines.vllm.scoring import score
-from trustrl.errors import EngineError
+from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
+from trustrl.errors import ConfigError, EngineError
+
+VARIABLE = "TRUSTRL_VLLM_PYTHON"
+"""The environment variable with the Python of vLLM's environment."""
 
 MAX_LOGPROBS = 64
-"""The largest K of a scoring request, unless `engine_kwargs.vllm_cpu.max_logprobs` says otherwise."""
+"""The largest K of a scoring request, unless `engine_kwargs.vllm_cpu.max_logprobs` sets it."""
+
+_QUESTION = """
+import importlib.metadata, importlib.util, json, platform
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+has = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "trustrl", "jaxtyping")}
+print(json.dumps({"ray": version("ray"), "python": platform.python_version(), **has}))
+"""
+
+
+def python_of(given: str | None) -> str:
+    """Returns the Python of vLLM's environment.
+
+    Args:
+        given: `rollout.engine_kwargs.vllm_cpu.python`. If it is None, the variable `TRUSTRL_VLLM_PYTHON` is used.
+
+    Raises:
+        ConfigError: If neither names an executable file.
+    """
+    found = given or os.environ.get(VARIABLE)
+    if not found:
+        raise ConfigError(
+            f"{VARIABLE} must be the Python of an environment with vLLM, and it is not set. verl and vLLM need "
+            "different versions of transformers. Create a second environment from environments/trl-vllm.txt and set "
+            "the variable to its bin/python, or use actor_rollout_ref.rollout.name=transformers_cpu."
+        )
+    if not os.access(found, os.X_OK) or Path(found).is_dir():
+        name = "rollout.engine_kwargs.vllm_cpu.python" if given else VARIABLE
+        raise ConfigError(f"{name} must be an executable Python, got {found!r}. Set its full path: .../bin/python.")
+    return found
+
+
+def runtime_env(given: str | None) -> dict[str, Any]:
+    """Returns Ray's `runtime_env` for the vLLM server.
+
+    Raises:
+        ConfigError: If the environment cannot run the server.
+    """
+    python = python_of(given)
+    variables = {
+        **CPU_ENVIRONMENT,
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "PYTHONPATH": source_root(),
+    }
+    check(python, variables["PYTHONPATH"])
+    return {"py_executable": python, "env_vars": variables}
+
+
+def source_root() -> str:
+    """Returns the folder to import this trustrl from, or an empty string if verl's packages are in the same folder."""
+    root = Path(trustrl.__file__).parents[1]
+    return "" if (root / "torch").exists() else str(root)
+
+
+def check(python: str, path: str) -> None:
+    """Checks that the environment can run a trustrl actor, without importing large packages.
+
+    Raises:
+        ConfigError: If a package is missing, or if Ray or Python has a different version than here.
+    """
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run([python, "-c", _QUESTION], capture_output=True, text=True, timeout=60, env=environment)
+    if run.returncode:
+        raise ConfigError(f"{python} must be a Python that starts, got an error: {run.stderr.strip()[-300:]}")
+    found = json.loads(run.stdout)
+    for name in ("vllm", "trustrl", "jaxtyping"):
+        if not found[name]:
+            raise ConfigError(
+                f"{name} must be installed for {python}, and it is not. Run `{python} -m pip install {name}`."
+            )
+    minor = ".".join(platform.python_version_tuple()[:2])
+    if not found["python"].startswith(f"{minor}."):
+        raise ConfigError(
+            f"{python} must be Python {minor}, as it is here, got {found['python']}. Ray does not connect "
+            "different versions. Create the environment with this Python."
+        )
+    ours = metadata.version("ray")
+    if found["ray"] != ours:
+        raise ConfigError(
+            f"ray must be {ours} for {python}, as it is here, got {found['ray'] or 'none'}. "
+            f"Run `{python} -m pip install ray=={ours}`."
+        )
 
 
 class VLLMServer(BatchingServer):
-    """Samples and scores with vLLM's `LLM`, in this process.
+    """Server that samples and scores with vLLM's `LLM` in this process.
 
     Args:
         path: The model's folder.
         limits: Lengths of prompts and responses.
-        batch_size: Requests answered together at most.
-        options: Arguments for `LLM`.
+        batch_size: The largest number of requests that are answered together.
+        options: Arguments of `LLM`.
     """
 
     def __init__(self, path: str, limits: Limits, *, batch_size: int, options: dict[str, Any]) -> None:
@@ -44,7 +136,7 @@ class VLLMServer(BatchingServer):
             "disable_log_stats": True,
             **cpu_options(dtype=self._options.get("dtype", "float32")),
             **self._options,
-            # The ratio is one of what was sampled from, at any temperature.
+            # The ratio needs the log-probs of the sampling distribution, at every temperature.
             "logprobs_mode": "processed_logprobs",
         }
         self._llm = import_module("vllm").LLM(model=self._path, **options)
@@ -74,7 +166,7 @@ class VLLMServer(BatchingServer):
         found = self._llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
         outputs = [output.outputs[0] for output in found]
         return [
-            # Entries of one position begin with the sampled token's.
+            # The entries of a position begin with the sampled token.
             Answer(list(output.token_ids), [output.logprobs.logprobs[start] for start in output.logprobs.start_indices])
             for output in outputs
         ]
@@ -110,6 +202,8 @@ class VLLMServer(BatchingServer):
     def _end_weights(self) -> None:
         reload, self._reload = self._reload, None
         if reload is None or not self._loaded:
-            raise EngineError(f"Weights must be sent before end_weights, got {self._loaded} tensors.")
+            raise EngineError(
+                f"Weights must be sent between begin_weights and end_weights, got {self._loaded} tensors."
+            )
         reload.close()
         forget_prefixes(self._llm)

@@ -1,7 +1,8 @@
-"""vLLM as the sampler: settings TRL has no field for, weight sync that really syncs, and μ's top-K by re-scoring.
+"""vLLM as the sampler: settings that TRL has no field for, a verified weight sync, and μ's top-K by re-scoring.
 
-What a CPU needs and a GPU does not is inert on a GPU; nothing here is replaced for a whole process.
-`trustrl.engines.vllm.gloo_transfer` is imported on its own: it subclasses vLLM's classes, the rest waits for the call.
+The parts that only a CPU needs have no effect on a GPU. Nothing here replaces code for a whole process. Import
+`trustrl.engines.vllm.gloo_transfer` separately: it subclasses vLLM's classes, and the other modules import vLLM only
+when they are called.
 """
 
 from trustrl.engines.vllm.options import (
@@ -10,11 +11,11 @@ from trustrl.engines.vllm.options import (
     missing_cpu_environment as missing_cpu_environment,
     set_cpu_environment as set_cpu_environment,
 )
-from trustrl.engines.vllm.rollout import score_rollout as score_rollout
 from trustrl.engines.vllm.scoring import (
     Scores as Scores,
     score as score,
     score_on_server as score_on_server,
+    score_rollout as score_rollout,
     tempered as tempered,
 )
-from trustrl.engines.vllm.sync import SyncReport as SyncReport, install_sync as install_sync
+from trustrl.engines.vllm.weight_sync import SyncReport as SyncReport, install_sync as install_sync

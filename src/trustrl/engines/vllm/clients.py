@@ -1,18 +1,18 @@
-"""Who a trainer talks to while it sends weights: an `LLM` object, or a vLLM server.
+"""Clients through which a trainer sends weights to an `LLM` object or to a vLLM server.
 
-vLLM's protocol has four phases and leaves the prefix cache to the caller; these have five methods. Any object with
-the five, such as one that calls Ray actors, does as well.
+vLLM's protocol has four phases and leaves the prefix cache to the caller, so a client has five methods. Any object with
+these methods is a client, such as one that calls Ray actors.
 """
 
 from typing import Any, Protocol, runtime_checkable
 
-from trustrl.engines.vllm.reload import forget_prefixes, must_have_reset
+from trustrl.engines.vllm.weight_reload import forget_prefixes, must_have_reset
 from trustrl.errors import EngineError
 
 
 @runtime_checkable
 class SamplerClient(Protocol):
-    """vLLM's four phases, and the reset that must follow them."""
+    """Protocol of vLLM's four phases, and of the reset that must follow them."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Opens the connection."""
@@ -23,7 +23,7 @@ class SamplerClient(Protocol):
         ...
 
     def update_weights(self, update_info: Any) -> None:
-        """Receives and loads; returns when the last tensor has arrived."""
+        """Receives and loads the weights. Returns when the last tensor has arrived."""
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -31,12 +31,12 @@ class SamplerClient(Protocol):
         ...
 
     def reset_prefix_cache(self) -> None:
-        """Raises unless the cache is empty afterwards."""
+        """Empties the prefix cache. Raises if it is not empty afterwards."""
         ...
 
 
 class LocalClient:
-    """An `LLM` object of this process; its engine may live in this process or in another."""
+    """Client for an `LLM` object of this process. Its engine may run in this process or in another."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -50,7 +50,7 @@ class LocalClient:
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: Any) -> None:
-        """Receives and loads."""
+        """Receives and loads the weights."""
         self._llm.update_weights({"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -58,12 +58,12 @@ class LocalClient:
         self._llm.finish_weight_update(weight_version)
 
     def reset_prefix_cache(self) -> None:
-        """Empties the cache."""
+        """Empties the prefix cache."""
         forget_prefixes(self._llm)
 
 
 class ServerClient:
-    """A vLLM server; it opens these routes only with VLLM_SERVER_DEV_MODE=1 in its environment."""
+    """Client for a vLLM server, which opens these routes only with VLLM_SERVER_DEV_MODE=1 in its environment."""
 
     def __init__(self, base_url: str, timeout_seconds: float = 300.0) -> None:
         self._base_url = base_url.rstrip("/")
@@ -78,7 +78,7 @@ class ServerClient:
         self._post("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
-        """Receives and loads."""
+        """Receives and loads the weights."""
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -86,7 +86,7 @@ class ServerClient:
         self._post("finish_weight_update", None if weight_version is None else {"weight_version": weight_version})
 
     def reset_prefix_cache(self) -> None:
-        """Empties the cache."""
+        """Empties the prefix cache."""
         must_have_reset(self._post("reset_prefix_cache")["success"])
 
     def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -1,22 +1,22 @@
-"""Weights over gloo, for a sampler in another process: a backend of vLLM's weight-transfer API that needs no GPU.
+"""Backend of vLLM's weight-transfer API over gloo, for a sampler in another process. It does not need a GPU.
 
-Importing this module registers it under `BACKEND`. A sampler's workers import it through `worker_extension_cls`:
+Importing this module registers the backend as `BACKEND`. A sampler's workers import it through `worker_extension_cls`:
 
     LLM(..., weight_transfer_config=WeightTransferConfig(backend=BACKEND), worker_extension_cls=EXTENSION)
 
-and a server with VLLM_SERVER_DEV_MODE=1 in its environment and
+A server needs VLLM_SERVER_DEV_MODE=1 in its environment, and these arguments:
 
     --weight-transfer-config '{"backend": "trustrl-gloo"}'
     --worker-extension-cls trustrl.engines.vllm.gloo_transfer.WorkerExtension
 
-The trainer connects once, and sends after every update:
+The trainer connects once, and sends the weights after every update:
 
     sender = WeightTransferTrainerFactory.trainer_init(
         GlooTrainerInitInfo(rank=0), client=ServerClient("http://127.0.0.1:8000"), source=ModuleSource(model))
     sender.send_weights()
 
 Seam: `WeightTransferEngineFactory` and `WeightTransferTrainerFactory`, vLLM's documented registries. vLLM calls the
-phases init, start, update and finish; it does not empty the prefix cache, so `send_weights` asks for that at the end.
+phases init, start, update, and finish. It does not empty the prefix cache, so `send_weights` requests that at the end.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,10 +37,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-from trustrl.config.checks import real, whole
-from trustrl.engines.vllm.channel import Channel, Listener
+from trustrl.config.validators import real, whole
 from trustrl.engines.vllm.clients import SamplerClient
-from trustrl.engines.vllm.reload import begin_reload, end_reload
+from trustrl.engines.vllm.gloo_channel import Channel, Listener
+from trustrl.engines.vllm.weight_reload import begin_reload, end_reload
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 
 BACKEND = "trustrl-gloo"
@@ -48,12 +48,12 @@ EXTENSION = f"{__name__}.WorkerExtension"
 
 
 class WorkerExtension:
-    """Named in `worker_extension_cls`, it makes a worker process import this module, and adds nothing."""
+    """Empty class. Naming it in `worker_extension_cls` makes a worker process import this module."""
 
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where a worker finds the trainer."""
+    """The address at which a worker finds the trainer."""
 
     address: str
     port: int
@@ -63,7 +63,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """What is about to be sent, in order."""
+    """The tensors of an update, in the order in which they are sent."""
 
     names: list[str]
     dtype_names: list[str]
@@ -72,21 +72,21 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):
-    """The trainer's side. `rank` is the rank among trainers: 0 sends, the others only take part in gathering."""
+    """Settings of the trainer's side. `rank` is the rank among trainers: 0 sends, the others only help to gather."""
 
     backend: ClassVar[str] = BACKEND
 
     num_workers: int = 1
-    """Workers of the sampler: its tensor × pipeline × data parallel sizes."""
+    """The number of the sampler's workers: its tensor × pipeline × data parallel sizes."""
 
     address: str = "127.0.0.1"
-    """Of rank 0's machine, as the sampler reaches it. Another than loopback is open to that network."""
+    """The address of rank 0's machine, as the sampler reaches it. Any address but loopback is open to that network."""
 
     port: int = 0
-    """0 takes a free one."""
+    """The port; 0 chooses a free one."""
 
     timeout_seconds: float = 60.0
-    """How long either side waits for the other."""
+    """The time that either side waits for the other."""
 
     def __post_init__(self) -> None:
         whole("num_workers", self.num_workers, low=1)
@@ -95,7 +95,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
 
 class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """A worker's side."""
+    """The worker's side of the transfer."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
@@ -115,11 +115,11 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives and loads; vLLM's own version waits for an accelerator even where there is none."""
+        """Receives and loads the weights. vLLM's own version waits for an accelerator even if none exists."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            end_reload(self.model, self.model_config)  # half old, half new, but a model again
+            end_reload(self.model, self.model_config)  # weights are half old and half new, but the model is usable
             raise
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -127,22 +127,22 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Loads each tensor as it arrives."""
         if self._channel is None:
-            raise EngineError("A weight update must follow init_weight_transfer_engine, and it was not called.")
+            raise EngineError("init_weight_transfer_engine must be called before a weight update, and it was not.")
         described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         for name, dtype, shape in described:
             self.model.load_weights([(name, self._channel.receive(shape, getattr(torch, dtype)))])  # pyright: ignore[reportCallIssue]
 
     def finish_weight_update(self) -> None:
-        """Packs the layers, tied heads too."""
+        """Packs the layers, including tied heads."""
         end_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leaves the trainer."""
+        """Disconnects from the trainer."""
         self._channel = None
 
 
 class GlooSender(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
-    """The trainer's side. Made by `trainer_init`, on every trainer rank."""
+    """The trainer's side of the transfer. `trainer_init` creates it on every trainer rank."""
 
     init_info_cls = GlooTrainerInitInfo
     client: SamplerClient
@@ -156,16 +156,16 @@ class GlooSender(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         """Connects to the sampler.
 
         Raises:
-            ConfigError: no weights to send, or a client that cannot empty the prefix cache.
-            EngineError: the sampler did not come.
+            ConfigError: If `source` is None, or if the client cannot empty the prefix cache.
+            EngineError: If the sampler does not join.
         """
         if source is None:
             raise ConfigError("source must be a WeightSource, got None. Pass vLLM's ModuleSource(model).")
         if not isinstance(client, SamplerClient):
             raise ConfigError(
-                f"client must have the methods of SamplerClient, reset_prefix_cache among them, got {client!r}. "
-                "Use LocalClient or ServerClient of trustrl.engines.vllm.clients: prefixes computed with old weights "
-                "would be used again."
+                f"client must have the methods of SamplerClient, including reset_prefix_cache, got {client!r}. Without "
+                "the reset, vLLM would reuse prefixes computed with old weights. Use LocalClient or ServerClient from "
+                "trustrl.engines.vllm.clients."
             )
         sender = cls(client=client, source=source, is_sender=init_info.is_sender)
         if sender.is_sender:
@@ -179,18 +179,25 @@ class GlooSender(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         return sender
 
     def send_weights(self, weight_version: str | None = None) -> None:
-        """Runs one update, on every trainer rank; returns when the sampler has the new weights and no old prefixes.
+        """Runs one update. Call it on every trainer rank.
+
+        It returns when the sampler has the new weights and an empty prefix cache.
 
         Args:
-            weight_version: what vLLM shall call these weights in its outputs.
+            weight_version: vLLM's name for these weights in its outputs.
+
+        Raises:
+            EngineError: If the connection is closed, or the source does not match its metadata.
         """
         described = self.source.metadata()
         if not self.is_sender:
-            for _ in self.source:  # gathering a sharded parameter takes every rank
+            for _ in self.source:  # gathering a sharded parameter needs every rank
                 pass
             return
         if self._channel is None:
-            raise EngineError("Weights must be sent over an open connection, and this one is shut down. Make another.")
+            raise EngineError(
+                "Weights must be sent over an open connection, and this one is shut down. Create another one."
+            )
         info = GlooUpdateInfo(
             names=[m.name for m in described],
             dtype_names=[str(m.dtype).removeprefix("torch.") for m in described],
@@ -201,10 +208,10 @@ class GlooSender(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
             for (name, tensor), m in zip(self.source, described, strict=True):
                 if (name, tensor.dtype, tuple(tensor.shape)) != (m.name, m.dtype, m.shape):
                     raise EngineError(
-                        f"The source must yield {m.name} {m.dtype} {m.shape}, as its metadata says, "
-                        f"got {name} {tensor.dtype} {tuple(tensor.shape)}. The sampler would load garbage."
+                        f"The source must yield {m.name} {m.dtype} {m.shape}, as in its metadata, "
+                        f"got {name} {tensor.dtype} {tuple(tensor.shape)}. The sampler would load wrong weights."
                     )
-                _raise_if_failed(call)  # before waiting for a sampler that has given up
+                _raise_if_failed(call)  # otherwise this waits for a sampler that has failed
                 self._channel.send(tensor)
         self.client.finish_weight_update(weight_version)
         self.client.reset_prefix_cache()
@@ -216,7 +223,7 @@ class GlooSender(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
 
 @contextmanager
 def _calling(method: Callable[[Any], None], argument: Any) -> Iterator[Future]:
-    """Runs a call to the sampler beside the block that serves it; its error, if any, is the one to see."""
+    """Runs a call to the sampler in a thread while the block serves it. An error of the call takes precedence."""
     pool = ThreadPoolExecutor(max_workers=1)
     call = pool.submit(method, argument)
     try:
@@ -226,7 +233,7 @@ def _calling(method: Callable[[Any], None], argument: Any) -> Iterator[Future]:
         _raise_if_failed(call)
         raise
     finally:
-        pool.shutdown(wait=False)  # after an error the call may hang until its own timeout
+        pool.shutdown(wait=False)  # after an error, the call may hang until its timeout
 
 
 def _raise_if_failed(call: Future) -> None:
@@ -240,7 +247,7 @@ def _register() -> None:
         WeightTransferTrainerFactory.register_engine(BACKEND, GlooSender)
     except ValueError as error:
         raise DuplicateNameError(
-            f"The weight-transfer backend {BACKEND!r} must be trustrl's own, and somebody else has registered it. "
+            f"The weight-transfer backend {BACKEND!r} must be trustrl's, and another plugin has registered it. "
             "Remove the other plugin."
         ) from error
 

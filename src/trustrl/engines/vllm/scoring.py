@@ -1,9 +1,9 @@
-"""The sampler's own log-probs of sequences that are finished: at the sampled token, and at its K most probable ids.
+"""The sampler's own log-probs of finished sequences: at the sampled token, and at its K most probable ids.
 
-vLLM gives them as `prompt_logprobs`, from one prefill of the whole sequence. They are raw, that is before temperature
-and truncation, whatever the engine's `logprobs_mode` and the request's temperature say (prompt tokens pass no sampling
-step); `tempered` brings them to the temperature the tokens were drawn at. A request for them never reads the prefix
-cache, so no position is missing.
+vLLM returns them as `prompt_logprobs`, from one prefill of the whole sequence. They are raw, that is before temperature
+and truncation, regardless of the engine's `logprobs_mode` and the request's temperature (prompt tokens do not pass a
+sampling step). `tempered` converts them to the temperature that the tokens were drawn at. A request for them never
+reads the prefix cache, so no position is missing.
 """
 
 from array import array
@@ -15,19 +15,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trustrl.config.checks import real, whole
+from trustrl.config.validators import real, whole
 from trustrl.errors import ConfigError, EngineError, RecordError
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the sampler says about B completions, each padded on the right to the longest."""
+    """The sampler's log-probs of B completions, each padded on the right to the longest."""
 
     logp: Float[Tensor, "b t"]
-    """Log-prob of the token that stands there; 0 on padding."""
+    """Log-prob of the token at each position; 0 on padding."""
 
     top_ids: Int[Tensor, "b t k"]
-    """The K most probable ids, most probable first; −1 on padding. The token itself may be among them or not."""
+    """The K most probable ids, most probable first; −1 on padding. The token itself may or may not be among them."""
 
     top_logp: Float[Tensor, "b t k"]
     """Their log-probs; −inf on padding."""
@@ -36,32 +36,32 @@ class Scores:
     """True on the completion's tokens."""
 
     def rows(self, wanted: slice) -> "Scores":
-        """Some of the sequences, padded to the longest of these."""
+        """Returns some of the sequences, padded to the longest of these."""
         longest = int(self.valid[wanted].sum(-1).max()) if self.valid[wanted].numel() else 0
         fields = (self.logp, self.top_ids, self.top_logp, self.valid)
         return Scores(*(x[wanted, :longest] for x in fields))
 
 
 def score(llm: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int) -> Scores:
-    """Log-probs of finished sequences under the engine's present weights.
+    """Returns log-probs of finished sequences under the engine's current weights.
 
-    With tensor parallelism every rank of a group must ask for the same sequences: see `score_rollout`.
+    With tensor parallelism, every rank of a group must request the same sequences; see `score_rollout`.
 
     Args:
         llm: vLLM's `LLM`.
-        sequences: prompt and completion as one list of ids each.
-        prompt_lengths: how many of them are the prompt; what follows is scored.
-        k: how many most probable ids to return at each position; 0 for none.
+        sequences: The ids of each prompt and completion, as one list per sequence.
+        prompt_lengths: The number of prompt ids in each sequence. The ids after the prompt are scored.
+        k: The number of most probable ids to return at each position; 0 for none.
 
     Raises:
-        ConfigError: the engine was not built for this K or these lengths; the message names its setting.
-        RecordError: sequences and prompt lengths do not fit.
+        ConfigError: If the engine was not built for this K or these lengths; names the engine's setting.
+        RecordError: If the sequences and the prompt lengths do not match.
     """
     _check_sequences(sequences, prompt_lengths)
     _check_engine(llm, sequences, k)
-    # vLLM must sample one more token. It is thrown away, and taken greedily: a drawn one would move the random stream
-    # the next rollout (and, in one process, the trainer) draws from. Flat log-probs are lists of numbers; otherwise
-    # vLLM makes one Python object per log-prob.
+    # vLLM must sample one more token, which is discarded. It is chosen greedily: a drawn token would advance the random
+    # stream that the next rollout (and, in one process, the trainer) draws from. Flat log-probs are lists of numbers;
+    # otherwise vLLM creates one Python object per log-prob.
     parameters = import_module("vllm").SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=k, flat_logprobs=True, detokenize=False
     )
@@ -73,18 +73,18 @@ def score(llm: Any, sequences: list[list[int]], prompt_lengths: list[int], k: in
 def score_on_server(
     client: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int, *, chunk_size: int = 0
 ) -> Scores:
-    """`score` by a vLLM server, through TRL's `VLLMClient`.
+    """Returns the result of `score`, computed by a vLLM server through TRL's `VLLMClient`.
 
     Args:
         client: TRL's `VLLMClient`; only its `get_sequence_logprobs` is used.
-        sequences: as for `score`.
-        prompt_lengths: as for `score`.
-        k: as for `score`.
-        chunk_size: sequences per request; 0 sends all in one.
+        sequences: As for `score`.
+        prompt_lengths: As for `score`.
+        k: As for `score`.
+        chunk_size: The number of sequences per request; 0 sends all in one.
 
     Raises:
-        ConfigError: the server was not started for this K.
-        RecordError: sequences and prompt lengths do not fit.
+        ConfigError: If the server was not started for this K.
+        RecordError: If the sequences and the prompt lengths do not match.
     """
     _check_sequences(sequences, prompt_lengths)
     whole("k", k, low=0)
@@ -103,66 +103,97 @@ def score_on_server(
         own_T1 = torch.tensor(own, dtype=torch.float32).view(len(own), 1)
         logp_TK = torch.tensor(logp, dtype=torch.float32).view(len(own), k)
         ids_TK = torch.tensor(ids, dtype=torch.int64).view(len(own), k)
-        ids_TK = ids_TK.masked_fill(logp_TK == -torch.inf, -1)  # the client fills up with id 0
+        ids_TK = ids_TK.masked_fill(logp_TK == -torch.inf, -1)  # the client pads with id 0
         tables.append((ids_TK, torch.cat([own_T1, logp_TK], -1)))
     return _padded(tables, k)
 
 
 def tempered(scores: Scores, recorded_logp: Float[Tensor, "b t"], temperature: float) -> Scores:
-    r"""The same positions under the distribution the tokens were drawn from, at temperature T.
+    r"""Returns the scores under the distribution that the tokens were drawn from, at temperature T.
 
         log μ_T(k) = (l_k − l_a)/T + log μ_T(a),   l = raw log-probs, a = the sampled token
 
-    The vocabulary's normaliser cancels, so the record of the sampled token is enough; the order of ids is unchanged.
-    Holds for temperature alone: after top-p, top-k or min-p the removed ids have no log-prob. Values above 0, possible
-    by rounding only, become 0.
+    The normalizer over the vocabulary cancels, so the record of the sampled token is enough. The order of the ids does
+    not change. This holds only for temperature: after top-p, top-k, or min-p, the removed ids have no log-prob. Values
+    above 0, which only rounding can cause, become 0.
 
     Args:
-        scores: raw, from `score`.
+        scores: Raw scores, from `score`.
         recorded_logp: log μ_T(a) as the sampler recorded it while decoding, with `processed_logprobs`.
         temperature: T.
+
+    Raises:
+        ConfigError: If the temperature is not a finite number above 0.
+        RecordError: If `recorded_logp` has another shape than the scores.
     """
     real(
-        "temperature", temperature, rule="a finite number > 0", low=0.0, high=1e6, advice="Greedy has no distribution."
+        "temperature",
+        temperature,
+        rule="a finite number > 0",
+        low=0.0,
+        high=1e6,
+        advice="Greedy decoding does not draw from a distribution.",
     )
     if recorded_logp.shape != scores.logp.shape:
         raise RecordError(
             f"recorded_logp must be of shape {tuple(scores.logp.shape)}, got {tuple(recorded_logp.shape)}. "
-            "It is the record of the same completions, padded on the right."
+            "Pass the record of the same completions, padded on the right."
         )
     recorded = recorded_logp.to(scores.logp).masked_fill(~scores.valid, 0.0)
     top_logp = (scores.top_logp - scores.logp[..., None]) / temperature + recorded[..., None]
     return replace(scores, logp=recorded, top_logp=top_logp.clamp(max=0.0))
 
 
+def score_rollout(generation: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int) -> Scores:
+    """Returns the result of `score` for the sampler of TRL's `VLLMGeneration`, in either mode. Call it on every rank.
+
+    Raises:
+        ConfigError: If sleep mode is on, or if `score` raises it.
+    """
+    if generation.mode == "server":
+        return _by_the_main_process(generation, sequences, prompt_lengths, k)
+    if generation.enable_sleep_mode:
+        raise ConfigError(
+            "vllm_enable_sleep_mode must be False to score with the sampler, got True. "
+            "A sleeping sampler discards its weights after the rollout."
+        )
+    if generation.tensor_parallel_size == 1:
+        return score(generation.llm, sequences, prompt_lengths, k)
+    # All ranks of a tensor-parallel group run the engine together, so each must request all of the group's sequences.
+    parts: list[Any] = [None] * generation.tensor_parallel_size
+    torch.distributed.all_gather_object(parts, (sequences, prompt_lengths), group=generation.tp_group)
+    scores = score(generation.llm, *_joined(parts), k)
+    return scores.rows(_part(parts, torch.distributed.get_rank(group=generation.tp_group)))
+
+
 def _check_sequences(sequences: list[list[int]], prompt_lengths: list[int]) -> None:
     if len(sequences) != len(prompt_lengths):
         raise RecordError(
             f"prompt_lengths must have one entry per sequence, got {len(prompt_lengths)} for {len(sequences)}. "
-            "Pass the number of prompt ids of each."
+            "Pass the number of prompt ids of each sequence."
         )
     for row, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
         if not 1 <= length <= len(sequence):
             raise RecordError(
                 f"prompt_lengths[{row}] must be between 1 and the sequence's {len(sequence)} ids, got {length}. "
-                "The first id of all is predicted by nothing, so a prompt has at least one."
+                "Nothing predicts the first id of a sequence, so a prompt needs at least one id."
             )
 
 
 def _check_engine(llm: Any, sequences: list[list[int]], k: int) -> None:
-    """Refuses in a sentence what vLLM would refuse in the middle of a batch, or answer with something else."""
+    """Raises for requests that vLLM would refuse in the middle of a batch, or answer incorrectly."""
     whole("k", k, low=0)
     config = llm.model_config
     if config.logprobs_mode.endswith("logits"):
         raise ConfigError(
             f"logprobs_mode must be 'raw_logprobs' or 'processed_logprobs', got {config.logprobs_mode!r}. "
-            "Scores would be logits."
+            "Otherwise the scores would be logits."
         )
     vocabulary = config.get_vocab_size()
     limit = vocabulary if config.max_logprobs == -1 else config.max_logprobs
     if k > min(limit, vocabulary):
         advice = (
-            "There are no more ids."
+            "The vocabulary does not have more ids."
             if limit >= vocabulary
             else f"Build the engine with max_logprobs={k}: extra_llm_options(max_logprobs={k}) around TRL's trainer."
         )
@@ -171,18 +202,19 @@ def _check_engine(llm: Any, sequences: list[list[int]], k: int) -> None:
     if longest >= config.max_model_len:
         raise ConfigError(
             f"max_model_len must be at least {longest + 1} to score a sequence of {longest} tokens (vLLM samples one "
-            f"more), got {config.max_model_len}. Build the engine with more; TRL calls it vllm_max_model_length."
+            f"more), got {config.max_model_len}. Build the engine with a larger value; TRL's setting is "
+            "vllm_max_model_length."
         )
 
 
 def _table(flat: Any, prompt_length: int, k: int) -> tuple[Tensor, Tensor]:
-    """(T, K) ids and (T, 1 + K) log-probs, the token's own first, of one sequence's completion."""
-    width = k + 1  # vLLM puts the token's own log-prob before the K most probable, whether or not it is one of them
-    positions = len(flat) - 1  # the first token of all has none
+    """Returns (T, K) ids and (T, 1 + K) log-probs, the token's own first, of one sequence's completion."""
+    width = k + 1  # the token's own log-prob comes before the K most probable, even if it is one of them
+    positions = len(flat) - 1  # the first token has none
     if len(flat.logprobs) != positions * width:
         raise EngineError(
-            f"vLLM must return {width} log-probs at each of {positions} positions, got {len(flat.logprobs)} in all. "
-            "Install a version of vllm that trustrl's documentation lists."
+            f"vLLM must return {width} log-probs at each of {positions} positions, got {len(flat.logprobs)} in total. "
+            "Install a vllm version listed in trustrl's documentation."
         )
     skip = (prompt_length - 1) * width
     ids = _tensor(flat.token_ids[skip:], "q", torch.int64).view(-1, width)
@@ -190,7 +222,7 @@ def _table(flat: Any, prompt_length: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _tensor(numbers: list, code: str, dtype: torch.dtype) -> Tensor:
-    """`torch.tensor(numbers)` at a fifth of its price: there are K + 1 numbers per token."""
+    """Returns `torch.tensor(numbers)`, five times faster. It matters because each token has K + 1 numbers."""
     return torch.frombuffer(array(code, numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
 
 
@@ -208,3 +240,23 @@ def _padded(tables: list[tuple[Tensor, Tensor]], k: int) -> Scores:
         scores.top_logp[row, : len(ids)] = logp[:, 1:]
         scores.valid[row, : len(ids)] = True
     return scores
+
+
+def _by_the_main_process(generation: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int) -> Scores:
+    """Scores on the main process, the only one with a client, and returns this rank's part."""
+    utils = import_module("accelerate.utils")
+    parts = utils.gather_object([(sequences, prompt_lengths)])
+    answer: list[Any] = [None]
+    if generation.accelerator.is_main_process:
+        answer = [score_on_server(generation.vllm_client, *_joined(parts), k)]
+    utils.broadcast_object_list(answer, from_process=0)
+    return answer[0].rows(_part(parts, generation.accelerator.process_index))
+
+
+def _joined(parts: list[Any]) -> tuple[list[list[int]], list[int]]:
+    return [s for sequences, _ in parts for s in sequences], [p for _, lengths in parts for p in lengths]
+
+
+def _part(parts: list[Any], rank: int) -> slice:
+    start = sum(len(sequences) for sequences, _ in parts[:rank])
+    return slice(start, start + len(parts[rank][0]))

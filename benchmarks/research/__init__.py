@@ -1,0 +1,1 @@
+"""Research passes over the vocabulary that the benchmarks measure. The library does not use them."""

@@ -1,0 +1,94 @@
+"""Per-token terms of the loss, exactly 0 on masked and unusable tokens."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from trustrl.config.terms import EntropyBonus, KLPenalty, Penalty
+from trustrl.core.clean import CleanTokens
+from trustrl.core.divergences.sampled import k1, k2, k3
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.regions.decision import Decision
+from trustrl.errors import MissingDataError
+from trustrl.kernels.logprob_outputs import wide_dtype
+
+
+class Terms(NamedTuple):
+    """One term per token, and the tokens dropped because their term was not finite."""
+
+    value: Float[Tensor, " n"]
+    overflow: Bool[Tensor, " n"]
+
+
+def largest_term(dtype: torch.dtype) -> float:
+    """Returns the largest term that is not dropped. Below it, a sum over ten million tokens cannot overflow."""
+    return torch.finfo(dtype).max * 1e-7
+
+
+def policy_terms(decision: Decision, tokens: CleanTokens) -> Terms:
+    r"""Returns the region's loss per token.
+
+        ℓ_t = −sg(M_t w_t A_t) · log π̃(a_t) + penalty_t
+
+    The coefficient is detached, so ∂ℓ_t/∂log π̃ = −M w A exactly. If the region maximizes an objective, ℓ_t has the
+    negative objective as its value and the same gradient.
+    """
+    dtype = tokens.logp.dtype
+    largest = largest_term(dtype)
+    # Blanked at A = 0 too: a weight of inf times an advantage of 0 is NaN, and the gradient is 0 anyway.
+    coefficient = torch.where(decision.keep & (tokens.advantage != 0), decision.weight, 0.0) * tokens.advantage
+    logp = decision.logp
+    if decision.value is None:
+        value = coefficient * logp.detach().to(coefficient.dtype)
+    else:
+        value = torch.where(tokens.advantage != 0, decision.value, 0.0)
+    finite = (coefficient.abs() <= largest) & (value.abs() <= largest)  # False on NaN
+    if decision.penalty is not None:
+        finite = finite & (decision.penalty.detach().abs() <= largest)
+    active = tokens.usable & finite
+    coefficient = torch.where(active, coefficient, 0.0).to(dtype)
+    # Blanked before the product: a projected log-prob of −inf times 0 would be NaN in the backward pass.
+    logp = torch.where(active, logp, 0.0)
+    if decision.value is None:
+        term = -coefficient * logp
+    else:
+        term = -coefficient * (logp - logp.detach()) - torch.where(active, value, 0.0).to(dtype)
+    if decision.penalty is not None:
+        term = term + torch.where(active, decision.penalty, 0.0)
+    return Terms(term, tokens.usable & ~finite)
+
+
+def penalty_terms(
+    penalty: Penalty, policy: PolicyTokens, rollout: RolloutTokens, tokens: CleanTokens, keep: Bool[Tensor, " n"]
+) -> Terms:
+    """Returns coefficient × penalty for each usable token. The region's mask applies only with `only_kept`.
+
+    Raises:
+        MissingDataError: If the records lack `reference_logp` or `entropy`.
+    """
+    if isinstance(penalty, EntropyBonus):
+        if policy.entropy is None:
+            raise MissingDataError("PolicyTokens.entropy must be given for an EntropyBonus, got None.")
+        value = -penalty.coefficient * policy.entropy.reshape(-1).to(tokens.logp.dtype)
+    else:
+        value = penalty.coefficient * _kl_to_reference(penalty, policy, rollout, tokens)
+    wanted = tokens.usable & keep if penalty.only_kept else tokens.usable
+    finite = value.detach().abs() <= largest_term(value.dtype)
+    return Terms(torch.where(wanted & finite, value, 0.0), wanted & ~finite)
+
+
+def _kl_to_reference(penalty: KLPenalty, policy: PolicyTokens, rollout: RolloutTokens, tokens: CleanTokens) -> Tensor:
+    if rollout.reference_logp is None:
+        raise MissingDataError("RolloutTokens.reference_logp must be given for a KLPenalty, got None.")
+    reference = rollout.reference_logp.detach().reshape(-1).to(wide_dtype(policy.logp))
+    log_ratio = reference - tokens.logp
+    # NaN, infinities and values that would overflow float32 are blanked before the estimator, whose backward pass would
+    # turn the token's 0 into NaN. The NaN put back afterwards counts them.
+    representable = log_ratio.detach().abs() <= 80.0
+    log_ratio = torch.where(representable, log_ratio, 0.0)
+    estimate = {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](log_ratio)
+    if penalty.gradient == "score":
+        estimate = estimate.detach() * (tokens.logp - tokens.logp.detach() + 1.0)
+    return torch.where(representable, estimate, torch.nan)

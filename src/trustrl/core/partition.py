@@ -1,0 +1,286 @@
+"""Partitions of the vocabulary for Top-K, projected and exact regions, and the faults found in them."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from trustrl.config.axes import Needs
+from trustrl.core.numerics import either
+from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
+
+LARGEST_LOGP = 1e-3
+"""Largest log-prob that rounding in an engine explains. A larger value is a fault."""
+
+ANCHOR_NOISE = 0.5
+"""Nats by which two passes of a sampler over one token may differ. bf16 decoding and prefill differ by up to 0.28."""
+
+FILL = 1e-12
+"""Anchor probability at the policy's own top ids with `rest="fill"`, where it is not recorded."""
+
+COARSE_ROUNDOFF, FINE_ROUNDOFF = 2.0**-8, 2.0**-24
+"""Unit roundoff of bfloat16 and of float32, the finest dtype that engines compute in."""
+
+LOW_BITS = 0x1FFF
+"""Bits of a float32 that are 0 in every bfloat16 and float16 number."""
+
+FINEST_RECORD = torch.empty(0, dtype=torch.float32)
+"""Stand-in for the finest record: engines compute log-probs in float32 at best, regardless of the dtype passed."""
+
+
+class Partition(NamedTuple):
+    """Partition of the vocabulary into cells: the sampled token, other known ids, and a tail.
+
+    Rows of unusable tokens may hold any value, including NaN. Readers blank those rows afterwards.
+    """
+
+    log_anchor: Float[Tensor, "n c"]
+    """log b per known id; −inf in columns without a cell."""
+
+    log_policy: Float[Tensor, "n c"]
+    """log π per known id, with gradient."""
+
+    anchor: Float[Tensor, "n c"]
+    """b per known id."""
+
+    policy: Float[Tensor, "n c"]
+    """π per known id."""
+
+    anchor_tail: Float[Tensor, " n"]
+    """m: mass of b outside the cells."""
+
+    policy_tail: Float[Tensor, " n"]
+    """p: mass of π outside the cells, with gradient."""
+
+    sampled: Int[Tensor, " n"] | None
+    """Column of the sampled token (full vocabulary), or None if the sampled token is a cell in addition to these."""
+
+    resolution: float
+    """Smallest meaningful tail: 1 − Σ is accurate only to the rounding of its summands. 0 if the tail is exact."""
+
+
+def vocabulary_partition(
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, usable: Tensor, log_anchor: Tensor
+) -> tuple[Partition, dict[str, Bool[Tensor, " n"]]]:
+    """Returns one cell for each id of the vocabulary and, for each kind of fault, the tokens that are free of it."""
+    full, policy_logp, token_ids = rollout.full, policy.full_logp, rollout.token_ids
+    assert full is not None  # `require` has checked these
+    assert policy_logp is not None
+    assert token_ids is not None
+    vocabulary, double = full.logp.shape[-1], log_anchor.dtype
+    token = token_ids.reshape(-1)
+    log_b = full.logp.detach().reshape(-1, vocabulary).to(double)
+    log_p = policy_logp.detach().reshape(-1, vocabulary).to(double)
+    support = (token >= 0) & (token < vocabulary) & _plausible(log_b) & _plausible(log_p)
+    token = token.clamp(0, max(vocabulary - 1, 0))
+    b, p = log_b.exp(), log_p.exp()
+    judged = usable & support
+    good = {
+        "support": support,
+        "mass": ~judged | (_at_most_one(b.sum(-1), log_b) & _at_most_one(p.sum(-1), log_p)),
+    }
+    if vocabulary:
+        own = log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        logp = policy.logp.detach().reshape(-1).to(double)
+        good["column"] = ~judged | _same_logp(own, logp)
+    if needs.projects:
+        fine = (usable & _all(good)).unsqueeze(-1)
+        log_p = torch.where(fine, policy_logp.reshape(-1, vocabulary).to(double), -torch.inf)
+        p = log_p.exp()
+    tail = torch.zeros_like(log_anchor)
+    return Partition(log_b, log_p, b, p, tail, tail, token, 0.0), good
+
+
+class _Columns(NamedTuple):
+    """The recorded columns in float64, without gradient; −inf in columns that are not cells."""
+
+    log_b: Float[Tensor, "n c"]
+    log_p: Float[Tensor, "n c"]
+    known: Bool[Tensor, "n c"]
+    """True on columns that are cells: valid, and not the sampled token's."""
+
+    has_sampled: Bool[Tensor, " n"]
+    """True where the sampled token has a column."""
+
+    sampled_b: Float[Tensor, " n"]
+    """log b in the sampled token's column, where there is one."""
+
+    sampled_p: Float[Tensor, " n"]
+
+
+Tails = tuple[Float[Tensor, " n"], Float[Tensor, " n"]]
+"""Log of the mass outside the columns and the sampled token: the anchor's and the policy's."""
+
+
+def topk_partition(
+    policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, usable: Tensor, log_anchor: Tensor
+) -> tuple[Partition, dict[str, Bool[Tensor, " n"]]]:
+    """Returns one cell for each recorded id other than the sampled one, and one tail.
+
+    Also returns, for each kind of fault, the tokens that are free of it:
+
+    - `support`: no log-prob is NaN or above 0, and the sampled id is in range.
+    - `mass`: neither side's probabilities sum to more than 1 (see `largest_mass`).
+    - `column`: the policy's log-prob in the sampled id's column equals its `logp` (see `_same_logp`).
+    - `narrow`: a record with fewer than k columns leaves out at most `tail_mass` of the anchor.
+    """
+    topk, own, token_ids = rollout.topk, policy.topk_logp, rollout.token_ids
+    assert topk is not None  # `require` has checked these
+    assert own is not None
+    assert token_ids is not None
+    if topk.ids.shape[-1] > needs.topk:
+        topk, own = _narrow(topk, own, needs.topk)
+    ends_early = topk.ids.shape[-1] < needs.topk
+    if needs.own_topk != "none" and policy.topk is not None:
+        topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
+    double = log_anchor.dtype
+    tails: Tails | None = None
+    if topk.tail_logp is not None and policy.tail_logp is not None and needs.own_topk != "fill":
+        tails = topk.tail_logp.detach().reshape(-1).to(double), policy.tail_logp.reshape(-1).to(double)
+    token, logp = token_ids.reshape(-1), policy.logp.reshape(-1).to(double)
+    columns = _columns(topk, own, token, double)
+    log_b, log_p = columns.log_b, columns.log_p
+    b, p = log_b.exp(), log_p.exp()
+    mass_b, mass_p = b.sum(-1), p.sum(-1)
+    good = _topk_faults(columns, (mass_b, mass_p), tails, token, logp.detach(), log_anchor, usable)
+    if ends_early:
+        left_out = 1 - log_anchor.exp() - mass_b
+        good["narrow"] = ~(usable & good["support"]) | (left_out <= needs.tail_mass)
+    if needs.projects:
+        # Recomputed with gradient, and blanked before the exponential: a NaN in a dropped row would return as its
+        # gradient. Without a projection nobody differentiates the columns, and such rows may hold anything.
+        fine = usable & _all(good)
+        log_p = torch.where(columns.known & fine.unsqueeze(-1), own.reshape(log_p.shape).to(double), -torch.inf)
+        logp = torch.where(fine, logp, 0.0)
+        tails = None if tails is None else (tails[0], torch.where(fine, tails[1], -torch.inf))
+        p = log_p.exp()
+        mass_p = p.sum(-1)
+    resolution = 0.0
+    if needs.own_topk == "fill":
+        tail_b = tail_p = torch.zeros_like(log_anchor)
+    elif tails is not None:
+        tail_b, tail_p = tails[0].exp(), tails[1].exp()
+    else:
+        # Both by subtraction, even if one side knows better: unlike representations differ where policies agree.
+        tail_b, tail_p = ((1 - x.exp() - y).clamp(min=0.0) for x, y in ((log_anchor, mass_b), (logp, mass_p)))
+        resolution = resolution_of(topk.logp, own)
+    return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
+
+
+def _columns(topk: TopK, own: Tensor, token: Tensor, dtype: torch.dtype) -> _Columns:
+    """Flattens the recorded columns and finds the sampled token's."""
+    width = topk.ids.shape[-1]
+    valid = topk.valid.reshape(-1, width)
+    sampled = valid & (topk.ids.reshape(-1, width) == token.unsqueeze(-1))
+    known = valid & ~sampled
+    # A copy, then filled in place: at these sizes, allocating memory costs about as much as the arithmetic.
+    log_b, log_p = (
+        x.detach().reshape(-1, width).to(dtype, copy=True).masked_fill_(~known, -torch.inf) for x in (topk.logp, own)
+    )
+    at = sampled.to(torch.uint8).argmax(-1, keepdim=True)
+    sides = (x.detach().reshape(-1, width).gather(-1, at).squeeze(-1).to(dtype) for x in (topk.logp, own))
+    return _Columns(log_b, log_p, known, sampled.gather(-1, at).squeeze(-1), *sides)
+
+
+def _topk_faults(
+    columns: _Columns,
+    masses: tuple[Tensor, Tensor],
+    tails: Tails | None,
+    token: Tensor,
+    logp: Tensor,
+    log_anchor: Tensor,
+    usable: Tensor,
+) -> dict[str, Bool[Tensor, " n"]]:
+    """Returns, for each kind of fault in the columns, the tokens that are free of it."""
+    support = (token >= 0) & _plausible(columns.log_b) & _plausible(columns.log_p)
+    # The sampler may record its top K in another pass than the sampled token.
+    all_b = masses[0] + torch.where(columns.has_sampled, columns.sampled_b, log_anchor - ANCHOR_NOISE).exp()
+    all_p = masses[1] + logp.exp()
+    if tails is not None:
+        tail_b, tail_p = tails[0], tails[1].detach()
+        support = support & (tail_b <= LARGEST_LOGP) & (tail_p <= LARGEST_LOGP)
+        all_b, all_p = all_b + tail_b.exp(), all_p + tail_p.exp()
+    judged = usable & support
+    return {
+        "support": support,
+        "mass": ~judged | (_at_most_one(all_b, columns.log_b) & _at_most_one(all_p, columns.log_p)),
+        "column": ~judged | ~columns.has_sampled | _same_logp(columns.sampled_p, logp),
+    }
+
+
+def resolution_of(*logp: Tensor) -> float:
+    """Returns the smallest 1 − p that log-probs in these dtypes can express."""
+    return max(torch.finfo(x.dtype).eps for x in (*logp, FINEST_RECORD))
+
+
+def largest_mass(num_cells: int, unit_roundoff: float) -> float:
+    r"""Returns the largest sum that the probabilities of distinct ids can have after rounding.
+
+        Σ ≤ n^u · exp(1e-3),   n cells, unit roundoff u
+
+    A log-prob stored with unit roundoff u is ℓ·(1 + θ) with |θ| ≤ u, so a probability p becomes at most p^(1−u), and
+    n of them that sum to 1 become at most n^u (equal ones are the worst case). exp(1e-3) is the excess that one
+    log-prob may have. For 64 ids: 1.001 for float32 numbers, 1.018 for bfloat16 ones.
+    """
+    return math.exp(LARGEST_LOGP + math.log(max(num_cells, 1)) * unit_roundoff)
+
+
+def is_coarse(logp: Float[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+    """Flags numbers that fit 11 significant bits, as every bfloat16 and float16 number does.
+
+    Trainers often compute in bfloat16 and pass float32, so the numbers show how they were rounded and the dtype does
+    not. A float32 number fits by chance once in 8,192.
+    """
+    return (logp.detach().to(torch.float32).contiguous().view(torch.int32) & LOW_BITS) == 0
+
+
+def _at_most_one(mass: Tensor, columns: Tensor) -> Bool[Tensor, " n"]:
+    num_cells = columns.shape[-1] + 2  # the sampled token and the tail are cells too
+    coarse, fine = (largest_mass(num_cells, u) for u in (COARSE_ROUNDOFF, FINE_ROUNDOFF))
+    return mass <= either(is_coarse(columns).all(-1), coarse, fine, like=mass)
+
+
+def _same_logp(column: Tensor, logp: Tensor) -> Bool[Tensor, " n"]:
+    """Compares two records of one log-prob. Each was rounded once, so |ℓ₁ − ℓ₂| ≤ 2u·|ℓ| + 1e-3."""
+    coarse = is_coarse(column) | is_coarse(logp)
+    slack = either(coarse, 2 * COARSE_ROUNDOFF, 2 * FINE_ROUNDOFF, like=logp)
+    return (column - logp).abs() <= slack * logp.abs() + LARGEST_LOGP
+
+
+def _all(good: dict[str, Tensor]) -> Bool[Tensor, " n"]:
+    first, *others = good.values()
+    for one in others:
+        first = first & one
+    return first
+
+
+def _plausible(logp: Tensor) -> Bool[Tensor, " n"]:
+    """Flags rows without NaN and without log-probs above 0 by more than rounding. −inf is an empty cell."""
+    return logp.detach().amax(-1) <= LARGEST_LOGP  # amax propagates NaN, and NaN compares False
+
+
+def _narrow(topk: TopK, own: Tensor, k: int) -> tuple[TopK, Tensor]:
+    """Keeps the k most probable of the recorded columns. The others join the tail."""
+    keep = topk.logp.masked_fill(~topk.valid, -torch.inf).topk(k, dim=-1).indices
+    # The recorded tail no longer fits, so both tails are derived from the columns.
+    return TopK(topk.ids.gather(-1, keep), topk.logp.gather(-1, keep), topk.of), own.gather(-1, keep)
+
+
+def _join_own_topk(topk: TopK, own: Tensor, policy: PolicyTokens, *, fill: bool) -> tuple[TopK, Tensor]:
+    """Adds the policy's own top ids to the recorded columns, each id once, where the anchor is known or filled."""
+    assert policy.topk is not None
+    there = policy.topk_anchor_logp
+    if there is None:
+        if not fill:
+            return topk, own
+        there = torch.full_like(policy.topk.logp, math.log(FILL))
+    recorded_ids = topk.ids.masked_fill(~topk.valid, -1)
+    own_ids = policy.topk.ids.masked_fill(~policy.topk.valid, -1)
+    joined = TopK(
+        torch.cat([recorded_ids, own_ids], dim=-1),
+        torch.cat([topk.logp, there.detach().to(topk.logp.dtype)], dim=-1),
+        topk.of,
+    )
+    return joined, torch.cat([own, policy.topk.logp.to(own.dtype)], dim=-1)

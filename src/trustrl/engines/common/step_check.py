@@ -1,0 +1,134 @@
+"""Checks during training: the ratio before the first step, dropped tokens, and regions that cannot act."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from trustrl.config import validators
+from trustrl.config.axes import Region
+from trustrl.config.regions import PolicyGradient
+from trustrl.core.diagnostics import dropped_because
+from trustrl.errors import EngineError, NonFiniteError, TrustRLWarning
+
+LARGEST_GAP = {"trainer": 0.02, "sampler": 0.15}
+"""Largest mean |log π − log b| in nats at equal weights, by the side that recorded b. `trainer`: one network run twice
+in bf16. `sampler`: two implementations of it; 0.04 is usual for a bf16 sampler."""
+
+WARN_SHARE = 0.01
+"""Share of dropped tokens above which a run warns once; a healthy step drops none."""
+
+MAX_DROPPED_SHARE = 0.5
+"""Default share of dropped tokens above which a step raises."""
+
+ACTS = {"trustrl/undecided_share": "trustrl/masked_share", "trustrl/projected_share": "trustrl/projected_share"}
+"""Metrics that only regions with thresholds report, and the metric that is above 0 once such a region has acted."""
+
+
+def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_by: str, switch: str) -> None:
+    """Raises if the anchor differs from the policy while the policy still has the rollout's weights.
+
+    Args:
+        logp: The policy's log-probs.
+        anchor_logp: The anchor's log-probs.
+        at: True on tokens that were sampled with these weights.
+        recorded_by: The side that recorded the anchor, `trainer` or `sampler`.
+        switch: The setting that turns this check off.
+
+    Raises:
+        EngineError: If the log-probs differ by more than `LARGEST_GAP` on average; names the usual causes.
+    """
+    same = at & anchor_logp.isfinite() & logp.detach().isfinite()
+    if not same.any():
+        return
+    gap = (logp.detach() - anchor_logp)[same].abs()
+    if not gap.mean() <= LARGEST_GAP[recorded_by]:
+        raise EngineError(
+            "The ratio π/b must be 1 before the first step, got a mean |log π − log b| of "
+            f"{gap.mean().item():.3g} nats (largest {gap.max().item():.3g}) against the {recorded_by}'s log-probs at "
+            "the same weights. Usual causes: weights that did not reach the sampler, a tied output layer that was not "
+            "synced, raw instead of processed log-probs, a different temperature, truncated sampling, dropout. "
+            f"Set {switch} to train without this check."
+        )
+
+
+class StepCheck:
+    """Check of every optimizer step's metrics, summed over micro-batches and ranks."""
+
+    def __init__(
+        self, region: Region, *, max_dropped_share: Any, setting: str, updates_per_batch: int = 1, warns: bool = True
+    ) -> None:
+        """Creates a check for one run.
+
+        Args:
+            region: The region of the run.
+            max_dropped_share: Largest share of dropped tokens that a step may have; 1 never raises.
+            setting: The name of that setting in the engine, for errors.
+            updates_per_batch: The number of calls of `check` that belong to the first batch.
+            warns: Whether this rank warns. Every rank raises.
+
+        Raises:
+            ConfigError: If `max_dropped_share` is not a share.
+        """
+        validators.real(setting, max_dropped_share, rule="a share in (0, 1]", low=0.0, high=1.0)
+        self._region = region
+        self._max_dropped_share = max_dropped_share
+        self._setting = setting
+        self._updates_left = updates_per_batch
+        self._warns = warns
+        self._warned_of_drops = False
+        self._acted = False
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Checks one step. Warns once about dropped tokens, and once if the region masked nothing in the first batch.
+
+        Args:
+            metrics: The rates of the step's sums, from `trustrl.rates`. They are on the host, so this does not wait for
+                the device.
+
+        Raises:
+            NonFiniteError: If the step dropped more tokens than allowed; names the reason.
+        """
+        dropped = metrics.get("trustrl/dropped_share", 0.0)
+        if dropped > self._max_dropped_share:
+            raise NonFiniteError(
+                f"A step must drop at most {self._max_dropped_share:.0%} of its tokens, got {dropped:.0%}: "
+                f"{dropped_because(metrics)}. Fix the cause, or raise {self._setting} to train on the remaining tokens."
+            )
+        if dropped > WARN_SHARE and not self._warned_of_drops:
+            self._warned_of_drops = True
+            self._warn(
+                f"{dropped:.1%} of this step's tokens were dropped: {dropped_because(metrics)}. They stay in the "
+                "denominator. The trustrl/fault_ metrics count each kind. Later steps do not repeat this warning."
+            )
+        acted = [metrics.get(share, 0.0) > 0 for threshold, share in ACTS.items() if threshold in metrics]
+        self._acted = self._acted or any(acted)
+        self._updates_left -= 1
+        if self._updates_left == 0 and acted and not self._acted:
+            self._warn(
+                f"{self._region.kind} masked no token in the first batch of updates (largest ratio "
+                f"{metrics.get('trustrl/ratio_max', 1.0):.6g}). Small first steps can explain this. If masked_share "
+                "stays at 0, the region has no effect. `trustrl calibrate` recommends a threshold from recorded tokens."
+            )
+
+    def _warn(self, message: str) -> None:
+        if self._warns:
+            warnings.warn(message, TrustRLWarning, stacklevel=3)
+
+
+def warn_if_it_cannot_act(region: Region, *, updates_per_batch: float, remedy: str) -> None:
+    """Warns if every ratio will be 1: one update per batch, against the trainer's own log-probs at the same weights.
+
+    Args:
+        region: A region whose anchors the trainer records.
+        updates_per_batch: The number of optimizer steps that use one batch of rollouts.
+        remedy: A sentence with the engine's settings that change this.
+    """
+    if updates_per_batch <= 1 and not isinstance(region, PolicyGradient):
+        warnings.warn(
+            f"{region.kind} cannot act: the trainer records the anchor at the weights of the only update of each "
+            f"batch, so every ratio is 1. {remedy}",
+            TrustRLWarning,
+            stacklevel=3,
+        )

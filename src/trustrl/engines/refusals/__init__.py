@@ -1,0 +1,1 @@
+"""Tables of the settings that each engine refuses. They load without the engine."""

@@ -1,0 +1,144 @@
+"""Rows that describe the settings an engine refuses, shared by its start-up check, by plans, and by its docs page.
+
+Imports neither torch nor an engine. The rows of an engine are in the module of that name next to this one, so plans and
+the documentation can read them if the engine is not installed. `tools/refusal_tables.py` writes them to
+`docs/engines/`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trustrl.config.axes import Needs, Region
+from trustrl.errors import ConfigError
+
+TRUNCATED = "μ would be renormalized over the kept tokens and π would not. Sample from the whole vocabulary."
+PENALISED = "π does not include the penalty that μ was sampled with."
+"""Reasons shared by the rows of several engines."""
+
+Given = Callable[[str, Any], Any]
+"""Function that returns a setting's value by its dotted name, or the second argument if it is absent or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The regions that a row applies to."""
+
+    words: str
+    """The scope as printed in the table."""
+
+    holds: Callable[[Needs], bool]
+    """Returns whether a region with these needs is in the scope."""
+
+
+EVERY = Scope("every region", lambda needs: True)
+ON_SAMPLER = Scope("anchored on the sampler", lambda needs: "behavior" in needs.anchors)
+ON_TRAINER = Scope("anchored on the trainer", lambda needs: "proximal" in needs.anchors)
+VOCABULARY = Scope("Top-K, TROLL, exact", lambda needs: bool(needs.topk or needs.full))
+SAMPLER_TOPK = Scope("Top-K on the sampler", lambda needs: bool(needs.topk) and needs.anchor == "behavior")
+EXACT = Scope("exact divergences", lambda needs: bool(needs.full))
+EXACT_ON_SAMPLER = Scope(
+    "exact, anchored on the sampler", lambda needs: bool(needs.full) and needs.anchor == "behavior"
+)
+PER_SEQUENCE = Scope("defined per sequence (GSPO)", lambda needs: needs.reduction is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """One setting of an engine that does not work with the regions in `scope`.
+
+    The error reads `<setting> must be <must_be> with a region, got <value>. <why>`. `setting`, `must_be` and `why` may
+    contain placeholders: `{region}` is the region's kind, others come from `facts`.
+    """
+
+    setting: str
+    """The engine's own name for the setting."""
+
+    must_be: str
+    """The values that work, in words."""
+
+    why: str
+    """The reason, and the fix if `must_be` does not state it. Full sentences."""
+
+    refused: Callable[[Any, Given, Region], bool]
+    """Returns whether the value is refused, given the value, all settings, and the region."""
+
+    default: Any = None
+    """The value if the setting is absent."""
+
+    scope: Scope = EVERY
+
+    facts: Callable[[Given, Region], Mapping[str, Any]] = lambda given, region: {}
+    """Returns the values of the placeholders. `got` replaces the value that the error prints."""
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    """The text that the table prints for each placeholder."""
+
+    example: Mapping[str, Any]
+    """Settings that only this row refuses, relative to settings that work. The test of the row uses them."""
+
+    preset: str = "dppo-binary-tv"
+    """The preset that refuses `example`."""
+
+    region: Mapping[str, Any] = field(default_factory=dict)
+    """Overrides of that preset."""
+
+    def check(self, given: Given, region: Region) -> None:
+        """Raises if the settings do not work with the region.
+
+        Raises:
+            ConfigError: If the value is refused; names the setting, its value, and the fix.
+        """
+        if not self.scope.holds(region.needs()):
+            return
+        got = given(self.setting, self.default)
+        if self.refused(got, given, region):
+            facts = {"region": region.kind, "got": got} | dict(self.facts(given, region))
+            setting, must_be, why = (text.format(**facts) for text in (self.setting, self.must_be, self.why))
+            raise ConfigError(f"{setting} must be {must_be} with a region, got {facts['got']!r}. {why}")
+
+    def cells(self) -> tuple[str, str, str, str]:
+        """Returns the row of the table: the setting, the values that work, the regions, and the reason."""
+        words = {"region": "the region"} | dict(self.words)
+        setting, must_be, why = (text.format(**words) for text in (self.setting, self.must_be, self.why))
+        if self.why.startswith("{"):
+            why = why[:1].upper() + why[1:]
+        return setting, must_be, self.scope.words, why
+
+
+def check(rows: Iterable[Refusal], given: Given, region: Region) -> None:
+    """Checks every row, in order.
+
+    Raises:
+        ConfigError: If a row refuses; the error of the first one.
+    """
+    for row in rows:
+        row.check(given, region)
+
+
+def reader(config: Any) -> Given:
+    """Returns a lookup by dotted names in nested mappings or attributes."""
+
+    def given(path: str, default: Any = None) -> Any:
+        found = config
+        for name in path.split("."):
+            found = found.get(name) if hasattr(found, "get") else getattr(found, name, None)
+            if found is None:
+                return default
+        return found
+
+    return given
+
+
+def other_than(wanted: Any) -> Callable[[Any, Given, Region], bool]:
+    """Returns a `Refusal.refused` that allows one value."""
+    return lambda got, given, region: got != wanted
+
+
+def table(rows: Iterable[Refusal]) -> str:
+    """Returns the rows as a Markdown table."""
+    lines = ["| setting | must be | for regions | why |", "|---|---|---|---|"]
+    for row in rows:
+        setting, must_be, regions, why = (cell.replace("|", "\\|") for cell in row.cells())
+        lines.append(f"| `{setting}` | {must_be} | {regions} | {why} |")
+    return "\n".join(lines)

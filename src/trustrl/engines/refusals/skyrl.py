@@ -1,0 +1,204 @@
+"""Rows that describe the SkyRL settings that do not work with a region.
+
+Imports neither torch nor SkyRL at load time, so the documentation can list the rows anywhere.
+"""
+
+from typing import Any
+
+from trustrl.config.axes import Region
+from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
+from trustrl.engines.common.region_needs import more_than_sampled_tokens
+from trustrl.engines.refusals.rows import (
+    ON_SAMPLER,
+    ON_TRAINER,
+    PENALISED,
+    PER_SEQUENCE,
+    TRUNCATED,
+    VOCABULARY,
+    Given,
+    Refusal,
+    Scope,
+    other_than,
+)
+
+ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
+ENGINE = "generator.inference_engine.engine_init_kwargs"
+
+REDUCTIONS = {
+    "token_mean": TokenMean,
+    "sequence_mean": SequenceMeanTokenMean,
+    "seq_mean_token_sum_norm": FixedLength,
+}
+"""Maps SkyRL's `loss_reduction`s to reductions. SkyRL's trainer divides the advantages accordingly."""
+
+_THEIRS = ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
+_CHANGED = {
+    "sapo": ".tau_neg",
+    "cispo": ".cispo_eps_clip_high",
+    "dppo": ".delta_low",
+    "clip_cov": ".clip_ratio",
+    "kl_cov": ".kl_cov_frac",
+}
+"""A field of each group of settings, changed in the examples."""
+
+_PENALISED = Scope("with their own penalty (IPO)", lambda needs: needs.penalty is not None)
+
+
+def _fitting(region: Region) -> list[str]:
+    return [name for name, reduction in REDUCTIONS.items() if reduction is region.needs().reduction]
+
+
+def _default(name: str, given: Given) -> Any:
+    """Returns SkyRL's own default."""
+    return getattr(type(given(ALGORITHM, None))(), name)
+
+
+def _corrected(correction: Any, given: Given, region: Region) -> bool:
+    from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
+
+    return given(f"{ALGORITHM}.use_tis", False) or off_policy_correction_enabled(correction)
+
+
+def _of_their_losses(name: str) -> Refusal:
+    return Refusal(
+        setting=f"{ALGORITHM}.{name}",
+        must_be="left at {default}",
+        why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
+        refused=lambda value, given, region: value != _default(name, given),
+        facts=lambda given, region: {"default": _default(name, given)},
+        words={"default": "SkyRL's default"},
+        example={f"{ALGORITHM}.{name}{_CHANGED.get(name, '')}": 0.77},
+    )
+
+
+ALGORITHM_ROWS = (
+    Refusal(
+        setting=f"{ALGORITHM}.policy_loss_type",
+        must_be="a region of the sampled token",
+        why="{region} needs {wanted} at each position, and SkyRL passes only sampled log-probs to a loss. TRL and verl "
+        "support it.",
+        refused=lambda name, given, region: True,
+        scope=VOCABULARY,
+        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
+        words={"region": "It", "wanted": "more of the vocabulary"},
+        example={},
+        preset="dppo-topk-tv",
+    ),
+    Refusal(
+        setting=f"{ALGORITHM}.off_policy_correction",
+        must_be="off",
+        why="Only SkyRL's own losses apply it. A region anchored on the sampler already contains π'/μ; one with "
+        "anchor=proximal takes region.correction.",
+        refused=_corrected,
+        example={f"{ALGORITHM}.off_policy_correction.tis_ratio_type": "token"},
+    ),
+    Refusal(
+        setting=f"{ALGORITHM}.region.{{penalty}}",
+        must_be="0",
+        why="SkyRL divides the advantages by its counts and adds up the losses of tokens, so a term without an "
+        "advantage would grow with the batch. TRL and verl support it.",
+        refused=lambda value, given, region: True,
+        scope=_PENALISED,
+        facts=lambda given, region: {
+            "penalty": region.needs().penalty,
+            "got": getattr(region, region.needs().penalty or ""),
+        },
+        words={"penalty": "log_ratio_penalty"},
+        example={},
+        preset="ipo",
+        region={"log_ratio_penalty": 0.1},
+    ),
+    Refusal(
+        setting=f"{ALGORITHM}.loss_reduction",
+        must_be="{fitting}",
+        why="{region}'s gradient is defined per sequence.",
+        refused=lambda mode, given, region: mode not in _fitting(region),
+        scope=PER_SEQUENCE,
+        facts=lambda given, region: {"fitting": " or ".join(_fitting(region))},
+        words={"fitting": "sequence_mean", "region": "GSPO"},
+        example={f"{ALGORITHM}.loss_reduction": "token_mean"},
+        preset="gspo",
+    ),
+    *map(_of_their_losses, _THEIRS),
+)
+"""Rows about `trainer.algorithm`, the only settings that SkyRL passes to a loss. Losses check these rows again."""
+
+SAMPLING_ROWS = (
+    Refusal(
+        setting=f"{SAMPLING}.logprobs",
+        must_be="1",
+        why="Without it the sampler does not record log-probs.",
+        refused=lambda logprobs, given, region: logprobs is None,
+        scope=ON_SAMPLER,
+        example={f"{SAMPLING}.logprobs": None},
+    ),
+    Refusal(
+        setting=f"{ENGINE}.logprobs_mode",
+        must_be="processed_logprobs",
+        why="At {temperature}, vLLM's raw log-probs are not those of the distribution that it samples from.",
+        refused=lambda mode, given, region: (
+            mode != "processed_logprobs" and given(f"{SAMPLING}.temperature", 1.0) != 1.0
+        ),
+        default="raw_logprobs",
+        scope=ON_SAMPLER,
+        facts=lambda given, region: {"temperature": f"temperature {given(f'{SAMPLING}.temperature', 1.0):g}"},
+        words={"temperature": "a temperature other than 1"},
+        example={f"{SAMPLING}.temperature": 0.8},
+    ),
+    Refusal(
+        setting="trainer.fully_async.enabled",
+        must_be="False",
+        why="{region} needs the trainer's policy at the rollout's weights, which SkyRL does not keep. Use a region "
+        "with anchor=behavior, which does not need it.",
+        refused=lambda on, given, region: bool(on),
+        default=False,
+        scope=ON_TRAINER,
+        example={"trainer.fully_async.enabled": True},
+        preset="minirl",
+    ),
+    Refusal(
+        setting=f"{ALGORITHM}.temperature",
+        must_be=f"{SAMPLING}.temperature ({{temperature}})",
+        why="π and μ would be computed at different temperatures.",
+        refused=lambda trained, given, region: trained is not None and trained != given(f"{SAMPLING}.temperature", 1.0),
+        facts=lambda given, region: {"temperature": f"{given(f'{SAMPLING}.temperature', 1.0):g}"},
+        words={"temperature": "or unset"},
+        example={f"{ALGORITHM}.temperature": 0.8},
+    ),
+    Refusal(
+        setting=f"{SAMPLING}.top_p",
+        must_be="1.0",
+        why=TRUNCATED,
+        refused=lambda top_p, given, region: top_p < 1.0,
+        default=1.0,
+        example={f"{SAMPLING}.top_p": 0.9},
+    ),
+    Refusal(
+        setting=f"{SAMPLING}.top_k",
+        must_be="-1",
+        why=TRUNCATED,
+        refused=lambda top_k, given, region: top_k > 0,
+        default=-1,
+        example={f"{SAMPLING}.top_k": 50},
+    ),
+    Refusal(
+        setting=f"{SAMPLING}.min_p",
+        must_be="0.0",
+        why=TRUNCATED,
+        refused=lambda min_p, given, region: min_p > 0.0,
+        default=0.0,
+        example={f"{SAMPLING}.min_p": 0.1},
+    ),
+    Refusal(
+        setting=f"{SAMPLING}.repetition_penalty",
+        must_be="1.0",
+        why=PENALISED,
+        refused=other_than(1.0),
+        default=1.0,
+        example={f"{SAMPLING}.repetition_penalty": 1.1},
+    ),
+)
+"""Rows about the sampler and the trainer around the loss."""
+
+ROWS = (*ALGORITHM_ROWS, *SAMPLING_ROWS)
+"""Every row, in the order of the check."""

@@ -1,0 +1,261 @@
+"""Rows that describe the settings and models that the TRL engine refuses.
+
+The trainer checks `SETTINGS` before the model is loaded, `MODEL` after it, and `SERVER` once vLLM answers. Imports
+neither torch nor TRL, so plans and the documentation can read the rows.
+
+In addition to TRL's own settings, a row may read `behavior`, `region`, `vllm_options`, `rollout_func` (True if one is
+given), `own_generation` (True if a subclass overrides TRL's generation), and `trl` (the version's leading numbers).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trustrl.config.axes import Region
+from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
+from trustrl.engines.refusals.rows import (
+    EXACT,
+    EXACT_ON_SAMPLER,
+    ON_SAMPLER,
+    PENALISED,
+    PER_SEQUENCE,
+    SAMPLER_TOPK,
+    TRUNCATED,
+    VOCABULARY,
+    Given,
+    Refusal,
+    other_than,
+)
+
+OLDEST = (1, 0)
+"""The oldest supported TRL, for regions on the sampled token."""
+
+OLDEST_FUSED = (1, 15)
+"""The oldest supported TRL for regions on more of the vocabulary."""
+
+LUSPO_WITHOUT_PADDING = (1, 10)
+"""The first TRL whose `luspo` excludes padding from its average."""
+
+REDUCTIONS = {
+    "grpo": SequenceMeanTokenMean,
+    "bnpo": TokenMean,
+    "dr_grpo": FixedLength,
+    "dapo": TokenMean,
+    "luspo": SequenceMeanTokenSum,
+}
+"""TRL's `loss_type`s that clip and differ only in the average. With a region, they choose the average."""
+
+_HARMLESS_GENERATION_KEYS = {
+    "seed", "n", "max_tokens", "max_new_tokens", "max_length", "stop", "stop_token_ids",
+    "stop_strings", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "detokenize", "use_cache", "cache_implementation", "pad_token_id", "bos_token_id", "eos_token_id",
+}  # fmt: skip
+_BOUND = "The bound belongs to the region, as in trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.28))."
+_LIGER = "Liger replaces the model's forward pass or its loss, so the region would have no effect."
+_VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False, "behavior": "sampler"}
+
+
+def _is(value: Any) -> Any:
+    return lambda got, given, region: got == value
+
+
+def _truthy(got: Any, given: Given, region: Region) -> bool:
+    return bool(got)
+
+
+def _samples_itself(given: Given) -> bool:
+    """Returns whether the user's code generates. It may record log-probs, and it cannot score sequences."""
+    return bool(given("rollout_func", False) or (given("own_generation", False) and not given("use_vllm", False)))
+
+
+def _fitting(given: Given, region: Region) -> Mapping[str, Any]:
+    wanted = region.needs().reduction
+    return {"fitting": " or ".join(repr(name) for name, found in REDUCTIONS.items() if found is wanted)}
+
+
+def _unknown_key(given: Given, region: Region) -> Mapping[str, Any]:
+    kwargs = given("generation_kwargs", {})
+    unknown = [key for key in kwargs if key not in _HARMLESS_GENERATION_KEYS] if isinstance(kwargs, Mapping) else []
+    return {"key": unknown[0], "got": kwargs[unknown[0]]} if unknown else {}
+
+
+_LOSS = (
+    Refusal(
+        setting="loss_type", must_be="an average", refused=_is("cispo"), example={"loss_type": "cispo"},
+        why="cispo is a region. Use loss_type='dapo' and region=trustrl.preset('cispo').",
+    ),
+    Refusal(
+        setting="loss_type", must_be="an average", refused=_is("sapo"), example={"loss_type": "sapo"},
+        why="sapo is a region. Use loss_type='grpo' and region=trustrl.preset('sapo').",
+    ),
+    Refusal(
+        setting="loss_type", must_be="an average", refused=_is("vespo"), example={"loss_type": "vespo"},
+        why="vespo is a region that trustrl does not have. Use loss_type='dapo' and another region.",
+    ),
+    Refusal(
+        setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", example={"loss_type": "mine"},
+        refused=lambda got, given, region: got not in {*REDUCTIONS, "cispo", "sapo", "vespo"},
+        why="With a region, loss_type chooses only the average.",
+    ),
+    Refusal(
+        setting="loss_type", must_be="an average other than 'luspo' with TRL below 1.10",
+        refused=lambda got, given, region: got == "luspo" and given("trl", ()) < LUSPO_WITHOUT_PADDING,
+        example={"loss_type": "luspo", "trl": (1, 9, 2)},
+        why="Before TRL 1.10, luspo also averages over padding. Run `pip install \"trl>=1.10\"`.",
+    ),
+    Refusal(
+        setting="loss_type", must_be="{fitting}", scope=PER_SEQUENCE, facts=_fitting, words={"fitting": "'grpo'"},
+        refused=lambda got, given, region: REDUCTIONS.get(got) is not region.needs().reduction,
+        example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
+    ),
+    Refusal(
+        setting="importance_sampling_level", must_be="'token'", default="token", refused=other_than("token"),
+        example={"importance_sampling_level": "sequence"},
+        why="The region sets the level at which it decides. trustrl.preset('gspo') decides per sequence.",
+    ),
+    Refusal(
+        setting="epsilon", must_be="left at 0.2", default=0.2, refused=other_than(0.2), example={"epsilon": 0.3},
+        why=_BOUND,
+    ),
+    Refusal(
+        setting="epsilon_high", must_be="left at None", refused=other_than(None), example={"epsilon_high": 0.28},
+        why=_BOUND,
+    ),
+    Refusal(setting="delta", must_be="left at None", refused=other_than(None), example={"delta": 2.0}, why=_BOUND),
+    Refusal(
+        setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},
+        refused=lambda got, given, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
+    ),
+    Refusal(
+        setting="off_policy_mask_threshold", must_be="None", refused=other_than(None),
+        example={"off_policy_mask_threshold": 0.5},
+        why="It is a second region. trustrl.preset('trm') drops whole sequences by divergence.",
+    ),
+    Refusal(
+        setting="use_liger_kernel", must_be="False", refused=_truthy, example={"use_liger_kernel": True}, why=_LIGER,
+    ),
+    Refusal(setting="use_liger_loss", must_be="False", refused=_truthy, example={"use_liger_loss": True}, why=_LIGER),
+)  # fmt: skip
+
+_ANCHORS = (
+    Refusal(
+        setting="behavior", must_be="'sampler' when vLLM generates", example={**_VLLM, "behavior": "trainer"},
+        refused=lambda got, given, region: got == "trainer" and given("use_vllm", False),
+        why="vLLM's log-probs are already recorded. To anchor on the trainer's log-probs instead, set "
+        "anchor='proximal' on the region.",
+    ),
+    Refusal(
+        setting="vllm_importance_sampling_correction", must_be="False", scope=ON_SAMPLER,
+        refused=lambda got, given, region: got and given("use_vllm", False),
+        example={**_VLLM, "vllm_importance_sampling_correction": True},
+        why="This region already corrects for the sampler mismatch (π'/μ); TRL's correction would apply it twice. "
+        "Regions with anchor='proximal' may keep TRL's correction.",
+    ),
+    Refusal(
+        setting="behavior", must_be="'trainer' when transformers generates", scope=ON_SAMPLER,
+        refused=lambda got, given, region: (
+            got == "sampler" and not given("use_vllm", False) and not _samples_itself(given)
+        ),
+        example={"behavior": "sampler"},
+        why="transformers does not record log-probs, and {region} is anchored on them. behavior='trainer' records the "
+        "trainer's log-probs with one more forward pass. use_vllm=True records vLLM's, and a rollout_func records its "
+        "own.",
+    ),
+    Refusal(
+        setting="region", must_be="on a top-K support", scope=EXACT,
+        refused=lambda got, given, region: region.needs().projects,
+        example={}, preset="troll", region={"support": "full"},
+        why="A projection of the whole vocabulary needs its logits. Use support='topk'.",
+    ),
+    Refusal(
+        setting="region", must_be="a Top-K or Binary one", scope=EXACT_ON_SAMPLER,
+        refused=lambda got, given, region: given("behavior", "") == "sampler", example=_VLLM, preset="dppo-full-tv",
+        why="Samplers do not record their whole distribution. Regions with anchor='proximal' can be exact.",
+    ),
+    Refusal(
+        setting="region", must_be="on the sampled token when rollout_func or a subclass generates", scope=SAMPLER_TOPK,
+        refused=lambda got, given, region: given("behavior", "") == "sampler" and _samples_itself(given),
+        example={"behavior": "sampler", "rollout_func": True}, preset="dppo-topk-tv",
+        why="TRL keeps only the sampled token's log-prob of such rollouts, and trustrl cannot re-score them. "
+        "Use trustrl.preset('dppo-binary-tv'), or set anchor='proximal' on the region.",
+    ),
+    Refusal(
+        setting="vllm_enable_sleep_mode", must_be="False", scope=SAMPLER_TOPK,
+        refused=lambda got, given, region: bool(got) and given("use_vllm", False),
+        example={**_VLLM, "vllm_enable_sleep_mode": True}, preset="dppo-topk-tv",
+        why="{region} scores finished sequences with vLLM, which is asleep at that point. Alternatively, set "
+        "anchor='proximal' on the region.",
+    ),
+    Refusal(
+        setting="vllm_options", must_be="None without a colocated vLLM",
+        refused=lambda got, given, region: (
+            bool(got) and not (given("use_vllm", False) and given("vllm_mode", "colocate") == "colocate")
+        ),
+        example={"vllm_options": {"dtype": "bfloat16"}},
+        why="Set the options of a vLLM server on its command line.",
+    ),
+)  # fmt: skip
+
+_SAMPLING = (
+    Refusal(
+        setting="top_p", must_be="1.0", default=1.0, refused=lambda got, given, region: got < 1.0,
+        example={"top_p": 0.9}, why=TRUNCATED,
+    ),
+    Refusal(setting="top_k", must_be="0", default=0, refused=_truthy, example={"top_k": 50}, why=TRUNCATED),
+    Refusal(setting="min_p", must_be="None", refused=_truthy, example={"min_p": 0.1}, why=TRUNCATED),
+    Refusal(
+        setting="repetition_penalty", must_be="1.0", default=1.0, refused=other_than(1.0),
+        example={"repetition_penalty": 1.1}, why=PENALISED,
+    ),
+    Refusal(
+        setting="vllm_structured_outputs_regex", must_be="None", refused=other_than(None),
+        example={"vllm_structured_outputs_regex": "[0-9]+"}, why=TRUNCATED,
+    ),
+    Refusal(
+        setting="generation_kwargs[{key!r}]", must_be="left out", facts=_unknown_key, words={"key": "..."},
+        refused=lambda got, given, region: bool(_unknown_key(given, region)),
+        example={"generation_kwargs": {"suppress_tokens": [5]}},
+        why="It may change the distribution that tokens are drawn from, and the trainer cannot see it. Set the "
+        "temperature with TRL's own setting.",
+    ),
+)  # fmt: skip
+
+SETTINGS = (*_LOSS, *_ANCHORS, *_SAMPLING)
+
+MODEL = (
+    Refusal(
+        setting="model", must_be="a text model", refused=_is("vision-language"), example={"model": "vision-language"},
+        why="Regions on images are not supported.",
+    ),
+    Refusal(
+        setting="The model's output layer", must_be="a plain linear layer",
+        refused=lambda got, given, region: (
+            got is not None and (given("trl", ()) >= OLDEST_FUSED or VOCABULARY.holds(region.needs()))
+        ),
+        example={"The model's output layer": "LoraLinear"},
+        why="TRL 1.15 and newer, and Top-K, TROLL, and exact regions, read its weight and would miss the part that an "
+        "adapter adds. Leave the output layer out of `target_modules`, `modules_to_save`, and quantization.",
+    ),
+    Refusal(
+        setting="router_aux_loss_coef", must_be="0", default=0, scope=VOCABULARY, refused=_truthy,
+        example={"router_aux_loss_coef": 0.001}, preset="dppo-topk-tv",
+        why="{region} does not compute router losses.",
+    ),
+    Refusal(
+        setting="DeepSpeed's ZeRO stage", must_be="below 3", default=0, scope=VOCABULARY,
+        refused=lambda got, given, region: got >= 3, example={"DeepSpeed's ZeRO stage": 3}, preset="dppo-topk-tv",
+        why="{region} reads the output layer, which stage 3 shards. Use FSDP2.",
+    ),
+)  # fmt: skip
+
+SERVER = (
+    Refusal(
+        setting="The vLLM server's logprobs_mode", must_be="'processed_logprobs'", default="processed_logprobs",
+        refused=lambda got, given, region: got != "processed_logprobs" and given("temperature", 1.0) != 1.0,
+        example={"The vLLM server's logprobs_mode": "raw_logprobs", "temperature": 0.7},
+        why="At a temperature other than 1, raw log-probs are not those that vLLM samples from. Restart it with "
+        "`--logprobs-mode processed_logprobs`.",
+    ),
+)  # fmt: skip
+
+ROWS = (*SETTINGS, *MODEL, *SERVER)
+"""Every row, in the order of the check."""

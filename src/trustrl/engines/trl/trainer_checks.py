@@ -1,0 +1,98 @@
+"""Checks on TRL's trainer: its settings, its model, and its first step."""
+
+import warnings
+from typing import Any
+
+from trustrl.config.axes import Region
+from trustrl.config.statistics import Anchor
+from trustrl.config.validators import one_of
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common import seam
+from trustrl.engines.common.region_needs import Behavior
+from trustrl.engines.common.step_check import check_initial_ratio
+from trustrl.engines.refusals import rows
+from trustrl.engines.refusals.trl import MODEL, SETTINGS
+from trustrl.errors import TrustRLWarning
+
+
+def check_settings(args: Any, region: Region, behavior: Behavior, **more: Any) -> None:
+    """Raises if a setting bypasses the region, counts the mismatch twice, or makes a ratio of unlike log-probs.
+
+    Args:
+        args: TRL's `GRPOConfig`.
+        region: The region.
+        behavior: The source of μ.
+        **more: Values that the rows read in addition to TRL's settings; see `trustrl.engines.refusals.trl`.
+
+    Raises:
+        ConfigError: If a setting is refused; names the setting and the fix.
+    """
+    one_of("behavior", behavior, ("sampler", "trainer"))
+    facts = {"behavior": behavior, "region": region, "trl": seam.version_of("trl"), **more}
+
+    def given(name: str, default: Any = None) -> Any:
+        found = facts[name] if name in facts else getattr(args, name, None)
+        return default if found is None else found
+
+    rows.check(SETTINGS, given, region)
+
+
+def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> None:
+    """Raises if the region cannot read the model or the set-up.
+
+    Args:
+        trainer: TRL's trainer, with its model.
+        region: The region.
+        output_layer: The kind of an output layer that is not a plain linear layer, or None.
+
+    Raises:
+        ConfigError: If the model or a setting is refused; names the setting and the fix.
+    """
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    facts = {
+        "model": "vision-language" if getattr(trainer, "_is_vlm", False) else None,
+        "The model's output layer": output_layer,
+        "router_aux_loss_coef": trainer.router_aux_loss_coef if getattr(trainer, "aux_loss_enabled", False) else 0,
+        "DeepSpeed's ZeRO stage": 3 if is_deepspeed_zero3_enabled() else None,
+        "trl": seam.version_of("trl"),
+    }
+    rows.check(MODEL, rows.reader(facts), region)
+
+
+def check_first_loss(policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, behavior: Behavior) -> None:
+    """Raises if the anchor differs from the policy while the policy still has the rollout's weights.
+
+    Raises:
+        EngineError: If the log-probs differ; names the usual causes.
+    """
+    logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
+    if logp is None or rollout.version is None:
+        return
+    recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
+    at = rollout.in_loss & (rollout.version == policy.version)
+    check_initial_ratio(policy.logp, logp, at, recorded_by, "startup_checks=False")
+
+
+def warn_if_micro_batches_do_not_add_up(loss_type: str, weight: float, filled: float) -> None:
+    """Warns if the first step's micro-batches, over all ranks, do not add up to one average.
+
+    A gradient is linear in the coefficients of its tokens. Over one step they add up to 1 if the loss is an average
+    over tokens, and to the share of sequences with tokens if it is an average over sequences. TRL's `dapo` divides by
+    the mean token count of several steps, and `bnpo` by each micro-batch's own count. A step may therefore be off by
+    its length or by an empty micro-batch, but not by a factor of 2.
+
+    Args:
+        loss_type: TRL's average.
+        weight: The sum of the coefficients.
+        filled: The share of sequences with tokens.
+    """
+    expected, slack = {"dapo": (1.0, 1.9), "bnpo": (1.0, 1.9), "grpo": (filled, 1.01)}.get(loss_type, (None, 1.0))
+    if expected is not None and not expected / slack < weight < expected * slack:
+        warnings.warn(
+            f"The coefficients of the first step's tokens should add up to {expected:.3g} (loss_type={loss_type!r} is "
+            f"an average), got {weight:.3g}. The learning rate is in effect {weight / max(expected, 1e-9):.3g} times "
+            "the configured one. Check gradient_accumulation_steps, steps_per_generation, and the number of processes.",
+            TrustRLWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,140 @@
+"""Forward passes of verl's engine for regions that read more of the vocabulary than the sampled token.
+
+verl's engine prepares the model's inputs and reads its outputs. For batches marked `trustrl_pass`, this module extends
+both, and the model's forward pass ends in `token_logprobs`. Logits of tokens × vocabulary are never created, and the
+output layer skips prompts.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from verl.utils import tensordict_utils as tu
+
+from trustrl.config.axes import Needs
+from trustrl.core.records import FullDivergence, TopK
+from trustrl.engines.common.vocabulary_forward import KEYWORD, VocabularyForward, Wanted, refuse_adapted_head
+from trustrl.engines.verl import anchors
+from trustrl.engines.verl.response_layout import Places, like_responses, padded, places
+from trustrl.errors import EngineError
+
+
+class Seen(NamedTuple):
+    """Results of the last forward pass besides log-probs: further fields of `RolloutTokens` and `PolicyTokens`."""
+
+    rollout: dict[str, Any]
+    policy: dict[str, Any]
+
+
+class VocabularyPass:
+    """Extension of one engine and its model that returns the part of the vocabulary that a region reads."""
+
+    def __init__(self, engine: Any, needs: Needs) -> None:
+        self.needs = needs
+        self._engine = engine
+        module = getattr(engine.module, "_fsdp_wrapped_module", engine.module)  # FSDP2 does not wrap
+        self._model = module.get_base_model() if hasattr(module, "get_base_model") else module
+        refuse_adapted_head(self._model)
+        self._forward = VocabularyForward(self._model, float32_head=False)
+        self._inputs, self._outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
+        engine.prepare_model_inputs, engine.prepare_model_outputs = self._prepare_inputs, self._prepare_outputs
+        self._seen: Seen | None = None
+
+    @classmethod
+    def of(cls, engine: Any, needs: Needs) -> "VocabularyPass":
+        """Returns the engine's pass, and creates it on the first call. A second pass would wrap the first."""
+        found = getattr(engine.prepare_model_inputs, "__self__", None)
+        if not isinstance(found, cls):
+            return cls(engine, needs)
+        found.needs = needs
+        return found
+
+    def remember_head(self) -> None:
+        """Keeps a copy of the current output layer if exact divergences are measured against it."""
+        if self.needs.full:
+            self._forward.remember_head(self._model)
+
+    def take(self) -> Seen:
+        """Returns the results of the forward pass before this loss, once.
+
+        Raises:
+            EngineError: If no pass was made: verl runs the model in a way that this adapter does not support.
+        """
+        seen, self._seen = self._seen, None
+        if seen is None:
+            raise EngineError(
+                "verl must run the model through prepare_model_inputs and prepare_model_outputs before each loss, and "
+                "it did not. Train through train_mini_batch, with a verl version listed in trustrl's documentation."
+            )
+        return seen
+
+    def _prepare_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        inputs, args = self._inputs(micro_batch=micro_batch)
+        what = tu.get_non_tensor_data(data=micro_batch, key=anchors.PASS, default=None)
+        if what is None:
+            return inputs, args
+        temperature = micro_batch["temperature"]
+        if isinstance(temperature, Tensor):
+            raise EngineError(
+                "temperature must be one number for a batch, got one for each sequence. Use one temperature per batch."
+            )
+        where = places(micro_batch)
+        token_ids = where.rows(padded(micro_batch["responses"]))
+        more: dict[str, Any] = {"top_k": self.needs.topk, "hidden": self.needs.full}
+        if what == "train":
+            more = {
+                "top_k": self.needs.topk if self.needs.own_topk == "fill" else 0,
+                "entropy_gradient": tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
+            }
+            if self.needs.topk:
+                more["gather_ids"] = where.rows(anchors.topk(self.needs, micro_batch).ids)
+            if self.needs.full:
+                more["anchor_hidden"] = where.rows(padded(micro_batch["trustrl_hidden"]))
+                more["anchor_logsumexp"] = where.rows(padded(micro_batch["trustrl_logsumexp"]))
+        inputs[KEYWORD] = Wanted(token_ids, where.states, float(temperature), **more)
+        args["trustrl_places"] = where
+        return inputs, args
+
+    def _prepare_outputs(
+        self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        where: Places | None = output_args.get("trustrl_places")
+        if where is None:
+            return self._outputs(
+                output=output,
+                output_args=output_args,
+                micro_batch=micro_batch,
+                logits_processor_func=logits_processor_func,
+            )
+        found = {"log_probs": where.as_model_output(output.log_probs)}
+        if tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
+            found["entropy"] = where.as_model_output(output.entropy)
+        if tu.get_non_tensor_data(data=micro_batch, key=anchors.PASS, default=None) == "record":
+            return found | self._recorded(output, where, micro_batch)
+        self._seen = self._seen_by_loss(output, where, micro_batch)
+        return found
+
+    def _recorded(self, output: Any, where: Places, data: Any) -> dict[str, Tensor]:
+        """Returns π' as fields to add to the batch."""
+        columns = {"trustrl_logp": (output.log_probs, 0)}
+        if self.needs.topk:
+            columns["trustrl_topk_ids"] = (output.topk_ids.int(), -1)
+            columns["trustrl_topk_logp"] = (output.topk_logp, 0)
+            columns["trustrl_topk_tail_logp"] = (output.topk_tail_logp, 0)
+        if self.needs.full:
+            columns |= {"trustrl_hidden": (output.hidden, 0), "trustrl_logsumexp": (output.logsumexp, 0)}
+        return {name: like_responses(where.padded(x, fill), data) for name, (x, fill) in columns.items()}
+
+    def _seen_by_loss(self, output: Any, where: Places, data: Any) -> Seen:
+        policy: dict[str, Any] = {"entropy": where.padded(output.entropy.detach())}
+        rollout: dict[str, Any] = {}
+        if self.needs.topk:
+            rollout["topk"] = anchors.topk(self.needs, data)
+            policy["topk_logp"] = where.padded(output.gathered_logp)
+            policy["tail_logp"] = where.padded(output.tail_logp)
+        if output.topk_ids is not None:
+            own = where.padded(output.topk_ids, -1), where.padded(output.topk_logp)
+            policy["topk"] = TopK(*own, of=self.needs.anchor)
+        if self.needs.full:
+            tv, kl = where.padded(output.tv), where.padded(output.kl)
+            policy["full_divergence"] = FullDivergence(tv=tv, kl=kl, of=self.needs.anchor)
+        return Seen(rollout, policy)

@@ -1,0 +1,244 @@
+r"""The pass in plain torch, for any device. It tiles the vocabulary and recomputes the logits in the backward pass.
+
+Replaces, without its [N, V] arrays,
+
+    logits = cap(hidden @ head.T + bias) · scale
+    known  = logits.gather(-1, ids)
+    rest   = logits with −inf at the counted ids
+    torch.logsumexp(rest, -1),  entropy of softmax(rest)
+
+**Head repair.** The logits of the given ids are computed separately, as float32 dot products, and are excluded from the
+tiles. Only the rest then suffers the rounding of a bf16 product: the error of a log-prob is at most (mass outside the
+ids) × (largest rounding error of a logit).
+
+**Loop order.** The forward pass streams the vocabulary for a block of rows and keeps four numbers per row. The backward
+pass loops over the vocabulary on the outside, so it writes each tile of the head's gradient once; it accumulates the
+hidden states' gradient in float32. If the entropy needs no gradient, the forward pass computes the gradient of `rest`
+with respect to the hidden states (`slope`) from the tile it already holds. A frozen head then recomputes nothing.
+
+Memory in addition to inputs, outputs and gradients: one tile of `block_rows × block_vocab` in the products' dtype (two
+with `slope`), and one block of head rows for the given ids if uncompiled.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trustrl.kernels import tile_math
+from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
+from trustrl.kernels.running_state import CellIndex, RunningSums, RunningTopK
+
+BLOCK_ROWS, BLOCK_VOCAB = 1024, 4096
+
+
+class ForwardResult(NamedTuple):
+    """Results of the forward pass for each row."""
+
+    known: Tensor
+    """[N, C + k], logits at the given ids and at the found ids."""
+    found: Tensor
+    """[N, k], ids of the largest logits that were not given; −1 pads a vocabulary with fewer than k."""
+    rest: Tensor
+    """[N], log-sum-exp of all other logits; −inf if no logit is left."""
+    inner: Tensor
+    """[N], entropy within the rest."""
+    largest: Tensor
+    """[N], largest |product| of the rest."""
+    slope: Tensor
+    """[N, D], ∂rest/∂hidden, or [N, 0] if it was not requested."""
+
+
+def forward(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
+    """Streams the vocabulary once for every block of rows and returns the results of all rows."""
+    num_rows = inputs.hidden.shape[0]
+    whole: ForwardResult | None = None
+    for rows in slices(num_rows, inputs.block_rows):
+        block = _forward_block(inputs.rows(rows), top_k, slope)
+        if len(block.rest) == num_rows:
+            return block
+        if whole is None:
+            whole = ForwardResult(*(x.new_empty((num_rows, *x.shape[1:])) for x in block))
+        for all_rows, some in zip(whole, block, strict=True):
+            all_rows[rows] = some
+    assert whole is not None  # `slices` returns at least one block
+    return whole
+
+
+def _forward_block(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
+    hidden = inputs.hidden.to(inputs.product_dtype)
+    num_rows, size = hidden.shape[0], inputs.head.shape[0]
+    cells = CellIndex(inputs)
+    running = RunningSums(inputs, slope)
+    best = RunningTopK(num_rows, top_k, hidden)
+    room = hidden.new_empty(num_rows * min(inputs.block_vocab, size) * (2 if slope else 1))
+    for at, columns in enumerate(slices(size, inputs.block_vocab)):
+        head = inputs.head[columns].to(inputs.product_dtype)
+        bias = None if inputs.bias is None else inputs.bias[columns]
+        product, weights = _carve(room, slope, num_rows, head.shape[0])
+        torch.mm(hidden, head.T, out=product)
+        cells.mark(at, product)
+        if top_k:
+            dropped, dropped_bias = best.take(product, bias, columns.start)
+            running.add(dropped, dropped_bias, inputs, large=False)
+            if slope:  # displaced cells go back to the rest; their head rows may lie anywhere
+                running.add_slope_at(dropped, dropped_bias, best.dropped_ids, inputs)
+        running.add(product, bias, inputs, inputs.large, weights, head)
+    found = best.ids
+    ids = torch.cat([inputs.ids, found.clamp(min=0)], dim=-1)
+    return ForwardResult(given_logits(inputs._replace(ids=ids)), found, *running.results())
+
+
+class UpstreamGradients(NamedTuple):
+    """Saved forward results and upstream gradients of each row, which the backward pass starts from."""
+
+    rest: Tensor
+    inner: Tensor
+    slope: Tensor
+    d_known: Tensor
+    """[N, C], gradient with respect to `known`; the columns include the found ids."""
+    d_rest: Tensor
+    d_inner: Tensor
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def backward(inputs: PassInputs, upstream: UpstreamGradients, wants: tuple[bool, bool, bool]) -> Gradients:
+    r"""Returns the gradients of (hidden, head, bias), None where not wanted. `inputs.ids` includes the found ids.
+
+    With q_j = exp(z_j − rest) and H the entropy within the rest:   ∂/∂z_j = q_j (d_rest − d_inner (log q_j + H))
+    """
+    slope, d_rest = upstream.slope, upstream.d_rest
+    wants_hidden, wants_head, wants_bias = wants
+    coefficients = tile_coefficients(inputs, upstream)
+    d_hidden = streamed = None
+    if wants_hidden and slope.numel():
+        d_hidden = torch.empty_like(inputs.hidden)
+        for at in slices(len(d_rest), inputs.block_rows):
+            d_hidden[at] = slope[at] * d_rest[at].unsqueeze(-1) + weighted_head_rows(
+                coefficients.on_cells[at], inputs.rows(at)
+            )
+    elif wants_hidden:
+        d_hidden = streamed = torch.zeros(inputs.hidden.shape, dtype=inputs.wide, device=inputs.hidden.device)
+    d_head = torch.empty_like(inputs.head) if wants_head else None
+    d_bias = torch.zeros_like(inputs.bias, dtype=inputs.wide) if wants_bias and inputs.bias is not None else None
+    if streamed is not None or d_head is not None or d_bias is not None:
+        _stream_backward(inputs, coefficients, streamed, d_head, d_bias)
+    return (
+        None if d_hidden is None else d_hidden.to(inputs.hidden.dtype),
+        d_head,
+        None if d_bias is None or inputs.bias is None else d_bias.to(inputs.bias.dtype),
+    )
+
+
+class TileCoefficients(NamedTuple):
+    """Per-row coefficients that turn a tile of products into the gradient with respect to them."""
+
+    base: Tensor
+    on_mass: Tensor
+    on_log: Tensor
+    on_cells: Tensor
+    """[N, C], the gradient at the counted cells; 0 elsewhere."""
+
+    def rows(self, at: slice) -> "TileCoefficients":
+        """Returns the coefficients of some of the rows."""
+        return TileCoefficients(*(x[at] for x in self))
+
+
+def tile_coefficients(inputs: PassInputs, upstream: UpstreamGradients) -> TileCoefficients:
+    """Returns the coefficients. A row with an empty rest gets no gradient from it: q = exp(z − inf) = 0."""
+    live = upstream.rest > -torch.inf
+    return TileCoefficients(
+        base=torch.where(live, upstream.rest, torch.inf),
+        on_mass=torch.where(live, upstream.d_rest - upstream.d_inner * upstream.inner, 0.0),
+        on_log=torch.where(live, upstream.d_inner, 0.0),
+        on_cells=torch.where(inputs.counts, upstream.d_known * _known_slope(inputs), 0.0),
+    )
+
+
+def _stream_backward(
+    inputs: PassInputs,
+    coefficients: TileCoefficients,
+    d_hidden: Tensor | None,
+    d_head: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Recomputes each tile once and accumulates its products in the gradients, in place."""
+    dtype, size = inputs.product_dtype, inputs.head.shape[0]
+    rows = slices(inputs.hidden.shape[0], inputs.block_rows)
+    blocks = [(inputs.rows(at), coefficients.rows(at)) for at in rows]
+    cells = [CellIndex(block) for block, _ in blocks]
+    states = [block.hidden.to(dtype) for block, _ in blocks]
+    # The product for the head's gradient is twice as fast on a CPU if tokens are the inner axis.
+    tokens_last = d_head is not None
+    widest = min(inputs.block_vocab, size)
+    room = states[0].new_empty(len(states[0]) * widest)
+    # Parts of a low-precision gradient are summed in float32 and rounded once.
+    several = d_head is not None and len(blocks) > 1
+    sums = (
+        torch.empty((widest, inputs.head.shape[1]), dtype=inputs.wide, device=inputs.head.device) if several else None
+    )
+    for at, columns in enumerate(slices(size, inputs.block_vocab)):
+        head = inputs.head[columns].to(dtype)
+        for n, (block, numbers) in enumerate(blocks):
+            hidden = states[n]
+            shape = (len(head), len(hidden)) if tokens_last else (len(hidden), len(head))
+            tile = room[: len(head) * len(hidden)].view(shape)
+            torch.mm(*((head, hidden.T) if tokens_last else (hidden, head.T)), out=tile)
+            cells[n].mark(at, tile, tokens_last)
+            gradient_tile(block, numbers, tile, at, columns, cells[n], tokens_last)
+            if d_hidden is not None:
+                d_hidden[rows[n]] += (tile.T if tokens_last else tile) @ head
+            if d_head is not None:
+                _into_head(d_head[columns], sums, tile, hidden, n, len(blocks))
+            if d_bias is not None:
+                d_bias[columns] += tile.sum(-1 if tokens_last else 0, dtype=d_bias.dtype)
+
+
+def gradient_tile(
+    inputs: PassInputs,
+    numbers: TileCoefficients,
+    tile: Tensor,
+    at: int,
+    columns: slice,
+    cells: CellIndex,
+    tokens_last: bool,
+) -> None:
+    """Replaces a marked tile of products by the gradient with respect to them, including the given ids."""
+    vocab_axis = 0 if tokens_last else -1
+    scale, base, on_mass, on_log = (x.unsqueeze(vocab_axis) for x in (inputs.scale, *numbers[:3]))
+    bias = None if inputs.bias is None else inputs.bias[columns].unsqueeze(-1 - vocab_axis)
+    tile_math.fused_gradient_in_place(tile, bias, scale, inputs.softcap, base, on_mass, on_log, large=inputs.large)
+    row, cell, column = cells.within(at)
+    where = (column, row) if tokens_last else (row, column)
+    tile[where] = numbers.on_cells[row, cell].to(tile.dtype)
+
+
+def _into_head(d_head: Tensor, sums: Tensor | None, tile: Tensor, hidden: Tensor, block: int, num_blocks: int) -> None:
+    """Adds the contribution of one block of rows to a tile of the head's gradient."""
+    if sums is None:
+        if d_head.dtype == tile.dtype:
+            torch.mm(tile, hidden, out=d_head)
+        else:
+            d_head.copy_(tile @ hidden)
+        return
+    sums = sums[: len(d_head)]
+    part = tile @ hidden
+    sums = sums.copy_(part) if block == 0 else sums.add_(part)
+    if block == num_blocks - 1:
+        d_head.copy_(sums)
+
+
+def _known_slope(inputs: PassInputs) -> Tensor:
+    """Returns ∂logit/∂product at the given ids."""
+    if inputs.softcap is None:
+        return inputs.scale.unsqueeze(-1)
+    bent = given_logits(inputs) / (inputs.softcap * inputs.scale.unsqueeze(-1))
+    return (1 - bent.square()) * inputs.scale.unsqueeze(-1)
+
+
+def _carve(room: Tensor, twice: bool, num_rows: int, width: int) -> tuple[Tensor, Tensor | None]:
+    """Returns one or two contiguous tiles, as views of a buffer made for the largest tile."""
+    size = num_rows * width
+    return room[:size].view(num_rows, width), room[size : 2 * size].view(num_rows, width) if twice else None

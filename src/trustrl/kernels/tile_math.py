@@ -1,0 +1,149 @@
+r"""Arithmetic on one tile of logits, between the matrix products. `torch.compile` fuses it when a tile is large enough.
+
+A tile holds the products in their own dtype, with −inf at the cells whose logits are computed separately. Either axis
+may hold the tokens. The caller shapes per-token vectors so that they broadcast along the other axis.
+
+    logit = cap(product + bias) · scale,   cap(x) = softcap · tanh(x / softcap),   scale = 1 / temperature
+
+Eager torch makes a dozen passes over a tile, compiled code makes one. A compiler is not always available (on a CPU,
+`torch.compile` needs a C++ compiler), and compiling does not pay off for small tiles, so every function runs both ways.
+"""
+
+import warnings
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustrl.kernels.logprob_outputs import wide_dtype
+
+WORTH_COMPILING = 1 << 22
+"""Smallest number of logits per call that runs compiled: about 50 ms of eager arithmetic on one core."""
+
+
+def logits(product: Tensor, bias: Tensor | None, scale: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Returns (logits, ∂logit/∂product). A product of −inf stays −inf, even with a softcap."""
+    wide = product.to(wide_dtype(product))
+    shifted = wide if bias is None else wide + bias
+    if softcap is None:
+        return shifted * scale, scale
+    bent = torch.tanh(shifted / softcap)
+    z = torch.where(product == -torch.inf, -torch.inf, softcap * bent * scale)
+    return z, (1 - bent.square()) * scale
+
+
+def summary(
+    product: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    shift: Tensor,
+    dim: int,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (largest logit, largest |product|, Σ e, Σ e · x) along `dim`, where x = logit − shift and e = exp(x).
+
+    If `weights` is given, also writes e · slope to it. Multiplied by the head, that is the gradient of Σ e.
+    """
+    z, slope = logits(product, bias, scale, softcap)
+    x = z - shift
+    e = torch.exp(x)
+    if weights is not None:
+        weights.copy_(e * slope)
+    size = torch.where(product == -torch.inf, 0.0, product.abs().to(z.dtype))
+    return z.amax(dim), size.amax(dim), e.sum(dim), torch.where(e > 0, e * x, 0.0).sum(dim)
+
+
+def gradient_in_place(
+    product: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    base: Tensor,
+    on_mass: Tensor,
+    on_log: Tensor,
+) -> None:
+    r"""Replaces the product by the gradient of the loss with respect to it.
+
+    With q = exp(logit − base):   ∂/∂product = q · (on_mass − on_log · log q) · slope
+    """
+    z, slope = logits(product, bias, scale, softcap)
+    log_q = z - base
+    q = torch.exp(log_q)
+    product.copy_(torch.where(q > 0, q * (on_mass - on_log * log_q), 0.0) * slope)
+
+
+def dots(hidden_ND: Tensor, head_VD: Tensor, ids_NK: Tensor, product_dtype: torch.dtype) -> Tensor:
+    """Returns hidden · head[id] for each given id, in float32 or better. The compiled form keeps no gathered rows."""
+    wide = wide_dtype(hidden_ND)
+    return (hidden_ND.to(wide).unsqueeze(1) * head_VD[ids_NK].to(product_dtype).to(wide)).sum(-1)
+
+
+def divergence_terms(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (|m − p|, m (eˣ − 1 − x)) with x = log p − log m for each cell. Where m = 0, the second term is p."""
+    p, m = torch.exp(log_p), torch.exp(log_m)
+    x = torch.where(m > 0, log_p - log_m, 0.0)
+    return (m - p).abs(), torch.where(m > 0, m * (torch.expm1(x) - x), p)
+
+
+def divergence_sums(
+    policy: Tensor,
+    anchor: Tensor,
+    policy_bias: Tensor | None,
+    anchor_bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    policy_base: Tensor,
+    anchor_base: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Returns both sums of `divergence_terms` over a tile [rows, columns] of each side's products."""
+    log_p = logits(policy, policy_bias, scale, softcap)[0] - policy_base
+    log_m = logits(anchor, anchor_bias, scale, softcap)[0] - anchor_base
+    absolute, relative = divergence_terms(log_p, log_m)
+    return absolute.sum(-1), relative.sum(-1)
+
+
+class FusedFunction:
+    """Function that runs compiled on large tiles. It runs as written on small tiles or if it cannot be compiled."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.function = function
+        self.compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.broken = False
+
+    def __call__(self, *args: Any, large: bool) -> Any:
+        """Returns the function's result, computed by compiled code if `large`."""
+        if not large or self.broken:
+            return self.function(*args)
+        try:
+            return self._compiled_for(args)(*args)
+        except Exception as error:  # any error of the compiler toolchain; the plain call below raises genuine errors
+            self.broken = True
+            result = self.function(*args)
+            warnings.warn(
+                f"{self.function.__name__} could not be compiled ({type(error).__name__}). It runs uncompiled, about "
+                "ten times slower. On a CPU, torch.compile needs a C++ compiler: install one, such as g++.",
+                stacklevel=2,
+            )
+            return result
+
+    def _compiled_for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Returns the compiled copy for this kind of arguments.
+
+        torch compiles a function for at most eight kinds of arguments, and then silently runs it uncompiled. A copy
+        counts as a separate function.
+        """
+        kind = tuple(x.dtype if isinstance(x, Tensor) else x for x in args)
+        if kind not in self.compiled:
+            copy = FunctionType(self.function.__code__.replace(), self.function.__globals__, self.function.__name__)
+            # torch leaves a parameter of `compile` untyped.
+            self.compiled[kind] = torch.compile(copy, dynamic=True)  # pyright: ignore[reportUnknownMemberType]
+        return self.compiled[kind]
+
+
+fused_summary = FusedFunction(summary)
+fused_gradient_in_place = FusedFunction(gradient_in_place)
+fused_dots = FusedFunction(dots)
+fused_divergence_sums = FusedFunction(divergence_sums)

@@ -1,0 +1,184 @@
+"""One pass over the vocabulary as a custom torch operator with a gradient.
+
+Forward and backward are custom operators, so they are opaque to `torch.compile`: a compiled model keeps one call
+instead of tracing every tile, and activation checkpointing repeats it like any other operator.
+"""
+# torch leaves the registration methods of a custom operator untyped.
+# pyright: reportUnknownMemberType=false
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustrl.kernels import chunked_pass
+from trustrl.kernels.chunked_pass import ForwardResult, Gradients, UpstreamGradients
+from trustrl.kernels.pass_inputs import PassInputs, given_logits
+
+
+@torch.library.custom_op("trustrl::vocab_pass", mutates_args=())
+def vocab_pass(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    counts: Tensor,
+    live: Tensor,
+    scale: Tensor,
+    softcap: float | None,
+    product_dtype: torch.dtype,
+    block_rows: int,
+    block_vocab: int,
+    impl: str,
+    top_k: int,
+    slope: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the fields of `ForwardResult`. Rows that are not `live` hold zeros and cost nothing."""
+    inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if bool(live.all()):
+            known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope)
+            return known, found, rest, inner, largest, slope_ND
+        at = live.nonzero().squeeze(-1)
+        known, found, *others = _forward(inputs.rows(at), impl, top_k, slope)
+
+        def back(x: Tensor, fill: int = 0) -> Tensor:
+            return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
+
+        rest, inner, largest, slope_ND = map(back, others)
+        return back(known), back(found, -1), rest, inner, largest, slope_ND
+
+
+def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool) -> ForwardResult:
+    if impl != "triton":
+        return chunked_pass.forward(inputs, top_k, slope)
+    from trustrl.kernels import triton_pass  # imported on use, because only this pass needs triton
+
+    dtype = inputs.product_dtype
+    rest, inner, largest = triton_pass.forward(inputs.hidden.to(dtype), inputs.head.to(dtype), *inputs[2:7])
+    known = given_logits(inputs)
+    # Clones, because the outputs of a custom operator must not alias its inputs or each other.
+    return ForwardResult(known, inputs.ids[:, :0].clone(), rest, inner, largest, known[:, :0].clone())
+
+
+@vocab_pass.register_fake
+def _(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, ids: Tensor, counts: Tensor, live: Tensor, scale: Tensor,
+    softcap: float | None, product_dtype: torch.dtype, block_rows: int, block_vocab: int, impl: str, top_k: int,
+    slope: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows, wide = ids.shape[0], torch.promote_types(product_dtype, torch.float32)
+    return (
+        hidden.new_empty((rows, ids.shape[1] + top_k), dtype=wide),
+        ids.new_empty((rows, top_k), dtype=torch.int64),
+        *(hidden.new_empty((rows,), dtype=wide) for _ in range(3)),
+        hidden.new_empty((rows, hidden.shape[1] if slope else 0), dtype=wide),
+    )
+
+
+@torch.library.custom_op("trustrl::vocab_pass_backward", mutates_args=())
+def vocab_pass_backward(
+    hidden: Tensor,
+    head: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    counts: Tensor,
+    scale: Tensor,
+    softcap: float | None,
+    product_dtype: torch.dtype,
+    block_rows: int,
+    block_vocab: int,
+    impl: str,
+    rest: Tensor,
+    inner: Tensor,
+    slope: Tensor,
+    d_known: Tensor,
+    d_rest: Tensor,
+    d_inner: Tensor,
+    wants_hidden: bool,
+    wants_head: bool,
+    wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of hidden, head and bias; an empty tensor for each one that is not wanted.
+
+    Every product skips the rows whose coefficients are all exactly 0.
+    """
+    inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
+    upstream = UpstreamGradients(rest, inner, slope, d_known, d_rest, d_inner)
+    wants = (wants_hidden, wants_head, wants_bias)
+    alive = (d_known != 0).any(-1) | (d_rest != 0) | (d_inner != 0)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if bool(alive.all()):
+            found = _backward_pass(inputs, upstream, impl, wants)
+        else:
+            at = alive.nonzero().squeeze(-1)
+            # An empty slope has nothing to index.
+            some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
+            part, *others = _backward_pass(inputs.rows(at), some, impl, wants)
+            found = (None if part is None else torch.zeros_like(hidden).index_copy_(0, at, part), *others)
+    d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
+    return d_hidden, d_head, d_bias
+
+
+def _backward_pass(
+    inputs: PassInputs, upstream: UpstreamGradients, impl: str, wants: tuple[bool, bool, bool]
+) -> Gradients:
+    if impl != "triton":
+        return chunked_pass.backward(inputs, upstream, wants)
+    from trustrl.kernels import triton_pass
+
+    rest, inner, _, d_known, d_rest, d_inner = upstream
+    hidden, head = inputs.hidden.to(inputs.product_dtype), inputs.head.to(inputs.product_dtype)
+    found = triton_pass.backward(hidden, head, *inputs[2:7], rest, inner, d_known, d_rest, d_inner, wants)
+    d_hidden, d_head, d_bias = (
+        None if x is None or like is None else x.to(like.dtype) for x, like in zip(found, inputs[:3], strict=True)
+    )
+    return d_hidden, d_head, d_bias
+
+
+@vocab_pass_backward.register_fake
+def _(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, ids: Tensor, counts: Tensor, scale: Tensor,
+    softcap: float | None, product_dtype: torch.dtype, block_rows: int, block_vocab: int, impl: str,
+    rest: Tensor, inner: Tensor, slope: Tensor, d_known: Tensor, d_rest: Tensor, d_inner: Tensor,
+    wants_hidden: bool, wants_head: bool, wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    nothing = hidden.new_empty(0)
+    return (
+        torch.empty_like(hidden) if wants_hidden else nothing,
+        torch.empty_like(head) if wants_head else nothing.clone(),
+        torch.empty_like(bias) if wants_bias and bias is not None else nothing.clone(),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, head, bias, ids, counts, _, scale, *settings, top_k, _ = inputs
+    known, found, rest, inner, largest, slope = output
+    ctx.mark_non_differentiable(found, largest, slope)
+    ctx.set_materialize_grads(False)
+    if top_k:
+        ids = torch.cat([ids, found.clamp(min=0)], dim=-1)
+        counts = torch.cat([counts, found >= 0], dim=-1)
+    ctx.save_for_backward(hidden, head, bias, ids, counts, scale, rest, inner, slope)
+    ctx.settings, ctx.num_cells = settings, known.shape[1]
+
+
+def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, head, bias, ids, counts, scale, rest, inner, slope = ctx.saved_tensors
+    d_known, _, d_rest, d_inner, *_ = grad_outputs
+    d_known = rest.new_zeros((len(rest), ctx.num_cells)) if d_known is None else d_known
+    d_rest = torch.zeros_like(rest) if d_rest is None else d_rest
+    if d_inner is None:
+        d_inner = torch.zeros_like(rest)
+    elif slope.numel():
+        raise RuntimeError(
+            "The entropy was computed without a gradient, but the loss differentiates it. Pass entropy=True."
+        )
+    wants = ctx.needs_input_grad[:3]
+    found = vocab_pass_backward(
+        hidden, head, bias, ids, counts, scale, *ctx.settings, rest, inner, slope, d_known, d_rest, d_inner, *wants
+    )
+    return tuple(x if wanted else None for x, wanted in zip(found, wants, strict=True)) + (None,) * 11
+
+
+vocab_pass.register_autograd(_backward, setup_context=_setup)

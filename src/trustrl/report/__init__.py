@@ -1,1 +1,0 @@
-"""Run folders -> a summary for a terminal, and one page that opens anywhere without a network."""

@@ -1,0 +1,131 @@
+"""Recipe files: the shipped recipes by name, overrides of the form `a.b=value`, and writing TOML.
+
+The recipe `tour` is `recipes/tour.toml` in a checkout, and is part of every wheel. Reading needs the standard library
+alone. Writing needs tomli-w, which `pip install "trustrl[run]"` brings.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import ConfigError, UnknownNameError
+from trustrl.optional_imports import need, shipped_folder
+from trustrl.registry import nearest
+
+WORD = re.compile(r"[A-Za-z_.~/][\w.:/~+-]*")  # on a command line, such words need no quotes
+
+
+def shipped() -> dict[str, Path]:
+    """Returns the file of each shipped recipe, by name."""
+    return {file.stem: file for file in sorted(shipped_folder("recipes").glob("*.toml"))}
+
+
+def named(name: str) -> Path:
+    """Returns the file of a shipped recipe.
+
+    Raises:
+        UnknownNameError: If no shipped recipe has that name.
+    """
+    known = shipped()
+    if name not in known:
+        raise UnknownNameError(
+            f"A recipe must be a file that ends with .toml, or a known name, got {name!r}."
+            f"{nearest(name, list(known))} Known: {', '.join(known)}."
+        )
+    return known[name]
+
+
+def file_of(recipe: str | Path) -> Path:
+    """Returns the file of a recipe. A path contains a slash or ends with .toml; anything else is a name.
+
+    Raises:
+        UnknownNameError: If no shipped recipe has that name.
+    """
+    path = Path(recipe)
+    is_path = path.suffix == ".toml" or path.name != str(recipe)
+    return path if is_path else named(path.name)
+
+
+def about(file: Path) -> str:
+    """Returns the description of a recipe: the comment on its first line."""
+    return file.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+def dumps(data: Mapping[str, Any]) -> str:
+    """Returns TOML text that `tomllib.loads` reads back as equal data. Omits None, which TOML does not have.
+
+    Raises:
+        ConfigError: If a value has no TOML form.
+        MissingPackageError: If tomli-w is not installed.
+    """
+    writer = need("tomli_w", extra="run")
+    try:
+        return writer.dumps(without_none(data))
+    except TypeError as error:
+        raise ConfigError(
+            f"Every setting must be a string, a number, true, false, a list or a table, got: {error}."
+        ) from None
+
+
+def without_none(data: Any) -> Any:
+    """Returns plain data without the entries that are None."""
+    if isinstance(data, (list, tuple)):
+        return list(map(without_none, data))
+    if not isinstance(data, Mapping):
+        return data
+    return {key: without_none(value) for key, value in data.items() if value is not None}
+
+
+def read_override(text: str) -> tuple[tuple[str, ...], Any]:
+    """Parses `a.b=value` into the path and the value. The value is TOML, but a single word needs no quotes.
+
+    Raises:
+        ConfigError: If the text does not have this form.
+
+    Example:
+        >>> read_override("region.divergence.max_increase=0.2"), read_override("region.preset=troll")
+        ((('region', 'divergence', 'max_increase'), 0.2), (('region', 'preset'), 'troll'))
+    """
+    left, equals, right = text.partition("=")
+    where = tuple(left.strip().split("."))
+    if not equals or not all(where):
+        raise ConfigError(
+            f"An override must have the form <table>.<key>=<value>, got {text!r}. Write for example schedule.steps=50."
+        )
+    try:
+        return where, tomllib.loads(f"x = {right}")["x"]
+    except tomllib.TOMLDecodeError:
+        if WORD.fullmatch(right):
+            return where, right
+        raise ConfigError(
+            f"{left} must be a TOML value (a number, true, false, a list, a quoted string) or a single word, "
+            f"got {right!r}."
+        ) from None
+
+
+def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns `data` with settings replaced or added, in order.
+
+    `region.preset` and `region.kind` replace the whole region: they discard the recipe's other region settings.
+
+    Raises:
+        ConfigError: If an override is malformed, or its path leads through a value that is not a table.
+    """
+    merged: dict[str, Any] = _copied(data)
+    for text in overrides:
+        where, value = read_override(text)
+        if where in (("region", "preset"), ("region", "kind")):
+            merged["region"] = {}
+        table = merged
+        for at, name in enumerate(where[:-1]):
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{'.'.join(where[: at + 1])} must be a table to apply {text!r}, got {table!r}.")
+        table[where[-1]] = value
+    return merged
+
+
+def _copied(data: Any) -> Any:
+    return {key: _copied(value) for key, value in data.items()} if isinstance(data, Mapping) else data

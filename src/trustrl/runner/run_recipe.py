@@ -1,0 +1,83 @@
+"""Runs a recipe in a run directory, on the engine it names."""
+
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from trustrl.config.loading import config_to_dict
+from trustrl.optional_imports import require
+from trustrl.runner.checkpoints import only_the_owner_writes
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.plan import plan
+from trustrl.runner.processes import Progress, is_main_process
+from trustrl.runner.recipe import Recipe
+from trustrl.runner.run_verdict import summary
+
+Engine = Callable[[Recipe, RunDirectory, Progress], None]
+"""Trains in the directory, from its last checkpoint if any, and appends metrics and evaluations to it."""
+
+ENGINES = {"trl": "trustrl.runner.trl_run", "verl": "trustrl.runner.verl_run"}
+
+
+def run(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool = False,
+    trust_checkpoint: bool = False,
+    engine: Engine | None = None,
+) -> dict[str, Any]:
+    """Runs a recipe in a new run directory, or resumes it.
+
+    Args:
+        recipe: The recipe to run.
+        folder: The run directory. Created if missing.
+        resume: Resumes from the last checkpoint if the directory contains a run. A finished run is left unchanged.
+        trust_checkpoint: Loads a checkpoint that other users own or can write to. Loading one can execute code.
+        engine: Replaces the engine that the recipe names.
+
+    Returns:
+        The content of `result.json`. Empty on ranks other than the first, which write no files.
+
+    Raises:
+        ConfigError: If the directory contains another run or is in use, if others can write to its checkpoint, or if
+            the engine cannot execute the recipe.
+        EngineError: If the engine failed, or all checkpoints of the run are damaged.
+        MissingPackageError: If the engine, the sampler or tomli-w is not installed.
+    """
+    directory = RunDirectory(folder, trust_checkpoint)
+    if resume and directory.finished:
+        return directory.result()
+    plan(recipe, folder)  # raises before anything is written or loaded
+    train = engine or _engine(recipe)
+    began = time.time()
+    with only_the_owner_writes(), Progress(recipe.name, recipe.schedule.steps) as progress:
+        if not is_main_process():
+            train(recipe, directory, progress)
+            return {}
+        require("tomli_w", advice='Run `pip install "trustrl[run]"`.')  # for recipe.toml
+        with directory.held():
+            directory.begin(recipe, resume=resume)
+            train(recipe, directory, progress)
+            directory.finish(_result(recipe, directory, time.time() - began))
+    return directory.result()
+
+
+def _engine(recipe: Recipe) -> Engine:
+    """Returns the engine that a recipe names, after checking that its packages are installed."""
+    module = import_module(ENGINES[recipe.engine.name])
+    module.require_packages(recipe)
+    return module.train
+
+
+def _result(recipe: Recipe, directory: RunDirectory, seconds: float) -> dict[str, Any]:
+    return {
+        "name": recipe.name,
+        "engine": recipe.engine.name,
+        "region": config_to_dict(recipe.region),
+        "seed": recipe.schedule.seed,
+        **summary(directory.rows(), directory.rows("evaluation"), recipe.schedule.updates_per_batch),
+        "seconds": round(seconds, 1),
+    }

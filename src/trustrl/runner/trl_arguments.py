@@ -1,0 +1,80 @@
+"""Arguments for TRL that a recipe determines: fields of `GRPOConfig`, and the trainer's other arguments."""
+
+import sys
+from typing import Any
+
+from trustrl.engines.refusals import rows
+from trustrl.engines.refusals.trl import SETTINGS
+from trustrl.runner.policy_roles import behavior_of
+from trustrl.runner.recipe import Recipe
+
+PROBE = 64
+"""Smallest context length for vLLM: room for the sequence that the start-up check scores."""
+
+
+def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
+    """Returns every field of `GRPOConfig` that the recipe determines. `engine.settings` override them."""
+    schedule, engine = recipe.schedule, recipe.engine
+    share = schedule.sequences_per_step // engine.ranks
+    rows = engine.micro_batch or share
+    accumulated = share // rows
+    split = schedule.update_sees == "part"
+    found: dict[str, Any] = {
+        "output_dir": output,
+        "run_name": recipe.name,
+        "seed": schedule.seed,
+        "use_cpu": engine.device == "cpu",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "model_init_kwargs": {"dtype": recipe.model.dtype},
+        "max_steps": schedule.steps,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulated,
+        "steps_per_generation": accumulated * (schedule.updates_per_batch if split else 1),
+        "num_iterations": 1 if split else schedule.updates_per_batch,
+        "num_generations": schedule.completions_per_prompt,
+        "max_completion_length": schedule.max_completion_tokens,
+        "temperature": recipe.sampler.temperature,
+        "learning_rate": recipe.optimiser.learning_rate,
+        "lr_scheduler_type": recipe.optimiser.schedule,
+        "warmup_steps": recipe.optimiser.warmup_steps,
+        "weight_decay": recipe.optimiser.weight_decay,
+        "max_grad_norm": recipe.optimiser.max_grad_norm,
+        # A region defined per sequence fixes the average; for the other regions all tokens weigh the same.
+        "loss_type": "grpo" if recipe.region.needs().reduction is not None else "dapo",
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": schedule.save_every,
+        "save_total_limit": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    if recipe.sampler.kind == "vllm":
+        found |= {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": max(schedule.max_prompt_tokens + schedule.max_completion_tokens + 1, PROBE),
+            "vllm_tensor_parallel_size": recipe.sampler.ranks,
+            # A region anchored on the sampler already corrects for the mismatch.
+            "vllm_importance_sampling_correction": "behavior" not in recipe.region.needs().anchors,
+        }
+    return found | engine.settings
+
+
+def check(recipe: Recipe) -> None:
+    """Raises if the adapter would refuse the recipe's settings. Checks the adapter's own rows, without importing TRL.
+
+    Raises:
+        ConfigError: If a setting is refused. The message names TRL's setting and the fix.
+    """
+    newest = (sys.maxsize,)  # a plan does not need TRL; the adapter checks the release
+    given = {"trl": newest, "region": recipe.region, **grpo_fields(recipe, ""), **trainer_arguments(recipe)}
+    rows.check(SETTINGS, lambda name, default=None: default if given.get(name) is None else given[name], recipe.region)
+
+
+def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
+    """Returns the arguments of `TrustRegionGRPOTrainer` that TRL's trainer lacks, except `region` and `recording`."""
+    found: dict[str, Any] = {"behavior": behavior_of(recipe)}
+    if recipe.sampler.kind == "vllm":
+        found |= {"measure_mismatch": True, "vllm_options": {"dtype": recipe.sampler.dtype}}
+    return found

@@ -1,0 +1,202 @@
+"""Command line for verl that a recipe determines."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trustrl.config.loading import config_to_dict
+from trustrl.config.presets import preset, presets
+from trustrl.engines.refusals import rows
+from trustrl.engines.refusals.verl import ACTOR, LOSS, ROLLOUT, ROWS, settings_needed
+from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS
+from trustrl.errors import ConfigError
+from trustrl.runner.recipe import Recipe
+from trustrl.world.verl_dataset import REWARD
+
+TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
+CHECKPOINTS = "checkpoints"
+CHOSEN_HERE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
+"""Settings that would make verl load a checkpoint that trustrl has not verified."""
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
+    """Returns the complete command that trains in `folder`. On CPUs, the module it starts adds the CPU settings.
+
+    Args:
+        recipe: The recipe to train.
+        folder: The directory of data, logs and checkpoints.
+        model: A directory or hub id.
+    """
+    module = "trustrl.engines.verl_cpu" if recipe.engine.device == "cpu" else "trustrl.engines.verl"
+    settings = _settings(recipe, folder, model)
+    plain = [] if recipe.task.chat else [PLAIN_PROMPTS]
+    return [sys.executable, "-m", module, *(f"{key}={hydra(value)}" for key, value in settings.items()), *plain]
+
+
+def check(recipe: Recipe, folder: Path) -> None:
+    """Raises if the adapter would refuse the recipe's command. Checks the adapter's own rows, without importing verl.
+
+    Raises:
+        ConfigError: If a setting is refused. The message names verl's setting and the fix.
+    """
+    settings = _settings(recipe, folder, recipe.model.name)
+    defaults = dict(DEFAULTS) if recipe.engine.device == "cpu" else {}
+    if (engine := settings.get("model_engine", "dp")) != "dp":  # verl's group of that name sets the same strategy
+        defaults[f"{ACTOR}.strategy"] = engine
+    found = {key.lstrip("+~"): _BOOLEANS.get(str(value), value) for key, value in (defaults | settings).items()}
+    for name, follows in _FOLLOWS.items():
+        found.setdefault(name, found[follows])
+    needed = settings_needed(rows.reader(_nested(found)), recipe.region)
+    rows.check(ROWS, rows.reader(_nested(found | needed)), recipe.region)
+
+
+_BOOLEANS = {"True": True, "False": False}
+_FOLLOWS = {
+    f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "data.max_response_length",
+}
+"""verl settings whose default is the value of another setting."""
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts dotted keys to nested tables."""
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        at = out
+        for name in path:
+            if not isinstance(at.get(name), dict):
+                at[name] = {}
+            at = at[name]
+        at[last] = value
+    return out
+
+
+def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
+    """Returns verl's settings for the recipe. `engine.settings` override the others.
+
+    Raises:
+        ConfigError: If `engine.settings` choose the checkpoint to load.
+    """
+    theirs = dict(_flat(recipe.engine.settings))
+    for key in CHOSEN_HERE:
+        if key in {name.lstrip("+") for name in theirs}:
+            raise ConfigError(
+                f"engine.settings must leave out {key}. `trustrl run` chooses the checkpoint to load. See --resume."
+            )
+    return {**_from_recipe(recipe, folder, model), **theirs}
+
+
+def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
+    schedule, engine, optimiser, sampler = recipe.schedule, recipe.engine, recipe.optimiser, recipe.sampler
+    updates = schedule.updates_per_batch
+    on_cpu = engine.device == "cpu"
+    found: dict[str, Any] = {
+        "data.train_files": folder / TRAIN,
+        "data.val_files": folder / HELD_OUT,
+        "data.train_batch_size": schedule.prompts_per_batch,
+        "data.max_prompt_length": schedule.max_prompt_tokens,
+        "data.max_response_length": schedule.max_completion_tokens,
+        "data.seed": schedule.seed,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": model,
+        f"{ROLLOUT}.name": f"{sampler.kind}_cpu" if on_cpu else sampler.kind,
+        f"{ROLLOUT}.dtype": sampler.dtype,
+        f"{ROLLOUT}.temperature": sampler.temperature,
+        f"{ROLLOUT}.n": schedule.completions_per_prompt,
+        f"{ROLLOUT}.calculate_log_probs": True,
+        f"{ROLLOUT}.seed": schedule.seed,
+        f"{ROLLOUT}.val_kwargs.temperature": recipe.evaluation.temperature,
+        f"{ROLLOUT}.val_kwargs.do_sample": recipe.evaluation.temperature > 0,
+        **_policy_loss(recipe, folder),
+        f"{ACTOR}.loss_agg_mode": "token-mean" if recipe.region.needs().reduction is None else "seq-mean-token-mean",
+        f"{ACTOR}.ppo_mini_batch_size": schedule.prompts_per_step,
+        f"{ACTOR}.ppo_epochs": updates if schedule.update_sees == "batch" else 1,
+        f"{ACTOR}.optim.lr": optimiser.learning_rate,
+        f"{ACTOR}.optim.lr_scheduler_type": optimiser.schedule,
+        f"{ACTOR}.optim.lr_warmup_steps": optimiser.warmup_steps // updates,
+        f"{ACTOR}.optim.weight_decay": optimiser.weight_decay,
+        f"{ACTOR}.optim.clip_grad": optimiser.max_grad_norm,
+        f"{ACTOR}.fsdp_config.model_dtype": SHORT[recipe.model.dtype],
+        f"{ACTOR}.fsdp_config.seed": schedule.seed,
+    }
+    if engine.micro_batch is not None:
+        found |= {
+            f"{ACTOR}.use_dynamic_bsz": False,
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": engine.micro_batch,
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": engine.micro_batch,
+        }
+    if not on_cpu:  # the CPU command sets these itself
+        found |= {
+            f"{ROLLOUT}.tensor_model_parallel_size": sampler.ranks,
+            f"{ACTOR}.use_dynamic_bsz": engine.micro_batch is None,
+            "reward.custom_reward_function.path": REWARD["path"],
+            "reward.custom_reward_function.name": REWARD["name"],
+        }
+    return found | _trainer_settings(recipe, folder)
+
+
+def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Returns the settings of verl's trainer: its size, length, checkpoints and evaluations."""
+    schedule, engine = recipe.schedule, recipe.engine
+    updates, batches = schedule.updates_per_batch, schedule.steps // schedule.updates_per_batch
+    epochs = math.ceil(batches / (recipe.task.problems // schedule.prompts_per_batch)) + 1
+    return {
+        "trainer.project_name": "trustrl",
+        "trainer.experiment_name": recipe.name,
+        "trainer.nnodes": engine.nodes,
+        "trainer.n_gpus_per_node": engine.ranks_per_node,
+        "trainer.total_training_steps": batches,
+        "trainer.total_epochs": epochs,
+        "trainer.logger": ["console", "file"],
+        "trainer.save_freq": schedule.save_every // updates,
+        "trainer.max_actor_ckpt_to_keep": 2,
+        "trainer.default_local_dir": folder / CHECKPOINTS,
+        "trainer.resume_mode": "auto",
+        "trainer.val_before_train": True,
+        "trainer.test_freq": recipe.evaluation.every // updates or batches,
+        "hydra.run.dir": folder / "hydra",
+    }
+
+
+def _policy_loss(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Returns the settings of the region, by name if it is a preset, and of the recording."""
+    name = next((one for one in presets() if preset(one) == recipe.region), None)
+    region = {} if name else {f"region.{key}": value for key, value in _flat(config_to_dict(recipe.region))}
+    recording = recipe.recording(folder)
+    records = {} if recording is None else config_to_dict(recording)
+    more = region | {f"recording.{key}": value for key, value in records.items() if key != "kind"}
+    found: dict[str, Any] = {f"{LOSS}.loss_mode": f"trustrl-{name}" if name else "trustrl"}
+    if more:  # verl's configuration is typed, so new keys need a new type
+        found[f"{LOSS}._target_"] = "trustrl.engines.verl.RegionLossConfig"
+    return found | {f"+{LOSS}.{key}": value for key, value in more.items() if value is not None}
+
+
+def _flat(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{at}{key}.")
+        else:
+            yield f"{at}{key}", value
+
+
+def hydra(value: Any) -> str:
+    """Formats a value in hydra's grammar."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value)
+        case list() | tuple():
+            return f"[{','.join(map(hydra, value))}]"
+        case Mapping():
+            return f"{{{','.join(f'{key}:{hydra(one)}' for key, one in value.items())}}}"
+        case str() | Path() if any(sign in str(value) for sign in " ,:{}[]()=$'\"\\"):
+            return json.dumps(str(value))
+        case _:
+            return str(value)

@@ -1,0 +1,1 @@
+"""Tools for runs and records, one package each: audit, calibrate, conformance, doctor, explain, probe, report."""

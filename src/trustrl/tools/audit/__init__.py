@@ -1,0 +1,19 @@
+"""Replay of regions on recorded tokens, for `trustrl audit`.
+
+`TokenCounts` holds counts that add, and `count_records` adds them over any number of files. It reads the files of
+`trustrl.recording` and does not depend on an engine. Other tools import from this package only, not from its modules.
+
+region_replay  the verdict of a region on recorded tokens: replayed, or bounded
+token_counts   counts of verdicts, which add over files
+mapreduce      counting over many files, in processes or on Ray
+audit_json     counts as named numbers, the object behind `--json`
+audit_text     the same for the terminal
+"""
+
+from trustrl.tools.audit.audit_json import record_files, share
+from trustrl.tools.audit.audit_text import percent, table, wrapped
+from trustrl.tools.audit.mapreduce import count_records
+from trustrl.tools.audit.region_replay import Arm, arm
+from trustrl.tools.audit.token_counts import TokenCounts, age
+
+__all__ = ["Arm", "TokenCounts", "age", "arm", "count_records", "percent", "record_files", "share", "table", "wrapped"]

@@ -1,0 +1,211 @@
+"""The object behind `trustrl audit --json`: counts as named numbers. See docs/reference/audit.md."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trustrl.config.loading import config_to_dict
+from trustrl.errors import ConfigError, RecordError
+from trustrl.recording.record_files import RECORDS, opened, part_files
+from trustrl.tools.audit.region_replay import Arm
+from trustrl.tools.audit.token_counts import BINS, PER_ARM, REPRODUCED, TokenCounts
+
+VERSION = 1
+"""Format version of the object."""
+
+RECORDED = "recorded"
+"""Name under which the recorded decisions are listed."""
+
+DEFAULT_REGIONS = ("ppo", "gspo", "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv")
+
+
+def record_files(paths: Sequence[str | Path]) -> list[Path]:
+    """Returns the part files of record folders, run directories with `records/`, and files, without duplicates.
+
+    Raises:
+        ConfigError: If a path does not exist.
+        RecordError: If a path has no records.
+    """
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"RECORDS must be existing folders or files, got `{path}`.")
+        inside = path / RECORDS
+        try:
+            files = part_files(inside if inside.is_dir() else path)
+        except RecordError:
+            if (path / "recipe.toml").is_file():
+                raise RecordError(f"`{path}`: this run has no records. Run it with records.sample=0.1.") from None
+            raise
+        for file in files:
+            found[file.resolve()] = None
+    return list(found)
+
+
+def recorded_regions(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """Returns the regions the files were recorded with, without duplicates. Reads only the file footers."""
+    found: list[dict[str, Any]] = []
+    for file in files:
+        with opened(file) as (_, region):
+            if region not in found:
+                found.append(region)
+    return found
+
+
+def check_names(arms: Sequence[Arm]) -> None:
+    """Checks that no region uses the name reserved for the records.
+
+    Raises:
+        ConfigError: If a region has that name.
+    """
+    if any(one.name == RECORDED for one in arms):
+        raise ConfigError(
+            f"A region's name must not be {RECORDED!r}, which is reserved for the records. Choose another name."
+        )
+
+
+def audit_report(
+    counted: TokenCounts,
+    arms: Sequence[Arm],
+    files: Sequence[Path],
+    *,
+    top: int = 10,
+    text_of: Callable[[int], str] | None = None,
+) -> dict[str, Any]:
+    """Returns the audit: shares, agreement, bins, and most masked token ids.
+
+    Args:
+        counted: Counts over all files.
+        arms: Regions in the counts.
+        files: Files that were counted.
+        top: Number of token ids to list for each region.
+        text_of: Function from a token id to printable text.
+    """
+    names = [RECORDED, *(one.name for one in arms)]
+    rows = {name: dict(zip(PER_ARM, row, strict=True)) for name, row in _rows(counted, "arms", names)}
+    total = int(counted.counts["rows"])
+    reproduced = dict(zip(REPRODUCED, counted.counts["reproduced"].tolist(), strict=True))
+    return {
+        "version": VERSION,
+        "files": len(files),
+        "rows": total,
+        "sequences": int(counted.counts["sequences"]),
+        "signed": int(counted.counts["signed"]),
+        "recorded": recorded_regions(files),
+        "reproduced": reproduced,
+        "regions": {
+            RECORDED: _region(rows[RECORDED], "recorded", "", None, total),
+            **{one.name: _region(rows[one.name], one.how, one.reason, one, total) for one in arms},
+        },
+        "agreement": _agreement(counted, names, [name for name in names if _comparable(name, rows, arms)]),
+        "by": {name: _bins(counted, name, names) for name in BINS if f"by/{name}" in counted.counts},
+        "tokens": _top(counted, names, top, text_of),
+    }
+
+
+def _rows(counted: TokenCounts, name: str, names: Sequence[str]) -> list[tuple[str, list[int]]]:
+    return list(zip(names, counted.counts[name].tolist(), strict=True))
+
+
+def share(part: float, whole: float) -> float | None:
+    """Returns part / whole, or None if `whole` is 0."""
+    return part / whole if whole else None
+
+
+def _region(count: Mapping[str, int], how: str, reason: str, given: Arm | None, total: int) -> dict[str, Any]:
+    if how != "left out" and not count["rows"]:
+        assert given is not None
+        wanted = " and ".join(f"{anchor}_logp" for anchor in sorted(given.region.needs().anchors))
+        how, reason = "left out", f"needs {wanted}, which these records do not have"
+    elif how != "left out" and count["rows"] < total:
+        reason = f"{reason}; " * bool(reason) + f"only {count['rows']} of {total} rows have the columns it reads"
+    certifiable = count["certifiable"]
+    certificate = {name: share(count[name], certifiable) for name in ("outside", "inside")} if certifiable else None
+    if certificate is not None:
+        certificate["undecided"] = (certifiable - count["outside"] - count["inside"]) / certifiable
+    return {
+        "how": how,
+        "reason": reason,
+        "settings": None if given is None else config_to_dict(given.region),
+        **{name: count[name] for name in ("rows", "measured", "signed", "stopped", "stopped_at_most")},
+        "stopped_share": share(count["stopped"], count["signed"]),
+        "stopped_share_at_most": share(count["stopped_at_most"], count["signed"]),
+        "certificate": certificate,
+    }
+
+
+def _comparable(name: str, rows: Mapping[str, Mapping[str, int]], arms: Sequence[Arm]) -> bool:
+    replayed = {RECORDED, *(one.name for one in arms if one.how == "replayed")}
+    return name in replayed and bool(rows[name]["rows"])
+
+
+def _agreement(counted: TokenCounts, names: list[str], shown: list[str]) -> dict[str, dict[str, Any]]:
+    tokens, first, both = counted.counts["pairs"].tolist()
+    at = {name: names.index(name) for name in shown}
+    found: dict[str, dict[str, Any]] = {}
+    for a, i in at.items():
+        found[a] = {}
+        for b, j in at.items():
+            either = first[i][j] + first[j][i] - both[i][j]
+            found[a][b] = {
+                "tokens": tokens[i][j],
+                "same": share(tokens[i][j] - either + both[i][j], tokens[i][j]),
+                "stopped_by_both": both[i][j],
+                "stopped_by_either": either,
+                "overlap": share(both[i][j], either),
+            }
+    return found
+
+
+def _bins(counted: TokenCounts, name: str, names: Sequence[str]) -> dict[str, Any]:
+    tokens, stopped = counted.counts[f"by/{name}"].tolist()
+    shown = [at for at in range(len(BINS[name]) + 1) if any(row[at] for row in tokens)]
+    return {
+        "edges": list(BINS[name]),
+        "bins": [
+            {
+                "bin": label(name, at),
+                "at": at,
+                "regions": {
+                    region: {"tokens": t[at], "stopped": s[at], "share": share(s[at], t[at])}
+                    for region, t, s in zip(names, tokens, stopped, strict=True)
+                    if any(t)
+                },
+            }
+            for at in shown
+        ],
+    }
+
+
+def label(name: str, at: int) -> str:
+    """Returns the label of a bin."""
+    edges = BINS[name]
+    if name == "advantage":
+        return ("A < 0", "A > 0")[at]
+    if name == "probability":
+        if at == 0:
+            return f"below {edges[0]:g}"
+        return f"from {edges[at - 1]:g}" if at == len(edges) else f"{edges[at - 1]:g} to {edges[at]:g}"
+    first = 0 if at == 0 else int(edges[at - 1])
+    if at == len(edges):
+        return f"from {first}"
+    last = int(edges[at]) - 1
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _top(
+    counted: TokenCounts, names: Sequence[str], top: int, text_of: Callable[[int], str] | None
+) -> dict[str, list[dict[str, Any]]]:
+    if "ids" not in counted.counts:
+        return {}
+    seen, *stopped = counted.counts["ids"]
+    found = {}
+    for name, counts in zip(names, stopped, strict=True):
+        most, ids = counts.sort(descending=True, stable=True)
+        found[name] = [
+            {"id": at, "stopped": count, "signed": int(seen[at]), "share": count / int(seen[at])}
+            | ({} if text_of is None else {"text": text_of(at)})
+            for at, count in zip(ids[:top].tolist(), most[:top].tolist(), strict=True)
+            if count
+        ]
+    return {name: rows for name, rows in found.items() if rows}

@@ -1,0 +1,122 @@
+"""Counting over many record files: in one process, in several, or on a Ray cluster, with identical counts."""
+
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trustrl.config import validators
+from trustrl.errors import RecordError
+from trustrl.optional_imports import need
+from trustrl.recording import Piece, stream
+from trustrl.tools.audit.token_counts import TokenCounts
+
+Where = Literal["processes", "ray"]
+GROUPS_PER_WORKER = 4
+"""File groups per worker. Several groups balance small and large files."""
+
+
+def count_records(
+    files: Sequence[Path],
+    of: Callable[[Piece], TokenCounts],
+    *,
+    columns: Sequence[str],
+    workers: int = 1,
+    where: Where = "processes",
+) -> TokenCounts:
+    """Applies `of` to each piece of the files and returns the sum of the counts.
+
+    Args:
+        files: Part files. On Ray, every machine must see them under these names.
+        of: Function that other processes can import. Bind further arguments with `functools.partial`.
+        columns: Columns that `of` reads.
+        workers: Number of parallel processes; on Ray, of parallel file groups.
+        where: `processes` on this machine (only the current one if `workers` is 1), or `ray` through Ray Data.
+
+    Raises:
+        RecordError: If the files have no tokens, or a file is not a record file.
+        MissingPackageError: If pyarrow or Ray is not installed.
+    """
+    validators.whole("--workers", workers, low=1)
+    groups = [list(files[at :: workers * GROUPS_PER_WORKER]) for at in range(workers * GROUPS_PER_WORKER)]
+    work = partial(_of_group, of=of, columns=tuple(columns))
+    groups = [group for group in groups if group]
+    if where == "ray":
+        parts = _on_ray(groups, work)
+    elif workers == 1:
+        parts = iter([_of_group(files, of, columns)])
+    else:
+        parts = _in_processes(groups, work, workers)
+    total: TokenCounts | None = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    if total is None:
+        raise RecordError("The records must contain at least one token, got none.")
+    return total
+
+
+def _of_group(files: Sequence[Path], of: Callable[[Piece], TokenCounts], columns: Sequence[str]) -> TokenCounts | None:
+    total: TokenCounts | None = None
+    for piece in stream(files, columns=columns):
+        total = of(piece) if total is None else total + of(piece)
+    return total
+
+
+def _in_processes(groups: list[list[Path]], work: Any, workers: int) -> Iterator[TokenCounts | None]:
+    # Spawned, not forked: torch's threads do not survive a fork.
+    others = set(active_children())
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            with _interrupts_held_back():
+                parts = deque(pool.submit(_as_bytes, group, work) for group in groups)
+            while parts:
+                found = parts.popleft().result()  # freed once merged, so that memory stays flat
+                yield None if found is None else TokenCounts.from_bytes(found)
+        except BaseException:  # the remaining results are not needed
+            for worker in set(active_children()) - others:
+                worker.terminate()
+            raise
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Delays Ctrl-C until after this block. Processes started in it ignore Ctrl-C, and the parent terminates them.
+
+    Ctrl-C reaches every process of a terminal, and a worker that is loading torch would print a traceback.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # child processes inherit the mask
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _as_bytes(files: Sequence[Path], work: Any) -> bytes | None:
+    found = work(files)
+    return None if found is None else found.to_bytes()
+
+
+def _on_ray(groups: list[list[Path]], work: Any) -> Iterator[TokenCounts | None]:
+    ray, data = need("ray", extra="ray"), need("ray.data", extra="ray")
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+    data.DataContext.get_current().enable_progress_bars = False
+    items = [{"files": [str(file) for file in group]} for group in groups]
+    for row in data.from_items(items, override_num_blocks=len(items)).map(partial(_of_row, work=work)).iter_rows():
+        yield TokenCounts.from_bytes(row["summary"]) if row["summary"] else None
+
+
+def _of_row(row: dict[str, Any], work: Any) -> dict[str, bytes]:
+    torch.set_num_threads(1)
+    return {"summary": _as_bytes([Path(file) for file in row["files"]], work) or b""}

@@ -1,0 +1,11 @@
+"""Conformance tests for policy losses: small batches with known answers, from plain arithmetic or from papers.
+
+adapters          imports a loss by name and calls it with the signature of its framework
+batches           small batches of tokens
+expectations      an expectation, its outcome, and the answer of a loss to one batch
+batch_invariants  padding, masks, order, and micro-batches must not change the gradient
+faults            extreme and impossible values
+truth_tables      which tokens keep their gradient under PPO, DPPO, and policy gradient
+bounds            thresholds and weight caps, measured by bisection
+corpus            runs every expectation on one loss
+"""

@@ -1,0 +1,253 @@
+"""Adapters that call a policy loss with each framework's signature.
+
+An adapter takes a batch and the counts of the whole batch, and returns the loss.
+
+plain     f(logp, behavior_logp, advantage, mask[, num_tokens]) -> a scalar, or one value per token
+verl      verl's registered losses: f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …)
+skyrl     SkyRL's registered losses: f(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
+trustrl   `trustrl.policy_loss` with a preset
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from trustrl.errors import ConfigError, MissingPackageError
+from trustrl.optional_imports import need
+from trustrl.registry import Registry
+from trustrl.tools.conformance.batches import Batch
+
+Loss = Callable[..., Any]
+Settings = Mapping[str, Any]
+NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class Adapter(Protocol):
+    """Calling convention of a loss."""
+
+    takes: ClassVar[frozenset[str]]
+    """Parameters that identify a function of this convention."""
+
+    counts_are_global: bool
+    """True if the loss receives the counts of the whole batch. If so, the losses of its parts must add up."""
+
+    def __init__(self, loss: Loss, settings: Settings) -> None: ...
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss on `batch`, a part of `whole`."""
+        ...
+
+
+def find(name: str) -> Callable[..., Any]:
+    """Imports a loss by its name, `package.module:function`. The name is never evaluated as code.
+
+    Raises:
+        ConfigError: If the name is malformed, its module cannot be imported, or it is not a function.
+
+    Example:
+        >>> find("math:sqrt")(4.0)
+        2.0
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"The loss must have the form package.module:function, got {name!r}.")
+    module_name, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{module_name} must be importable, got {type(error).__name__}: {error}. "
+            "Install it, or add its folder to PYTHONPATH."
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{name} must exist, but {module_name} has no {path!r}.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{name} must be a function, got {type(found).__name__}.")
+    return found
+
+
+ADAPTERS: Registry[type[Adapter]] = Registry("adapter")
+
+
+def adapted(loss: Loss, name: str | None = None, settings: Settings | None = None) -> Adapter:
+    """Wraps a loss in the adapter of this name, or in the one that matches its parameters.
+
+    Raises:
+        ConfigError: If no adapter matches, or the adapter does not know a setting.
+    """
+    return ADAPTERS[name or detected(loss)](loss, settings or {})
+
+
+def detected(loss: Loss) -> str:
+    """Returns the name of the adapter whose parameters the function takes.
+
+    Raises:
+        ConfigError: If no adapter matches.
+    """
+    found = _parameters(loss)
+    for name, adapter in ADAPTERS.items():
+        if adapter.takes <= found.keys():
+            return name
+    raise ConfigError(
+        f"The loss must take the parameters of an adapter ({', '.join(ADAPTERS)}), got ({', '.join(found)}). "
+        "Use --adapter plain to pass logp, behavior_logp, advantage, and mask as its first four."
+    )
+
+
+def _parameters(loss: Loss) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(loss).parameters)
+
+
+@ADAPTERS.register("verl")
+class Verl:
+    """verl's signature, with the counts that its trainer sets. Settings: fields of its actor, and `loss_agg_mode`."""
+
+    takes: ClassVar = frozenset({"old_log_prob", "log_prob", "advantages", "response_mask"})
+    counts_are_global = True
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        self._loss, self._settings = loss, dict(settings)
+        self._mode = self._settings.pop("loss_agg_mode", "token-mean")
+        self._config_module = need("verl.workers.config", extra="verl")
+        policy_loss = self._settings.pop("policy_loss", {})
+        self._policy_loss = self._config_module.PolicyLossConfig(**policy_loss)
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss as verl does and returns (scalar, metrics)."""
+        config = self._config_module.ActorConfig(
+            strategy="fsdp",
+            rollout_n=1,
+            ppo_micro_batch_size_per_gpu=1,
+            policy_loss=self._policy_loss,
+            global_batch_info={
+                "dp_size": 1,
+                "batch_num_tokens": whole.num_tokens,
+                "global_batch_size": whole.num_sequences,
+                "loss_scale_factor": whole.in_loss.shape[-1],
+            },
+            **self._settings,
+        )
+        return self._loss(
+            old_log_prob=batch.behavior_logp,
+            log_prob=batch.logp,
+            advantages=batch.advantage,
+            response_mask=batch.in_loss,
+            loss_agg_mode=self._mode,
+            config=config,
+        )
+
+
+@ADAPTERS.register("skyrl")
+class SkyRL:
+    """SkyRL's signature. Its trainer divides advantages, so losses are sums. Settings: fields of `AlgorithmConfig`."""
+
+    takes: ClassVar = frozenset({"log_probs", "old_log_probs", "advantages", "loss_mask"})
+    counts_are_global = True
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        self._loss = loss
+        try:
+            self._config = import_module("skyrl.train.config").AlgorithmConfig()
+        except ModuleNotFoundError as error:
+            raise MissingPackageError(
+                f"{error.name} must be installed to load SkyRL's settings, but it is not. Run `pip install skyrl`.",
+                name=error.name,
+            ) from None
+        _set_fields(self._config, settings)
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss as SkyRL does and returns (scalar, metrics)."""
+        return self._loss(
+            log_probs=batch.logp,
+            old_log_probs=batch.behavior_logp,
+            advantages=batch.advantage,
+            config=self._config,
+            loss_mask=batch.in_loss.to(torch.float32),
+            rollout_logprobs=batch.behavior_logp,
+        )
+
+
+def _set_fields(config: Any, settings: Settings) -> None:
+    for key, value in settings.items():
+        if not hasattr(config, key):
+            raise ConfigError(f"Each setting must be a field of {type(config).__name__}, got {key!r}.")
+        if isinstance(value, Mapping):
+            _set_fields(getattr(config, key), value)
+        else:
+            setattr(config, key, value)
+
+
+@ADAPTERS.register("trustrl")
+class TrustRL:
+    """`trustrl.policy_loss`. The setting `region` names a preset that reads only the sampled tokens."""
+
+    takes: ClassVar = frozenset({"policy", "rollout", "region", "reduction"})
+    counts_are_global = True
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        from trustrl.config.presets import preset
+
+        unknown = settings.keys() - {"region"}
+        if unknown:
+            raise ConfigError(f"The only setting must be `region`, got {sorted(unknown)[0]!r}.")
+        self._loss, self._region = loss, preset(settings.get("region", "dppo-binary-tv"))
+        self._needs = self._region.needs()
+        if self._needs.topk or self._needs.full:
+            raise ConfigError(
+                f"region must read the sampled tokens only, got {self._region.kind!r}, which needs log-probs of other "
+                "tokens. Choose a preset on sampled tokens, such as dppo-binary-tv."
+            )
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Returns the scalar loss with the reduction that the region requires."""
+        from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
+        from trustrl.core.records import PolicyTokens, RolloutTokens
+
+        if self._needs.reduction is SequenceMeanTokenMean:
+            reduction = SequenceMeanTokenMean(num_sequences=whole.num_sequences)
+        else:
+            reduction = TokenMean(num_tokens=whole.num_tokens)
+        rollout = RolloutTokens(
+            behavior_logp=batch.behavior_logp,
+            proximal_logp=batch.behavior_logp,
+            advantage=batch.advantage,
+            in_loss=batch.in_loss,
+        )
+        return self._loss(PolicyTokens(logp=batch.logp), rollout, self._region, reduction=reduction).loss
+
+
+@ADAPTERS.register("plain")
+class Plain:
+    """Function of four tensors that returns a scalar, or token terms to average over the tokens of the whole batch.
+
+    A function with a parameter `num_tokens` receives that count. Settings are further keyword arguments.
+    """
+
+    takes: ClassVar = frozenset({"logp", "behavior_logp", "advantage", "mask"})
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        self._loss, self._settings = loss, dict(settings)
+        found = _parameters(loss)
+        self._by_name = self.takes <= found.keys()
+        self._told = "num_tokens" in found
+        self.counts_are_global = self._told
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Returns the scalar loss, averaging token terms if the function returns them."""
+        given = (batch.logp, batch.behavior_logp, batch.advantage, batch.in_loss)
+        more = self._settings | ({"num_tokens": whole.num_tokens} if self._told else {})
+        if self._by_name:
+            names = ("logp", "behavior_logp", "advantage", "mask")
+            found = self._loss(**dict(zip(names, given, strict=True)), **more)
+        else:
+            found = self._loss(*given, **more)
+        if isinstance(found, Tensor) and found.dim() and found.shape == batch.logp.shape:
+            self.counts_are_global = True  # known only from its first answer
+            return torch.where(batch.in_loss, found, 0.0).sum() / max(whole.num_tokens, 1)
+        return found

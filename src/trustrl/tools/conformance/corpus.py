@@ -1,0 +1,74 @@
+"""Corpus of expectations, and its results on one loss."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trustrl.config.validators import one_of
+from trustrl.errors import EngineError
+from trustrl.tools.conformance.adapters import Adapter
+from trustrl.tools.conformance.batch_invariants import BATCH_INVARIANTS
+from trustrl.tools.conformance.batches import healthy
+from trustrl.tools.conformance.bounds import BOUNDS
+from trustrl.tools.conformance.expectations import KINDS, Expectation, Verdict, ask
+from trustrl.tools.conformance.faults import FAULTS
+from trustrl.tools.conformance.truth_tables import TABLES
+
+EXPECTATIONS: tuple[Expectation, ...] = (*BATCH_INVARIANTS, *FAULTS, *TABLES, *BOUNDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of one case: the expectation, the actual outcome, and the verdict."""
+
+    case: str
+    verdict: Verdict
+    expected: str
+    got: str
+    because: str
+
+
+def run(loss: Adapter, kind: str = "any") -> list[Result]:
+    """Runs every expectation of a kind and returns the results in the order of the corpus.
+
+    Raises:
+        ConfigError: If the kind is unknown.
+        EngineError: If the loss does not have a finite answer to a valid batch.
+    """
+    one_of("kind", kind, KINDS)
+    first = ask(loss, healthy())
+    if not first.is_finite:
+        raise EngineError(
+            f"The loss must accept a valid batch of 4 rows and 6 columns, got {first.short()}. "
+            "Choose another --adapter, or pass the settings it needs as key=value."
+        )
+    return [_result(expectation, loss) for expectation in EXPECTATIONS if kind in expectation.kinds]
+
+
+def _result(expectation: Expectation, loss: Adapter) -> Result:
+    found = expectation.check(loss)
+    return Result(expectation.name, found.verdict, found.expected, found.got, expectation.because)
+
+
+def counts(results: list[Result]) -> dict[str, int]:
+    """Returns the number of results with each verdict."""
+    return dict(Counter(result.verdict for result in results))
+
+
+def to_dict(results: list[Result]) -> list[dict[str, Any]]:
+    """Returns the results as `trustrl conformance --json` prints them."""
+    return [asdict(result) for result in results]
+
+
+def text(results: list[Result], *, everything: bool = False) -> str:
+    """Formats the results for the terminal. Cases that pass are listed only if `everything` is True."""
+    shown = [result for result in results if everything or result.verdict != "passes"]
+    lines = []
+    for result in shown:
+        lines.append(f"{result.verdict:<8} {result.case}")
+        if result.expected:
+            lines.append(f"{'':<8}   expected  {result.expected}")
+        lines.append(f"{'':<8}   got       {result.got}")
+    found = counts(results)
+    lines.append(", ".join(f"{found.get(verdict, 0)} {verdict}" for verdict in ("passes", "fails", "differs", "tells")))
+    return "\n".join(lines)

@@ -1,0 +1,97 @@
+"""Causes that the rules report: evidence, confidence, fix, and rank."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import IntEnum
+from typing import Any, Literal
+
+from trustrl.core.metrics import METRICS
+
+HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
+    "loss": "finite",
+    "grad_norm": "finite",
+    "reward": "rises, or stays near its best",
+    "held-out accuracy": "rises",
+    "entropy change": "below 0.3 for the three largest",
+    "frac_reward_zero_std": "below 0.5",
+    "frac_reward_nan": "0",
+}
+"""Healthy range of each number: from the metric dictionary, or a description for metrics that engines log."""
+
+
+class Order(IntEnum):
+    """Causal order of the causes. An earlier one may trigger a later one, never the reverse."""
+
+    INPUT = 0
+    """The inputs contain non-finite values."""
+
+    SAMPLER = 1
+    """The sampler's policy is not the one the trainer assumes."""
+
+    STEP = 2
+    """The policy moves too far."""
+
+    SYMPTOM = 3
+    """The run can no longer learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number that supports a cause, with the limit it exceeds."""
+
+    metric: str
+    step: int
+    """First step at which it was measured."""
+
+    value: float | None
+    """None if it was not finite."""
+
+    limit: float
+    side: Literal["above", "below"]
+    what: str
+    """Steps and aggregation, such as "median over batches"."""
+
+    @property
+    def healthy(self) -> str:
+        """Range of the number in a healthy run."""
+        return HEALTHY.get(self.metric, "depends on the task")
+
+    @property
+    def excess(self) -> float:
+        """Distance beyond the limit: 0 at the limit, 0.5 at twice (or half) of it, 1 far beyond or not finite."""
+        if self.value is None:
+            return 1.0
+        near, far = (self.limit, self.value) if self.side == "above" else (self.value, self.limit)
+        return 0.0 if far <= 0 else min(1.0, max(0.0, 1 - near / far))
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One likely cause of a failed run."""
+
+    name: str
+    order: Order
+    confidence: float
+    """A score for comparing causes, not a probability. See `confidence`."""
+
+    reason: str
+    numbers: tuple[Number, ...]
+    action: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the object that `trustrl explain --json` prints."""
+        numbers = [asdict(one) | {"healthy": one.healthy} for one in self.numbers]
+        return {
+            "name": self.name, "order": self.order.name.lower(), "confidence": round(self.confidence, 2),
+            "reason": self.reason, "numbers": numbers, "action": self.action,
+        }  # fmt: skip
+
+
+def confidence(numbers: Sequence[Number]) -> float:
+    """Returns 0.5, for exceeding every limit, plus half of the mean excess."""
+    return 0.5 + 0.5 * sum(one.excess for one in numbers) / len(numbers)
+
+
+def ranked(causes: Sequence[Cause]) -> list[Cause]:
+    """Sorts causes by `Order`, and within each order by confidence, highest first."""
+    return sorted(causes, key=lambda one: (one.order, -one.confidence))

@@ -1,0 +1,17 @@
+"""Causes of a sampler-trainer mismatch and the fix for each. Loads without torch."""
+
+EXACT = 1e-3
+"""Mean |Δ log p| in nats below which two float32 implementations agree."""
+
+WHAT_TO_DO = {
+    "agreement": "No action needed.",
+    "rounding": "Expected for a half-precision sampler. A region anchored on the sampler's log-probs accounts for it, "
+    "and float32 in the sampler removes it.",
+    "raw log-probs": "Make the sampler return processed log-probs (vLLM: logprobs_mode=processed_logprobs).",
+    "temperature": "Use the same temperature in sampler and trainer, or divide the trainer's logits by the sampler's "
+    "temperature.",
+    "truncation": "Disable top-p, top-k, and min-p for training, or renormalize the trainer over the kept ids "
+    "(trustrl.core.sampling.within_kept).",
+    "weights": "Sync the weights and probe again. Likely causes: stale weights, a tied output layer that was not "
+    "synced, another checkpoint, adapters on one side, dropout.",
+}

@@ -1,0 +1,81 @@
+"""Trainer log-probs of sampled tokens, as configured and under each common mistake."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trustrl.optional_imports import need
+from trustrl.tools.probe.sampling import Completion
+
+TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+TOP_KS = (1, 5, 10, 20, 32, 40, 50, 64, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """Log-probs of N tokens under each explanation; −inf if the explanation excludes the token."""
+
+    as_set: Tensor
+    """Over the whole vocabulary, at the requested temperature."""
+
+    otherwise: dict[str, Tensor]
+    """Log-probs under each mistake, by its name."""
+
+    rounding: Tensor
+    """2⁻⁸ times the standard deviation of the logits: the size of bf16 rounding in a log-prob."""
+
+
+def of_logits(logits: Tensor, tokens: Tensor, temperature: float) -> Readings:
+    """Computes the log-probs from N × V trainer logits, in float32 or higher precision."""
+    at = tokens.unsqueeze(-1)
+    tempered = torch.log_softmax(logits / temperature, -1)
+    otherwise = {}
+    for other in TEMPERATURES:
+        if abs(other - temperature) > 1e-6:
+            name = "raw log-probs" if other == 1.0 else f"temperature {other:g}"
+            otherwise[name] = torch.log_softmax(logits / other, -1).gather(-1, at).squeeze(-1)
+    ordered, ids = tempered.sort(-1, descending=True)
+    mass = ordered.exp().cumsum(-1)
+    place = (ids == at).int().argmax(-1, keepdim=True)
+    own = tempered.gather(-1, at).squeeze(-1)
+    for share in NUCLEI:
+        # Keeps ids until their mass reaches the share, including the id that crosses it.
+        last = (mass < share).sum(-1, keepdim=True).clamp(max=mass.shape[-1] - 1)
+        otherwise[f"top-p {share:g}"] = _within(own, place, last, mass)
+    for k in TOP_KS:
+        if k < logits.shape[-1]:
+            otherwise[f"top-k {k}"] = _within(own, place, torch.full_like(place, k - 1), mass)
+    return Readings(own, otherwise, logits.std(-1) * 2.0**-8)
+
+
+def _within(own: Tensor, place: Tensor, last: Tensor, mass: Tensor) -> Tensor:
+    """Returns log-probs renormalized over the ids up to rank `last`."""
+    kept = own - mass.gather(-1, last).squeeze(-1).log()
+    return torch.where((place <= last).squeeze(-1), kept, -torch.inf)
+
+
+def joined(parts: Sequence[Readings]) -> Readings:
+    """Concatenates the readings of several completions."""
+    return Readings(
+        torch.cat([part.as_set for part in parts]),
+        {name: torch.cat([part.otherwise[name] for part in parts]) for name in parts[0].otherwise},
+        torch.cat([part.rounding for part in parts]),
+    )
+
+
+def by_transformers(model: str, completions: Sequence[Completion], temperature: float) -> Readings:
+    """Computes float32 log-probs with transformers, one completion at a time to limit memory."""
+    transformers: Any = need("transformers", extra="models")
+    network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    return joined([_of_completion(network, one, temperature) for one in completions if one.tokens])
+
+
+@torch.no_grad()
+def _of_completion(network: Any, completion: Completion, temperature: float) -> Readings:
+    ids = torch.tensor([completion.prompt + completion.tokens])
+    logits = network(input_ids=ids).logits[0, len(completion.prompt) - 1 : -1].double()
+    return of_logits(logits, torch.tensor(completion.tokens), temperature)

@@ -1,0 +1,103 @@
+"""Models by name: tiny models trained on this machine, SmolLM2 from PyPI, and any hub id or directory.
+
+    trustrl.world.models.path("tiny")  # a directory for `from_pretrained` and vLLM; created on first use, then cached
+
+Frameworks are imported on first use.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from trustrl.errors import MissingDataError, UnknownNameError
+from trustrl.registry import Registry, nearest
+
+__all__ = ["MODELS", "local", "path"]
+
+MODELS: Registry[Callable[[], Path]] = Registry("model")
+"""Functions that create or find the directory of each named model."""
+
+
+@MODELS.register("tiny")
+def _tiny() -> Path:
+    from trustrl.world.models.pretrain import Pretraining, pretrained
+
+    return pretrained(Pretraining())
+
+
+@MODELS.register("tiny-tied")
+def _tiny_tied() -> Path:
+    from trustrl.world.models.pretrain import Pretraining, pretrained
+    from trustrl.world.models.tiny import Tiny
+
+    return pretrained(Pretraining(model=Tiny(tied=True)))
+
+
+@MODELS.register("tiny-long")
+def _tiny_long() -> Path:
+    return _long("qwen3")
+
+
+@MODELS.register("tiny-long-llama")
+def _tiny_long_llama() -> Path:
+    return _long("llama")
+
+
+def _long(family: Literal["qwen3", "llama"]) -> Path:
+    """Returns a model that adds numbers of twenty digits: answers of 22 tokens, with error rates from 0.5% to 15%."""
+    from trustrl.world.models.pretrain import Pretraining, pretrained
+    from trustrl.world.models.tiny import Tiny
+    from trustrl.world.tasks import Arithmetic
+
+    unsure = (0.15, 0.01, 0.03, 0.08, 0.005, 0.02, 0.01)
+    shape = Tiny(family=family, num_layers=2)
+    return pretrained(
+        Pretraining(model=shape, task=Arithmetic(digits=20), corrupted=unsure, steps=2800, learning_rate=2e-3)
+    )
+
+
+@MODELS.register("smollm2-135m")
+def _smollm2() -> Path:
+    from trustrl.world.models.smollm2 import converted
+
+    return converted()
+
+
+def path(name: str | os.PathLike[str]) -> str:
+    """Returns a directory or hub id for `from_pretrained` and vLLM.
+
+    A known name is created on first use and cached. An existing directory, or anything with a slash, is returned
+    unchanged. A known name takes precedence over a directory: write "./tiny" for a directory called "tiny".
+
+    Raises:
+        UnknownNameError: If the name is none of these.
+
+    Example:
+        >>> path("Qwen/Qwen3-0.6B")
+        'Qwen/Qwen3-0.6B'
+    """
+    name = os.fspath(name)
+    if name in MODELS:
+        return str(MODELS[name]())
+    if "/" in name or Path(name).is_dir():
+        return name
+    raise UnknownNameError(
+        f"Unknown model {name!r}.{nearest(name, MODELS)} Known: {', '.join(sorted(MODELS))}. "
+        "A model can also be an existing directory, or a hub id with a slash, such as 'Qwen/Qwen3-0.6B'."
+    )
+
+
+def local(name: str | os.PathLike[str]) -> str | None:
+    """Returns the same as `path`, or None for a known name that is not cached yet.
+
+    Raises:
+        UnknownNameError: If `path` raises it.
+    """
+    from trustrl.world.models import cache
+
+    try:
+        with cache.only_kept():
+            return path(name)
+    except MissingDataError:
+        return None

@@ -1,0 +1,81 @@
+"""Accuracy of a model on held-out problems."""
+
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+
+from trustrl.config import validators
+from trustrl.optional_imports import need
+from trustrl.world.tasks import Row, Task
+
+BATCH = 256
+
+
+def sampled_accuracy(
+    model: Any, tokenizer: Any, task: Task, count: int = 500, seed: int = 0, *, max_new_tokens: int = 8
+) -> float:
+    """Returns the mean score of `count` sampled answers to held-out problems, at temperature 1."""
+    rows = held_out_problems(task, count, seed)
+    return accuracy(model, tokenizer, task, rows, seed=seed, max_new_tokens=max_new_tokens, temperature=1.0)
+
+
+def greedy_accuracy(
+    model: Any, tokenizer: Any, task: Task, count: int = 500, seed: int = 0, *, max_new_tokens: int = 8
+) -> float:
+    """Returns the mean score of greedily decoded answers to `count` held-out problems."""
+    rows = held_out_problems(task, count, seed)
+    return accuracy(model, tokenizer, task, rows, seed=seed, max_new_tokens=max_new_tokens, temperature=0.0)
+
+
+def held_out_problems(task: Task, count: int, seed: int = 0, *, chat: bool = False) -> list[Row]:
+    """Returns `count` held-out problems that `seed` chooses. Repeats them if the task has fewer."""
+    validators.whole("count", count, low=1)
+    rows = task.rows("held_out", count if task.endless else None, seed, chat)
+    return list(islice(cycle(rows), count))
+
+
+def accuracy(
+    model: Any, tokenizer: Any, task: Task, rows: list[Row], *, seed: int, max_new_tokens: int, temperature: float
+) -> float:
+    """Returns the mean score of one answer to each problem. Leaves torch's global random state unchanged.
+
+    Args:
+        model: The model, as transformers loads it.
+        tokenizer: Its tokenizer.
+        task: The task that scores the answers.
+        rows: The problems.
+        seed: The seed of the samples.
+        max_new_tokens: The largest answer, in tokens.
+        temperature: The sampling temperature over the full vocabulary. 0 decodes greedily.
+    """
+    decoding: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        decoding = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    config = need("transformers", extra="models").GenerationConfig(
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        max_new_tokens=max_new_tokens,
+        **decoding,
+    )
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for start in range(0, len(rows), BATCH):
+            batch = rows[start : start + BATCH]
+            texts = [_text(tokenizer, row["prompt"]) for row in batch]
+            ids = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+            ids = {name: ids[name].to(model.device) for name in ("input_ids", "attention_mask")}
+            out = model.generate(**ids, generation_config=config)[:, ids["input_ids"].shape[1] :]
+            answers = tokenizer.batch_decode(out, skip_special_tokens=True)
+            total += sum(task.score(answer, row) for answer, row in zip(answers, batch, strict=True))
+    model.train(was_training)
+    return total / len(rows)
+
+
+def _text(tokenizer: Any, prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

@@ -1,0 +1,167 @@
+"""The general region, and what all regions share: points on the axes, corrections, caps."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+import trustrl
+from support.worlds import reduction_for, run, world
+from trustrl.core.records import FullDivergence
+from trustrl.core.regions.dispatch import REGION_KINDS, register_region
+from trustrl.errors import ConfigError, DuplicateNameError, MissingDataError
+
+
+def on_the_axes(region):
+    try:
+        return region.axes()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+PRESETS = {name: trustrl.preset(name) for name in trustrl.presets()}
+VARIANTS = {
+    **PRESETS,
+    "dppo, capped": trustrl.DPPO(trustrl.BinaryTV(max_increase=0.05), max_ratio=1.2),
+    "dppo, corrected": trustrl.DPPO(anchor="proximal", correction=trustrl.TIS(max_ratio=1.1)),
+    "ppo, textbook": trustrl.PPO(action="clip"),
+    "ppo, capped": trustrl.PPO(max_ratio=1.1),
+    "cispo, tight": trustrl.CISPO(max_ratio=1.05),
+    "cppo, capped": trustrl.CPPO(trustrl.BinaryTV(max_increase=0.05), max_ratio=1.1),
+    "trm, mean": trustrl.TRM(trustrl.SampledK2(max_increase=0.01)),
+}
+POINTS = {name: region for name, region in VARIANTS.items() if on_the_axes(region) is not None}
+EQUAL = sorted(POINTS)
+
+
+def test_most_presets_are_points_on_the_axes():
+    assert len([name for name in PRESETS if name in POINTS]) > 15
+
+
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("drift", [0.1, 0.7], ids=["near", "far"])
+def test_a_region_decides_as_its_point_on_the_axes(name, drift):
+    w = world(3, drift=drift, rows=8)
+    region = POINTS[name]
+    reduction = reduction_for(region.kind, w)
+    (ours, policy), (point, other) = (run(one, w, reduction=reduction) for one in (region, region.axes()))
+    assert torch.equal(ours.decision.keep, point.decision.keep)
+    torch.testing.assert_close(ours.decision.weight, point.decision.weight, rtol=0, atol=0)
+    torch.testing.assert_close(policy.logp.grad, other.logp.grad, rtol=0, atol=0)
+    torch.testing.assert_close(ours.loss, point.loss, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["sequence", "sequence-max"])
+def test_levels_and_directions_of_the_axes_differ(level):
+    w = world(3, drift=0.7, rows=8)
+    statistic = trustrl.BinaryTV(max_increase=0.05)
+    away, symmetric = (
+        run(trustrl.TrustRegion(statistic, level=level, direction=direction), w)[0].decision.keep
+        for direction in ("away", "symmetric")
+    )
+    token = run(trustrl.TrustRegion(statistic), w)[0].decision.keep
+    assert not torch.equal(away, token)
+    assert (symmetric <= away).all()
+    assert (symmetric != away).any()
+
+
+CORRECTED = sorted(
+    name
+    for name, region in PRESETS.items()
+    if {"correction", "anchor"} <= {field.name for field in fields(region)} and name != "dppo-decoupled"
+)
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_correction_multiplies_the_weight_of_every_region_by_the_capped_mismatch(name):
+    w, cap = world(3, drift=0.2, rows=8), 1.05
+    plain = replace(PRESETS[name], anchor="proximal", correction=None)
+    reduction = reduction_for(plain.kind, w)
+    (before, _), (after, _) = (
+        run(one, w, reduction=reduction) for one in (plain, replace(plain, correction=trustrl.TIS(max_ratio=cap)))
+    )
+    factor = (w.at_token(w.proximal) - w.at_token(w.behavior)).exp().clamp(max=cap)
+    assert (factor == cap).any()
+    on = w.in_loss & before.decision.keep
+    torch.testing.assert_close(after.decision.weight[on], (before.decision.weight * factor)[on], rtol=1e-12, atol=0)
+    assert torch.equal(after.decision.keep, before.decision.keep)
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        pytest.param(trustrl.MiniRL(max_ratio=1.05), id="minirl"),
+        pytest.param(trustrl.CPPO(trustrl.BinaryTV(max_increase=0.2), max_ratio=1.05), id="cppo"),
+        pytest.param(trustrl.TRM(trustrl.SampledK2(max_increase=0.5), max_ratio=1.05), id="trm"),
+    ],
+)
+def test_a_cap_bounds_the_weight(region):
+    w = world(3, drift=0.2, rows=8)
+    out, _ = run(region, w)
+    ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
+    on = w.in_loss & out.decision.keep
+    torch.testing.assert_close(out.decision.weight[on], ratio.clamp(max=1.05)[on], rtol=1e-12, atol=0)
+    assert (ratio[on] > 1.05).any()
+
+
+def test_trm_also_masks_sequences_by_their_mean():
+    w = world(3, drift=0.2, rows=24)
+    log_ratio = w.at_token(w.policy) - w.at_token(w.behavior)
+    k3 = torch.where(w.in_loss, log_ratio.exp() - 1 - log_ratio, 0.0)
+    mean = k3.sum(1) / w.in_loss.sum(1).clamp(min=1)
+    bound = mean.median().item()
+    wide = trustrl.SampledK2(max_increase=1e6)
+    out, _ = run(trustrl.TRM(wide, mean=trustrl.SampledK3(max_increase=bound)), w)
+    outside = (mean > bound)[:, None] & (w.advantage != 0) & w.in_loss
+    assert torch.equal(~out.decision.keep & w.in_loss, outside)
+    assert 0 < outside.sum() < (w.in_loss & (w.advantage != 0)).sum()
+    assert (outside & (w.advantage * log_ratio < 0)).any()  # in both directions
+
+
+def test_a_prefix_budget_reports_the_thresholds_of_its_divergence():
+    region = trustrl.CPPO(trustrl.BinaryTV(max_increase=0.3))
+    decision = run(region, world(3))[0].decision
+    assert (decision.max_increase, decision.max_decrease) == (0.3, 0.3)
+
+
+def test_a_penalty_on_the_axes_has_a_width_for_each_side_and_the_gap_of_its_statistic():
+    w = world(3, drift=0.5)
+    rises = w.at_token(w.policy) > w.at_token(w.behavior)
+    sides = trustrl.TrustRegion(trustrl.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise")
+    weight, up, down = (run(one, w)[0].decision.weight for one in (sides, trustrl.SPO(0.3), trustrl.SPO(0.1)))
+    torch.testing.assert_close(weight, torch.where(rises, up, down), rtol=1e-12, atol=0)
+    gap = trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.4), action="penalise")
+    weight, drpo = (run(one, w)[0].decision.weight for one in (gap, trustrl.DRPO(0.4)))
+    torch.testing.assert_close(weight, drpo, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("statistic", "name"), [(trustrl.FullTV, "tv"), (trustrl.FullKL, "kl")])
+def test_an_exact_divergence_may_be_given_instead_of_the_vocabulary(statistic, name):
+    w = world(3, rows=8)
+    region = trustrl.DPPO(statistic())
+    whole, _ = run(region, w)
+    rollout = w.rollout("behavior")
+    policy, anchor = w.policy.exp(), w.behavior.exp()
+    found = {"tv": (policy - anchor).abs().sum(-1) / 2, "kl": (anchor * (w.behavior - w.policy)).sum(-1)}
+    other = {"tv": "kl", "kl": "tv"}[name]
+
+    def given(**divergences):
+        sides = {"of": "behavior", "tv": None, "kl": None, **divergences}
+        tokens = replace(w.policy_tokens(rollout), full_logp=None, full_divergence=FullDivergence(**sides))
+        return trustrl.policy_loss(tokens, replace(rollout, full=None), region, reduction=trustrl.TokenSum())
+
+    out = given(**{name: found[name]})
+    assert torch.equal(out.decision.keep, whole.decision.keep)
+    torch.testing.assert_close(out.decision.divergence.lower, whole.decision.divergence.lower, rtol=1e-9, atol=1e-12)
+    with pytest.raises(MissingDataError, match=rf"full_divergence\.{name} must be given for .*got None"):
+        given(**{other: found[other]})
+
+
+def test_only_settings_can_be_registered_and_only_once():
+    with pytest.raises(ConfigError, match=r"must be a subclass of trustrl\.Region, got <class 'int'>"):
+        register_region(int)
+    with pytest.raises(ConfigError, match=r"got 'dppo'"):
+        register_region("dppo")
+    with pytest.raises(DuplicateNameError, match="dppo"):
+        register_region(trustrl.DPPO)(REGION_KINDS["dppo"].decide)
+    assert REGION_KINDS["dppo"].settings is trustrl.DPPO

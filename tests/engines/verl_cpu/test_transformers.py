@@ -1,0 +1,218 @@
+"""The transformers sampler without Ray: against the model's own softmax, alone and in batches, before and after weights."""
+
+import asyncio
+import pickle
+from uuid import uuid4
+
+import pytest
+
+pytest.importorskip("verl")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.tiny_models import VOCABULARY, full_logps, perturb, save_model, some_sequences
+from trustrl.engines.verl_cpu.sampler_server import Limits, buckets
+from trustrl.engines.verl_cpu.transformers_server import TransformersServer
+from trustrl.errors import ConfigError, EngineError
+
+EXACT = 2e-5
+LIMITS = Limits(prompt=32, response=8, total=40)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def path(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder, tied=request.param)
+    return folder
+
+
+def ask(path, calls, *, before=None, **settings):
+    """The answers to concurrent requests of one server, and the sizes of the batches they were answered in."""
+    options = {"batch_size": 64, "dtype": "float32", "load_weights": True, "ignore_eos": True, "seed": 0} | settings
+
+    async def run():
+        server = TransformersServer(str(path), LIMITS, **options)
+        await server.start()
+        if before is not None:
+            await before(server)
+        sizes, answer = [], server._answers
+        server._answers = lambda requests: sizes.append(len(requests)) or answer(requests)
+        found = await asyncio.gather(*(server.generate(ids, dict(how), uuid4().hex) for ids, how in calls))
+        return found, sizes
+
+    return asyncio.run(run())
+
+
+def sampling(temperature=1.0, **more):
+    return {"temperature": temperature, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, **more}
+
+
+def scoring(k):
+    return {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k, "detokenize": False}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_log_probs_are_of_the_distribution_sampled_from(path, temperature):
+    prompts = some_sequences(3, 30, 11, 1)
+    answers, _ = ask(path, [(p, sampling(temperature)) for p in prompts])
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer.token_ids) == len(answer.log_probs) == 8
+        logits = full_logps(model, prompt + answer.token_ids)[len(prompt) - 1 :]
+        truth = torch.log_softmax(logits / temperature, -1)[torch.arange(8), answer.token_ids]
+        torch.testing.assert_close(torch.tensor(answer.log_probs), truth, atol=EXACT / temperature, rtol=0)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_probable(path):
+    (prompt,) = some_sequences(5)
+    count = 2000
+    answers, _ = ask(path, [(prompt, sampling(0.8, max_tokens=1))] * count, batch_size=500)
+    drawn = torch.bincount(torch.tensor([a.token_ids[0] for a in answers]), minlength=VOCABULARY)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    p = torch.softmax(full_logps(model, [*prompt, 0])[-1] / 0.8, -1)
+    likely = p > 0.01
+    assert likely.sum() >= 3
+    error = (drawn - count * p)[likely] / (count * p * (1 - p))[likely].sqrt()
+    assert error.abs().max() < 5
+
+
+def test_greedy_is_the_same_alone_and_in_a_batch(path):
+    prompts = some_sequences(2, 31, 17, 8)
+    together, _ = ask(path, [(p, sampling(0)) for p in prompts])
+    for prompt, one in zip(prompts, together, strict=True):
+        (alone,), _ = ask(path, [(prompt, sampling(0))])
+        assert alone.token_ids == one.token_ids
+        torch.testing.assert_close(torch.tensor(alone.log_probs), torch.tensor(one.log_probs), atol=EXACT, rtol=0)
+
+
+def test_a_response_ends_with_the_end_token_or_at_its_own_length(path):
+    prompts = some_sequences(*[4] * 1000, seed=9)
+    calls = [(p, sampling(50.0, max_tokens=3 + i % 4)) for i, p in enumerate(prompts)]
+    answers, _ = ask(path, calls, ignore_eos=False, batch_size=1000)
+    ended = [answer for answer in answers if 1 in answer.token_ids]
+    assert ended  # 1 is the end of a text
+    assert all(answer.token_ids.index(1) == len(answer.token_ids) - 1 for answer in ended)
+    for i, answer in enumerate(answers):
+        assert len(answer.log_probs) == len(answer.token_ids) <= 3 + i % 4
+        assert answer in ended or len(answer.token_ids) == 3 + i % 4
+
+
+def test_concurrent_requests_are_answered_together(path):
+    _, sizes = ask(path, [(p, sampling()) for p in some_sequences(*[6] * 100)], batch_size=64)
+    assert sum(sizes) == 100
+    assert max(sizes) == 64
+    assert len(sizes) <= 3
+
+
+@pytest.mark.parametrize("k", [0, 1, 8])
+def test_scores_follow_verls_contract(path, k):
+    """Row j is the distribution that predicts token j+1; the last row is a dummy; K = 0 is the token itself."""
+    sequences = some_sequences(2, 40, 17)
+    answers, _ = ask(path, [(s, scoring(k)) for s in sequences])
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for ids, answer in zip(sequences, answers, strict=True):
+        found_ids = torch.tensor(answer.extra_fields["prompt_ids"])
+        found_logps = torch.tensor(answer.extra_fields["prompt_logprobs"])
+        assert found_ids.shape == found_logps.shape == (len(ids), max(k, 1))
+        truth = full_logps(model, ids)
+        expected = truth.topk(k).values if k else truth.gather(-1, torch.tensor(ids[1:])[:, None])
+        torch.testing.assert_close(found_logps[:-1], expected, atol=EXACT, rtol=0)
+        torch.testing.assert_close(truth.gather(-1, found_ids[:-1]), expected, atol=EXACT, rtol=0)
+        assert not found_ids[-1].any()
+        assert not found_logps[-1].any()
+
+
+def test_scoring_in_parts_and_beside_sampling_changes_nothing(path, monkeypatch):
+    sequences = some_sequences(12, 30, 7, 22, 3)
+    whole, _ = ask(path, [(s, scoring(4)) for s in sequences])
+    monkeypatch.setattr("trustrl.engines.verl_cpu.transformers_server.LOGIT_BYTES", 2 * 4 * VOCABULARY * 30)
+    mixed, sizes = ask(path, [call for s in sequences for call in ((s, sampling()), (s, scoring(4)))])
+    assert sizes == [10]
+    for one, other in zip(whole, mixed[1::2], strict=True):
+        assert one.extra_fields["prompt_ids"] == other.extra_fields["prompt_ids"]
+    assert all(len(answer.token_ids) == 8 for answer in mixed[0::2])
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["from the checkpoint", "from random weights"])
+def test_new_weights_arrive(path, loaded):
+    torch.manual_seed(1)
+    trained = AutoModelForCausalLM.from_pretrained(path)
+    perturb(trained)
+
+    async def update(server):
+        await server.begin_weights()
+        pieces = list(buckets(trained.named_parameters(), limit=20_000))
+        assert len(pieces) > 3
+        for piece in pieces:
+            await server.load_weights(pickle.loads(pickle.dumps(piece)))
+        await server.end_weights(7)
+
+    (ids,) = some_sequences(20)
+    (answer,), _ = ask(path, [(ids, scoring(0))], before=update, load_weights=loaded)
+    found = torch.tensor(answer.extra_fields["prompt_logprobs"])[:-1, 0]
+    token = torch.tensor(ids[1:])[:, None]
+    torch.testing.assert_close(found, full_logps(trained, ids).gather(-1, token)[:, 0], atol=EXACT, rtol=0)
+    old = full_logps(AutoModelForCausalLM.from_pretrained(path), ids).gather(-1, token)[:, 0]
+    assert (found - old).abs().max() > 0.1
+    assert answer.extra_fields["global_steps"] == 7
+
+
+def test_weights_that_do_not_fit_or_are_missing_are_refused(path):
+    model = AutoModelForCausalLM.from_pretrained(path)
+    some = [("model.norm.weight", model.model.norm.weight)]
+
+    def sends(weights):
+        async def update(server):
+            await server.begin_weights()
+            for piece in buckets(weights):
+                await server.load_weights(piece)
+            await server.end_weights(1)
+
+        return update
+
+    with pytest.raises(EngineError, match="must send all of the sampler's weights"):
+        ask(path, [], before=sends(some))
+    with pytest.raises(EngineError, match="must be one of the sampler's weights"):
+        ask(path, [], before=sends([("model.norm.weight", torch.zeros(3))]))
+    with pytest.raises(EngineError, match=r"base_model\.q"):
+        ask(path, [], before=sends([("base_model.q", torch.zeros(3))]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "how", "sentence"),
+    [
+        pytest.param([1, 2], {"top_p": 0.9}, "top_p must be 1.0", id="top-p"),
+        pytest.param([1, 2], {"top_k": 5}, "top_k must be -1", id="top-k"),
+        pytest.param([1, 2], {"repetition_penalty": 1.2}, "repetition_penalty must be 1.0", id="a penalty"),
+        pytest.param([1] * 40, {}, "fewer than 40 tokens", id="no room"),
+        pytest.param([1] * 41, {"prompt_logprobs": 0, "max_tokens": 1}, "1 to 40 tokens", id="too long to score"),
+        pytest.param([1, 2], {"prompt_logprobs": 0, "max_tokens": 2}, "max_tokens must be 1", id="score and sample"),
+        pytest.param([1, 2], {"prompt_logprobs": 501, "max_tokens": 1}, "size 500, got 501", id="more than there are"),
+    ],
+)
+def test_requests_that_do_not_fit_are_refused_in_a_sentence(path, ids, how, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ask(path, [(ids, how)])
+
+
+def test_an_answer_arrives_as_verls_own(path):
+    from verl.workers.rollout.replica import TokenOutput
+
+    (answer,), _ = ask(path, [([1, 2], sampling())])
+    arrived = pickle.loads(pickle.dumps(answer))
+    assert isinstance(arrived, TokenOutput)
+    assert (arrived.token_ids, arrived.log_probs) == (answer.token_ids, answer.log_probs)
+    assert arrived.stop_reason == "completed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buckets_hold_every_weight_once(dtype):
+    weights = [(f"w{i}", torch.randn(3, i).to(dtype)) for i in range(12)] + [("scalar", torch.tensor(2.0, dtype=dtype))]
+    pieces = list(buckets(weights, limit=64))
+    assert len(pieces) > 5
+    arrived = [pair for piece in pieces for pair in piece.tensors()]
+    assert [name for name, _ in arrived] == [name for name, _ in weights]
+    for (_, sent), (_, got) in zip(weights, arrived, strict=True):
+        assert got.dtype == sent.dtype
+        assert torch.equal(got, sent)

@@ -1,0 +1,1 @@
+"""Code that several tests share: batches, models, reference answers and scripts. Nothing here is a test."""

@@ -1,0 +1,78 @@
+"""Regions in words: every preset has a sentence, and its thresholds and units are in it."""
+
+import pytest
+
+from trustrl.config.axes import TrustRegion
+from trustrl.config.loading import config_to_dict
+from trustrl.config.presets import preset, presets
+from trustrl.config.statistics import BinaryTV, FullTV
+from trustrl.tools.report.region_descriptions import facts, region_in_words, unit_of
+
+
+def said(region):
+    return region_in_words(region, config_to_dict(region))
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_has_words_and_no_placeholder(name):
+    text = said(preset(name))
+    assert text.endswith(".")
+    assert "{" not in text
+    assert "not registered" not in text
+
+
+@pytest.mark.parametrize(
+    ("region", "words"),
+    [
+        pytest.param(preset("dppo-binary-tv"), ["|π − μ| of the sampled token", "0.15 (probability)", "further out"], id="DPPO"),
+        pytest.param(preset("ppo"), ["|π/μ − 1|", "0.28 upwards or 0.2 downwards (ratio)"], id="PPO with two bounds"),
+        pytest.param(preset("ppo", dual_clip=3.0), ["above π/μ = 3"], id="dual clip"),
+        pytest.param(preset("dppo-topk-kl"), ["20 most probable tokens of μ", "0.05 (nats)"], id="Top-K KL"),
+        pytest.param(preset("troll"), ["KL(π̂‖π')", "0.05 nats", "64 most probable"], id="TROLL"),
+        pytest.param(preset("cispo"), ["Masks nothing", "capped at 5"], id="CISPO"),
+        pytest.param(preset("pg-is"), ["Masks nothing", "weight is π/μ"], id="no region"),
+        pytest.param(preset("gspo"), ["whole sequence", "0.0004 upwards or 0.0003 downwards"], id="GSPO"),
+        pytest.param(preset("trm"), ["Drops a whole sequence", "largest", "(nats)"], id="TRM"),
+        pytest.param(preset("drpo"), ["reverses", "0.2 (probability)"], id="DRPO"),
+        pytest.param(preset("cppo"), ["budget", "0.15 (probability)"], id="CPPO"),
+        pytest.param(preset("minirl"), ["|π/π' − 1|", "weights are π/μ"], id="MiniRL"),
+        pytest.param(preset("tis"), ["π'/μ multiplies the weight, up to 2"], id="TIS"),
+        pytest.param(preset("mis"), ["outside [0.5, 2]"], id="MIS"),
+        pytest.param(
+            TrustRegion(FullTV(act_on="upper"), level="sequence", direction="symmetric"),
+            ["whole sequence", "mean the upper end of TV over the whole vocabulary"], id="axes",
+        ),
+        pytest.param(preset("dppo-binary-tv", divergence=BinaryTV(max_increase=0.1, max_decrease=float("inf"))), ["∞ downwards"], id="one side off"),
+    ],
+)  # fmt: skip
+def test_thresholds_come_with_their_unit(region, words):
+    for word in words:
+        assert word in said(region)
+
+
+def test_a_symmetric_region_says_nothing_of_directions():
+    assert "further out" not in said(preset("ipo"))
+
+
+def test_a_region_that_is_not_known_lists_its_settings():
+    assert region_in_words(None, {"kind": "mine", "width": 0.3}) == "mine, which is not registered here: width = 0.3."
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("ppo", "ratio"),
+        ("dppo-topk-tv", "probability"),
+        ("kpop", "nats"),
+        ("trm-sampled", "nats"),
+        ("cispo", None),
+        ("troll", None),
+    ],
+)
+def test_a_divergence_has_the_unit_of_its_statistic(name, unit):
+    assert unit_of(preset(name)) == unit
+
+
+def test_a_recipe_without_tables_has_no_facts_that_are_not_there():
+    assert "model" not in facts({})
+    assert facts({"schedule": {"seed": 0}})["seed"] == "0"
