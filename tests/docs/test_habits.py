@@ -1,0 +1,154 @@
+"""Files for contributors and releases: they parse, call sessions that exist, and agree on versions and addresses."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+if not WORKFLOWS:
+    pytest.skip("needs a checkout", allow_module_level=True)
+
+yaml = pytest.importorskip("yaml")
+TOML = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NOXFILE = (ROOT / "noxfile.py").read_text()
+SESSIONS = set(re.findall(r"^@nox\.(?:session|parametrize)\(.*\)\ndef (\w+)\(", NOXFILE, re.M))
+YAMLS = [*sorted((ROOT / ".github").rglob("*.yml")), ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"]
+
+
+def read(path):
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def commands(workflow):
+    return [step["run"] for job in read(workflow)["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+def matrix(workflow, name):
+    return [
+        one
+        for job in read(workflow)["jobs"].values()
+        for one in job.get("strategy", {}).get("matrix", {}).get(name, [])
+    ]
+
+
+def called(workflow):
+    """Sessions that a workflow runs, with the matrix filled in."""
+    found = set()
+    for line in commands(workflow):
+        for names in re.findall(r"nox -s (.+?)(?: -- .*)?$", line, re.M):
+            for filled in matrix(workflow, "sessions") if "matrix.sessions" in names else [names]:
+                found |= {re.split(r"[-(]", name.strip('"'))[0] for name in filled.split() if not name.startswith("$")}
+    return {name for name in found if name.isidentifier()}
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.name)
+def test_every_yaml_file_parses(path):
+    assert isinstance(read(path), dict)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_call_sessions_that_exist(workflow):
+    assert called(workflow)
+    assert called(workflow) <= SESSIONS
+
+
+def test_the_ci_workflow_runs_every_session_that_nox_runs_unasked():
+    (unasked,) = re.findall(r"nox\.options\.sessions = \[(.*?)\]", NOXFILE, re.S)
+    assert called(ROOT / ".github/workflows/ci.yml") >= {*re.findall(r'"(\w+)"', unasked), "torch_versions"}
+
+
+def test_the_ci_workflow_has_the_python_and_torch_versions_of_the_session_it_calls():
+    pythons, torches = re.search(
+        r"python=(\[[^]]+\])\)\n@nox\.parametrize\(\"torch\", (\[[^]]+\])\)\ndef torch_versions", NOXFILE
+    ).groups()
+    workflow = ROOT / ".github/workflows/ci.yml"
+    assert matrix(workflow, "python") == re.findall(r"[\d.]+", pythons)
+    assert matrix(workflow, "torch") == re.findall(r"[\d.]+", torches)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_grant_no_more_than_reading_unless_a_job_asks(workflow):
+    assert read(workflow)["permissions"] == {"contents": "read"}
+
+
+def test_the_release_is_published_without_a_token_after_build_check_and_attestation():
+    jobs = read(ROOT / ".github/workflows/release.yml")["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["publish"]["needs"] == "build"
+    uses = [step.get("uses", step.get("run")) for step in jobs["build"]["steps"]]
+    assert uses.index("nox -s build") < next(i for i, one in enumerate(uses) if one.startswith("actions/attest"))
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
+
+
+def test_pre_commit_runs_the_ruff_of_the_lint_group():
+    hooks = {repo["repo"].rpartition("/")[2]: repo for repo in read(ROOT / ".pre-commit-config.yaml")["repos"]}
+    (pinned,) = (one for one in TOML["dependency-groups"]["lint"] if one.startswith("ruff=="))
+    assert hooks["ruff-pre-commit"]["rev"] == f"v{pinned.removeprefix('ruff==')}"
+    for hook in hooks["local"]["hooks"]:
+        script = hook["entry"].split()[1]
+        assert (ROOT / script).is_file()
+        assert f'"{script}"' in NOXFILE, "lint runs it too"
+
+
+@pytest.mark.parametrize("package", ["ruff", "pyright", "import-linter", "pylint"])
+def test_the_lint_group_pins_exact_versions(package):
+    assert any(re.fullmatch(rf"{package}==[\d.]+", one) for one in TOML["dependency-groups"]["lint"])
+
+
+def test_one_version_everywhere():
+    version = TOML["project"]["version"]
+    assert f'__version__ = "{version}"' in (ROOT / "src/trustrl/__init__.py").read_text()
+    assert read(ROOT / "CITATION.cff")["version"] == version
+    assert f"version = {{{version}}}" in (ROOT / "README.md").read_text()
+
+
+def test_the_placeholder_for_the_repository_is_the_same_everywhere():
+    """Addresses of this repository start with the one in pyproject.toml, whatever it is."""
+    repository = TOML["project"]["urls"]["Repository"]
+    assert all(url.startswith(repository) for url in TOML["project"]["urls"].values())
+    assert read(ROOT / "CITATION.cff")["repository-code"] == repository
+    names = ["SECURITY.md", "CODE_OF_CONDUCT.md", ".github/pull_request_template.md", "CONTRIBUTING.md"]
+    for path in [*(ROOT / name for name in names), *sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))]:
+        found = re.findall(r"https://github\.com/[\w.-]+/trustrl\b", path.read_text())
+        assert set(found) == {repository}, path
+
+
+def test_the_templates_link_to_headings_that_exist():
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+        if line.startswith("#")
+    }
+    for path in sorted((ROOT / ".github").rglob("*.*")):
+        for anchor in re.findall(r"CONTRIBUTING\.md#([\w-]+)", path.read_text()):
+            assert anchor in headings, (path, anchor)
+
+
+def test_the_site_asks_for_versions_only_where_mike_builds_it():
+    page = (ROOT / "mkdocs.yml").read_text()
+    assert "provider: !ENV [TRUSTRL_DOCS_VERSIONS, none]" in page
+    assert '"TRUSTRL_DOCS_VERSIONS": "mike"' in NOXFILE
+    assert any(re.fullmatch(r"mike==[\d.]+", one) for one in TOML["dependency-groups"]["docs"])
+
+
+def test_the_changelog_moves_modules_and_names_to_paths_that_exist():
+    (unreleased,) = re.findall(r"^## Unreleased$(.*?)^## ", (ROOT / "CHANGELOG.md").read_text(), re.M | re.S)
+    rows = re.findall(r"^\| (`trustrl[\w.]*`) \| (.+) \|$", unreleased, re.M)
+    for old, now in rows:
+        assert now != old
+        for name in re.findall(r"`([\w.]+)`", now):
+            assert is_module(name) or is_defined(*name.rsplit(".", 1)), (old, name)
+
+
+def is_module(name):
+    path = ROOT / "src" / name.replace(".", "/")
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def is_defined(module, name):
+    path = ROOT / "src" / module.replace(".", "/")
+    path = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".py")
+    return re.search(rf"\b{name}\b", path.read_text()) is not None
