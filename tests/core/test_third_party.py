@@ -57,6 +57,11 @@ def test_only_regions_register(not_a_region):
         trustrl.register_region(not_a_region)
 
 
+def test_a_kind_registers_once():
+    with pytest.raises(trustrl.errors.DuplicateNameError, match="test-only-up"):
+        trustrl.register_region(OnlyUp)(only_up)
+
+
 def test_an_unregistered_region_is_named():
     @dataclass(frozen=True)
     class Stranger(trustrl.Region):

@@ -8,8 +8,7 @@ import torch
 import trustrl
 from support.worlds import reduction_for, run, world
 from trustrl.core.records import FullDivergence
-from trustrl.core.regions.dispatch import REGION_KINDS, register_region
-from trustrl.errors import ConfigError, DuplicateNameError, MissingDataError
+from trustrl.errors import MissingDataError
 
 
 def on_the_axes(region):
@@ -157,11 +156,28 @@ def test_an_exact_divergence_may_be_given_instead_of_the_vocabulary(statistic, n
         given(**{other: found[other]})
 
 
-def test_only_settings_can_be_registered_and_only_once():
-    with pytest.raises(ConfigError, match=r"must be a subclass of trustrl\.Region, got <class 'int'>"):
-        register_region(int)
-    with pytest.raises(ConfigError, match=r"got 'dppo'"):
-        register_region("dppo")
-    with pytest.raises(DuplicateNameError, match="dppo"):
-        register_region(trustrl.DPPO)(REGION_KINDS["dppo"].decide)
-    assert REGION_KINDS["dppo"].settings is trustrl.DPPO
+@pytest.mark.parametrize("level", ["sequence", "sequence-max"])
+def test_a_cap_holds_at_the_level_of_sequences(level):
+    w = world(3, drift=0.2, rows=8)
+    out, _ = run(trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.5), level=level, max_ratio=1.05), w)
+    ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
+    on = w.in_loss & out.decision.keep
+    torch.testing.assert_close(out.decision.weight[on], ratio.clamp(max=1.05)[on], rtol=1e-12, atol=0)
+
+
+def test_truncation_ignores_the_statistic():
+    w = world(3, drift=0.5)
+    region = trustrl.TrustRegion(None, action="truncate", max_ratio=1.1)
+    out, _ = run(region, w)
+    assert out.decision.keep.all()
+    ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
+    torch.testing.assert_close(out.decision.weight[w.in_loss], ratio.clamp(max=1.1)[w.in_loss], rtol=1e-12, atol=0)
+
+
+def test_a_sequences_side_is_the_sign_of_its_mean_log_ratio():
+    w = world(3, drift=0.5, rows=8)
+    out, _ = run("gspo", w)
+    log_ratio = torch.where(w.in_loss, w.at_token(w.policy) - w.at_token(w.behavior), 0.0)
+    mean = log_ratio.sum(1, keepdim=True) / w.in_loss.sum(1, keepdim=True).clamp(min=1)
+    found = out.decision.side.reshape(w.in_loss.shape)[w.in_loss]
+    torch.testing.assert_close(found, mean.expand_as(log_ratio)[w.in_loss], rtol=1e-9, atol=1e-12)
