@@ -2,6 +2,7 @@
 
     nox -s mutation                 # 450 mutants, seed 0, under ten minutes on two cores
     nox -s mutation -- --sample 50
+    nox -s mutation -- --again      # only those that survived the last run, after a change to the tests
 
 mutmut makes and runs the mutants (settings in pyproject.toml); this file draws the sample and writes the summary to
 docs/data/mutation.json. docs/mutation.md explains the survivors.
@@ -46,17 +47,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=450, help="Number of mutants (default 450).")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the sample (default 0).")
+    parser.add_argument("--again", action="store_true", help="Run the survivors of the last run again.")
     args = parser.parse_args()
 
     start = time.monotonic()
+    known = {name: verdict for name, verdict in verdicts().items() if args.again and verdict != "not checked"}
     print("making mutants and measuring which tests reach them ...", file=sys.stderr)
     mutmut("run", "trustrl.core.numerics.x_free_to_look__mutmut_1")
     everything = sorted(verdicts())
     chosen = sorted(random.Random(args.seed).sample(everything, min(args.sample, len(everything))))
-    print(f"running {len(chosen)} of {len(everything)} mutants ...", file=sys.stderr)
-    mutmut("run", "--max-children", "2", *chosen)
+    if args.again:
+        chosen = sorted(known)
+    to_run = {name for name in chosen if known.get(name) not in ("killed", "timeout")}
+    print(f"running {len(to_run)} of {len(everything)} mutants ...", file=sys.stderr)
+    mutmut("run", "--max-children", "2", *sorted(to_run))
 
-    found = {name: verdict for name, verdict in verdicts().items() if name in set(chosen)}
+    now = verdicts()
+    found = {name: now[name] if name in to_run else known[name] for name in chosen}
     counts = Counter(found.values())
     # A mutant that hangs is noticed as surely as one that fails.
     killed = counts["killed"] + counts["timeout"]

@@ -181,3 +181,13 @@ def test_a_sequences_side_is_the_sign_of_its_mean_log_ratio():
     mean = log_ratio.sum(1, keepdim=True) / w.in_loss.sum(1, keepdim=True).clamp(min=1)
     found = out.decision.side.reshape(w.in_loss.shape)[w.in_loss]
     torch.testing.assert_close(found, mean.expand_as(log_ratio)[w.in_loss], rtol=1e-9, atol=1e-12)
+
+
+def test_a_prefix_budget_reads_the_end_that_acts():
+    w = world(3, drift=0.3, rows=8)
+    statistic = trustrl.TopKTV(k=4, max_increase=0.1)
+    lower, upper = (
+        run(trustrl.CPPO(replace(statistic, act_on=end)), w)[0].decision.keep[w.in_loss] for end in ("lower", "upper")
+    )
+    assert (upper <= lower).all()
+    assert (upper != lower).any()
