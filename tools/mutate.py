@@ -51,13 +51,14 @@ def main() -> int:
     args = parser.parse_args()
 
     start = time.monotonic()
-    known = {name: verdict for name, verdict in verdicts().items() if args.again and verdict != "not checked"}
+    known = {name: verdict for name, verdict in verdicts().items() if verdict != "not checked"} if args.again else {}
+    if args.again and not known:
+        parser.error("--again needs the verdicts of a run before. Run without it first.")
     print("making mutants and measuring which tests reach them ...", file=sys.stderr)
     mutmut("run", "trustrl.core.numerics.x_free_to_look__mutmut_1")
     everything = sorted(verdicts())
-    chosen = sorted(random.Random(args.seed).sample(everything, min(args.sample, len(everything))))
-    if args.again:
-        chosen = sorted(known)
+    sample = random.Random(args.seed).sample(everything, min(args.sample, len(everything)))
+    chosen = sorted(known if args.again else sample)
     to_run = {name for name in chosen if known.get(name) not in ("killed", "timeout")}
     print(f"running {len(to_run)} of {len(everything)} mutants ...", file=sys.stderr)
     mutmut("run", "--max-children", "2", *sorted(to_run))

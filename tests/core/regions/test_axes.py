@@ -27,7 +27,7 @@ VARIANTS = {
     "ppo, capped": trustrl.PPO(max_ratio=1.1),
     "cispo, tight": trustrl.CISPO(max_ratio=1.05),
     "cppo, capped": trustrl.CPPO(trustrl.BinaryTV(max_increase=0.05), max_ratio=1.1),
-    "trm, mean": trustrl.TRM(trustrl.SampledK2(max_increase=0.01)),
+    "trm, k2": trustrl.TRM(trustrl.SampledK2(max_increase=0.01)),
 }
 POINTS = {name: region for name, region in VARIANTS.items() if on_the_axes(region) is not None}
 EQUAL = sorted(POINTS)

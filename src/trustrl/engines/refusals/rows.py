@@ -142,3 +142,28 @@ def table(rows: Iterable[Refusal]) -> str:
         setting, must_be, regions, why = (cell.replace("|", "\\|") for cell in row.cells())
         lines.append(f"| `{setting}` | {must_be} | {regions} | {why} |")
     return "\n".join(lines)
+
+
+def plain_sampling(group: str) -> dict[str, Refusal]:
+    """Returns the rows about vLLM's sampling parameters that change the distribution, by the parameter's name.
+
+    Args:
+        group: The engine's group of settings that holds the parameters.
+    """
+    neutral: dict[str, tuple[float, float, str, Callable[[Any, Given, Region], bool]]] = {
+        "top_p": (1.0, 0.9, TRUNCATED, lambda got, given, region: got < 1.0),
+        "top_k": (-1, 50, TRUNCATED, lambda got, given, region: got > 0),
+        "min_p": (0.0, 0.1, TRUNCATED, lambda got, given, region: got > 0.0),
+        "repetition_penalty": (1.0, 1.1, PENALISED, other_than(1.0)),
+    }
+    return {
+        name: Refusal(
+            setting=f"{group}.{name}",
+            must_be=str(default),
+            why=why,
+            refused=refused,
+            default=default,
+            example={f"{group}.{name}": example},
+        )
+        for name, (default, example, why, refused) in neutral.items()
+    }

@@ -11,14 +11,12 @@ from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
     ON_TRAINER,
-    PENALISED,
     PER_SEQUENCE,
-    TRUNCATED,
     VOCABULARY,
     Given,
     Refusal,
     Scope,
-    other_than,
+    plain_sampling,
 )
 
 ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
@@ -165,38 +163,7 @@ SAMPLING_ROWS = (
         words={"temperature": "or unset"},
         example={f"{ALGORITHM}.temperature": 0.8},
     ),
-    Refusal(
-        setting=f"{SAMPLING}.top_p",
-        must_be="1.0",
-        why=TRUNCATED,
-        refused=lambda top_p, given, region: top_p < 1.0,
-        default=1.0,
-        example={f"{SAMPLING}.top_p": 0.9},
-    ),
-    Refusal(
-        setting=f"{SAMPLING}.top_k",
-        must_be="-1",
-        why=TRUNCATED,
-        refused=lambda top_k, given, region: top_k > 0,
-        default=-1,
-        example={f"{SAMPLING}.top_k": 50},
-    ),
-    Refusal(
-        setting=f"{SAMPLING}.min_p",
-        must_be="0.0",
-        why=TRUNCATED,
-        refused=lambda min_p, given, region: min_p > 0.0,
-        default=0.0,
-        example={f"{SAMPLING}.min_p": 0.1},
-    ),
-    Refusal(
-        setting=f"{SAMPLING}.repetition_penalty",
-        must_be="1.0",
-        why=PENALISED,
-        refused=other_than(1.0),
-        default=1.0,
-        example={f"{SAMPLING}.repetition_penalty": 1.1},
-    ),
+    *plain_sampling(SAMPLING).values(),
 )
 """Rows about the sampler and the trainer around the loss."""
 

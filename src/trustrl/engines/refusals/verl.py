@@ -12,14 +12,13 @@ from trustrl.engines.refusals.rows import (
     EXACT,
     EXACT_ON_SAMPLER,
     ON_SAMPLER,
-    PENALISED,
     PER_SEQUENCE,
     SAMPLER_TOPK,
-    TRUNCATED,
     VOCABULARY,
     Given,
     Refusal,
     other_than,
+    plain_sampling,
 )
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
@@ -304,32 +303,7 @@ SAMPLER_DISTRIBUTION = (
 )
 """Rows about recording the sampler's top-K and passing it to the workers."""
 
-SAMPLING = (
-    Refusal(
-        setting=f"{ROLLOUT}.top_p",
-        must_be="1.0",
-        why=TRUNCATED,
-        refused=lambda top_p, given, region: top_p < 1.0,
-        default=1.0,
-        example={f"{ROLLOUT}.top_p": 0.9},
-    ),
-    Refusal(
-        setting=f"{ROLLOUT}.top_k",
-        must_be="-1",
-        why=TRUNCATED,
-        refused=lambda top_k, given, region: top_k > 0,
-        default=-1,
-        example={f"{ROLLOUT}.top_k": 50},
-    ),
-    Refusal(
-        setting=f"{ROLLOUT}.repetition_penalty",
-        must_be="1.0",
-        why=PENALISED,
-        refused=other_than(1.0),
-        default=1.0,
-        example={f"{ROLLOUT}.repetition_penalty": 1.1},
-    ),
-)
+SAMPLING = tuple(row for name, row in plain_sampling(ROLLOUT).items() if name != "min_p")  # verl has no min_p
 """Rows about the distribution that the sampler draws from."""
 
 ROWS = (
