@@ -150,9 +150,19 @@ def trl_vllm(session: nox.Session) -> None:
 def verl(session: nox.Session) -> None:
     """Tests regions in verl: its workers, `main_ppo` on Ray; the losses also at the oldest verl we support."""
     install_engine(session, "verl")
-    test_verl(session)
+    test_verl(session, "-m", "not long")
     oldest = other_release(session, "verl", "0.9.0")
-    session.run("pytest", "-n", "2", *VERL, env={"PYTHONPATH": oldest})
+    session.run("pytest", "-n", "2", "-m", "not long", *VERL, env={"PYTHONPATH": oldest})
+
+
+@nox.session(python="3.11")
+def verl_long(session: nox.Session) -> None:
+    """Tests long runs on verl: thirty steps of a mixture of experts, and an asynchronous mode.
+
+    Not in CI. Run `nox -s trl_vllm` first, which makes vLLM's environment.
+    """
+    install_engine(session, "verl")
+    test_verl(session, "-m", "long")
 
 
 @nox.session(python="3.11")
@@ -165,7 +175,7 @@ def verl_pins(session: nox.Session) -> None:
 VERL = ("tests/engines/verl", "tests/engines/verl_cpu")
 
 
-def test_verl(session: nox.Session) -> None:
+def test_verl(session: nox.Session, *chosen: str) -> None:
     """Runs the tests of the verl adapter in an environment that has verl."""
     vllm = Path(session.virtualenv.location).parent / "trl_vllm" / "bin" / "python"
     if vllm.exists():  # vLLM needs another transformers than verl: its server runs in the environment made before
@@ -173,7 +183,7 @@ def test_verl(session: nox.Session) -> None:
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
     on_ray = "tests/tools/audit/test_mapreduce.py"  # audits through Ray Data, which no other environment has
     # Each run is trained once for all tests of its file.
-    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, on_ray, guide, *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, on_ray, guide, *chosen, *session.posargs)
 
 
 @nox.session(python="3.11")
@@ -261,7 +271,8 @@ def results(session: nox.Session) -> None:
     install_core(session, "test")
     for command in (
         "answers.py", "clipping.py page", "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw",
-        "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "why.py draw",
+        "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "smollm2_prefill.py page",
+        "smollm2_kept.py page", "moe_mismatch.py page", "why.py draw",
     ):  # fmt: skip
         script, *what = command.split()
         session.run("python", f"benchmarks/evidence/{script}", *what)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,17 @@ import torch
 import trustrl
 from support import recording_batches as batches
 from trustrl.errors import MissingPackageError, RecordError
-from trustrl.recording import COLUMNS, VERSION, QuantileAbove, Recorder, Recording, read, record_writer, sequence_ids
+from trustrl.recording import (
+    COLUMNS,
+    VERSION,
+    QuantileAbove,
+    Recorder,
+    Recording,
+    read,
+    record_writer,
+    sequence_ids,
+    stream,
+)  # fmt: skip
 from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema, bytes_per_token
 from trustrl.recording.token_rows import Rows
 
@@ -51,7 +62,7 @@ def test_a_file_holds_what_the_loss_decided_bit_for_bit(case, tmp_path):
         "advantage": b.rollout.advantage[row], "behavior_logp": b.rollout.behavior_logp[on],
         "policy_logp": b.policy.logp.detach()[on], "weight": b.out.decision.weight[on], "kept": b.out.decision.keep[on],
         "divergence_lower": interval.lower[on], "divergence_upper": interval.upper[on],
-        "sampler_version": b.rollout.version[on],
+        "sampler_version": b.rollout.version[on], "turn": b.rollout.turn[on],
     }  # fmt: skip
     if b.policy.entropy is not None:
         expected["entropy"] = b.policy.entropy[on]
@@ -72,6 +83,69 @@ def test_a_token_takes_the_bytes_that_plans_count_on(tmp_path):
     batches.give(made, batches.batch(region=region, k=20, proximal=True))
     ((_, parts),) = made.ring.steps()
     assert made.ring.nbytes == bytes_per_token(20) * sum(map(len, parts)) > 0
+
+
+def test_kept_ids_are_lists_of_their_own_lengths(tmp_path):
+    b = batches.batch()
+    shape = (*b.rollout.in_loss.shape, 9)
+    sizes = torch.arange(b.rollout.in_loss.numel()).reshape(b.rollout.in_loss.shape) % 9 + 1
+    ids = torch.randint(500, shape, generator=torch.Generator().manual_seed(0))
+    ids = ids.masked_fill(torch.arange(9) >= sizes.unsqueeze(-1), -1)
+    b = b._replace(rollout=replace(b.rollout, kept_ids=ids))
+    for name, wanted in (("with", True), ("without", False)):
+        batches.give(recorder(tmp_path / name, kept_ids=wanted), b)
+    assert "kept_ids" not in read(tmp_path / "without")
+    assert torch.equal(read(tmp_path / "with")["kept_ids"], ids[b.rollout.in_loss].int())
+    (file,) = (tmp_path / "with").glob("*.parquet")
+    lists = pq.read_table(file, columns=["kept_ids"])["kept_ids"]
+    assert [len(row) for row in lists] == sizes[b.rollout.in_loss].tolist()  # no padding in the file
+
+
+def routed(seed=0, experts=6):
+    """A batch from a mixture of three layers with two experts per token."""
+    b = batches.batch(seed=seed)
+    shape = (*b.rollout.in_loss.shape, experts)
+    chosen = torch.randint(128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int16)
+    return b._replace(rollout=replace(b.rollout, experts=chosen))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_routed_experts_are_a_column_if_asked_for(wanted, tmp_path):
+    b = routed()
+    made = recorder(tmp_path, experts=wanted, ring_steps=1)
+    plain = recorder(tmp_path / "plain", ring_steps=1)
+    batches.give(made, b)
+    batches.give(plain, batches.batch())
+    found = read(tmp_path)
+    assert ("experts" in found) == wanted
+    ((_, parts),) = made.ring.steps()
+    more = made.ring.nbytes - plain.ring.nbytes
+    assert more == (bytes_per_token(0, experts=6) - bytes_per_token(0) if wanted else 0) * sum(map(len, parts))
+    if wanted:
+        assert more == 12 * len(found["step"])  # two bytes for each of six
+        assert torch.equal(found["experts"], b.rollout.experts[b.rollout.in_loss])
+
+
+def test_experts_that_do_not_fit_the_tokens_are_refused():
+    b = batches.batch()
+    with pytest.raises(RecordError, match=r"RolloutTokens\.experts must be of shape"):
+        replace(b.rollout, experts=torch.zeros(2, 3, dtype=torch.int16))
+    with pytest.raises(RecordError, match=r"RolloutTokens\.experts must be an integer tensor"):
+        replace(b.rollout, experts=torch.zeros(*b.rollout.in_loss.shape, 3))
+
+
+def test_files_of_an_older_schema_are_read_without_the_columns_added_since(tmp_path):
+    batches.give(recorder(tmp_path), batches.batch(), step=0)
+    (file,) = tmp_path.glob("*.parquet")
+    added = [column.name for column in COLUMNS if column.since > 1]
+    assert "experts" in added
+    rewritten(file, {**pq.read_table(file).schema.metadata, VERSION_KEY: b"1"}, drop=added)
+    batches.give(recorder(tmp_path, experts=True), routed(), step=1)
+    old, both = read(file), read(tmp_path)
+    assert "experts" not in old
+    assert len(both["step"].unique()) == 2
+    assert (both["experts"][both["step"] == 0] == -1).all()
+    assert sum(map(len, stream(file))) == len(old["step"])
 
 
 def test_faults_are_recorded_as_they_were(tmp_path):
@@ -232,7 +306,9 @@ def rewritten(path, metadata=None, drop=()):
             lambda p: pq.write_table(pa.table({"a": [1]}), p), "without a schema version", id="somebody else's"
         ),
         pytest.param(
-            lambda p: rewritten(p, {VERSION_KEY: b"2", REGION_KEY: b"{}"}), "Install a newer trustrl", id="newer"
+            lambda p: rewritten(p, {VERSION_KEY: str(VERSION + 1).encode(), REGION_KEY: b"{}"}),
+            "Install a newer trustrl",
+            id="newer",
         ),
         pytest.param(lambda p: rewritten(p, {VERSION_KEY: b"new"}), "schema version b'new'", id="no number"),
         pytest.param(lambda p: rewritten(p, drop=["weight"]), "column weight of type float", id="without a column"),

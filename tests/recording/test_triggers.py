@@ -107,7 +107,7 @@ def test_the_ring_keeps_to_its_bytes(tmp_path):
     batches.give(made, one, step=0)
     size = made.ring.nbytes
     tokens = int(one.rollout.in_loss.sum())
-    assert size == tokens * (7 * 4 + 1 + 3 * 4 + 8)  # floats, kept, three int32, sequence
+    assert size == tokens * (7 * 4 + 1 + 4 * 4 + 8)  # floats, kept, four int32, sequence
     made = recorder(tmp_path, NonFinite(), ring_steps=100, ring_bytes=int(2.5 * size))
     for step in range(6):
         batches.give(made, one, step=step)

@@ -30,7 +30,7 @@ def test_templates_say_that_they_were_not_run(file):
         pytest.param(["schedule.updates_per_batch=1"], "not needed", 1, 4, id="TRL, sampled token, on-policy"),
         pytest.param(["region.preset=dppo-topk-tv"], "forward pass of the trainer", 1, 4 + 8 * 20 + 4, id="TRL, Top-K"),
         pytest.param(
-            ["region.preset=dppo-topk-tv", "sampler.kind=vllm"], "the sampler scores", 1, 4 + 8 * 20 + 4,
+            ["region.preset=dppo-topk-tv", "sampler.kind=vllm"], "recorded by the sampler while it decodes", 0, 4 + 8 * 20 + 4,
             id="TRL, Top-K of vLLM",
         ),
         pytest.param(
@@ -38,7 +38,9 @@ def test_templates_say_that_they_were_not_run(file):
         ),
         pytest.param(["region.preset=minirl"], "not needed", 0, 8, id="TRL, two anchors"),
         pytest.param(["engine.name=verl"], "not needed", 0, 0, id="verl, sampled token"),
-        pytest.param(["engine.name=verl", "region.preset=dppo-topk-tv"], "the sampler scores", 1, 160, id="verl, Top-K"),
+        pytest.param(
+            ["engine.name=verl", "region.preset=dppo-topk-tv"], "while it decodes", 0, 160, id="verl, Top-K"
+        ),
         pytest.param(["engine.name=verl", "region.preset=troll"], "of the trainer", 1, 8 * 64 + 8, id="verl, TROLL"),
     ],
 )  # fmt: skip
@@ -67,9 +69,8 @@ ROLLOUT = "engine.settings.actor_rollout_ref.rollout"
         pytest.param(
             ["engine.device=cuda", "sampler.kind=vllm", "engine.settings.model_engine=megatron"], "got 'megatron'", id="Megatron on GPUs"
         ),
-        pytest.param(["engine.settings.trainer.v1.trainer_mode=separate_async"], "trainer_mode must be sync", id="async"),
-        pytest.param([f"{ROLLOUT}.top_p=0.9"], "top_p must be 1.0", id="truncated sampling"),
-        pytest.param([f"{ROLLOUT}.max_model_len=12"], "max_model_len must be at least 13", id="no room to score"),
+        pytest.param(["engine.settings.async_training={}"], "async_training must be absent", id="the legacy asynchronous trainer"),
+        pytest.param([f"{ROLLOUT}.repetition_penalty=1.1"], "repetition_penalty must be 1.0", id="a penalty"),
         pytest.param([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs=5"], "at least 20", id="few ids"),
         pytest.param([f"{ACTOR}.ulysses_sequence_parallel_size=2"], "must be 1", id="sequence parallelism"),
     ],
@@ -203,10 +204,10 @@ def test_an_unknown_size_is_said_and_not_guessed():
 @pytest.mark.parametrize(
     ("overrides", "per_token"),
     [
-        pytest.param(["records.sample=0.5"], 53, id="the sampled token"),
-        pytest.param(["records.sample=0.5", "region.preset=dppo-topk-tv"], 53, id="a top-K that is not recorded"),
+        pytest.param(["records.sample=0.5"], 57, id="the sampled token"),
+        pytest.param(["records.sample=0.5", "region.preset=dppo-topk-tv"], 57, id="a top-K that is not recorded"),
         pytest.param(
-            ["records.sample=0.5", "region.preset=dppo-topk-tv", "records.topk=true"], 53 + 8 * 20, id="and one that is"
+            ["records.sample=0.5", "region.preset=dppo-topk-tv", "records.topk=true"], 57 + 8 * 20, id="and one that is"
         ),
     ],
 )

@@ -48,6 +48,7 @@ def batch(
         token_ids=torch.randint(100, 200, (rows, length), generator=draw),
         topk=topk,
         version=torch.full((rows, length), 3),
+        turn=torch.arange(length).expand(rows, length) // 4,
     )
     policy = PolicyTokens(
         logp=logp.requires_grad_(),

@@ -174,7 +174,7 @@ def batch(
         "ref_per_token_logps": reference,
         "sampling_per_token_logps": sampler,
         "importance_sampling_ratio": torch.exp(before - sampler).clamp(max=2.0),
-        "trustrl_version": torch.full((len(before),), -1),
+        "trustrl_version": torch.full(before.shape, -1),
         "trustrl_behavior_logp": before,
         "trustrl_proximal_logp": before,
         "trustrl_topk_ids": top.indices.int(),

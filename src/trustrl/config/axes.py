@@ -4,7 +4,7 @@ anchor × statistic × direction × level × action: each is an independent choi
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from trustrl.config import validators
 from trustrl.config.statistics import (
@@ -78,6 +78,31 @@ class Region:
         return Needs()
 
 
+WhenStale = Literal["drop", "tighten"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StalenessRegion(Region):
+    """Settings that every region shares: the treatment of tokens that old weights sampled."""
+
+    max_staleness: int | None = None
+    """n: the largest age of a token, in weight versions, that the region treats as fresh. None ignores ages. A value
+    requires `RolloutTokens.version` and `PolicyTokens.version`."""
+
+    when_stale: WhenStale = "drop"
+    """`drop` removes tokens older than n from the gradient. `tighten` divides their bound δ by 1 + age − n, for regions
+    that mask single tokens by a bound."""
+
+    def masks_tokens(self) -> bool:
+        """Returns whether the region masks single tokens by a bound, which `when_stale="tighten"` requires."""
+        return False
+
+
+def reads_ages(region: Region) -> TypeGuard[StalenessRegion]:
+    """Returns whether a region reads the ages of tokens, so that records must hold versions."""
+    return isinstance(region, StalenessRegion) and region.max_staleness is not None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixBudget:
     """Prefix level: a response spends a divergence budget token by token."""
@@ -109,7 +134,7 @@ class PrefixBudget:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnchoredRegion(Region):
+class AnchoredRegion(StalenessRegion):
     """Settings shared by all anchored regions."""
 
     anchor: Anchor = "behavior"
@@ -119,12 +144,22 @@ class AnchoredRegion(Region):
     """Correction of the mismatch π'/μ, multiplied onto the weight. Requires `anchor="proximal"`."""
 
     def axes(self) -> "TrustRegion":
-        """Returns this region on the shared axes, without rules that the axes do not cover."""
+        """Returns this region on the shared axes, without rules that the axes do not cover.
+
+        `max_staleness` is not part of the point: it applies to the decision of any region.
+        """
         raise NotImplementedError(f"{type(self).__name__} cannot be expressed on the shared axes.")
 
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""
         return self.axes().needs()
+
+    def masks_tokens(self) -> bool:
+        """Returns whether the region masks single tokens by a bound, which `when_stale="tighten"` requires."""
+        try:
+            return self.axes().masks_tokens()
+        except NotImplementedError:
+            return False
 
 
 Direction = Literal["away", "symmetric"]
@@ -132,8 +167,10 @@ Level = Literal["token", "sequence", "sequence-max"] | PrefixBudget
 Action = Literal["mask", "clip", "truncate", "penalise"]
 
 
-def check_common(kind: str, anchor: str, correction: Correction | None, max_ratio: float | None = None) -> None:
-    """Validates the anchor, correction and cap of any region."""
+def check_common(region: AnchoredRegion, max_ratio: float | None = None) -> None:
+    """Validates the anchor, correction, cap and largest staleness of a region."""
+    kind, anchor, correction = region.kind, region.anchor, region.correction
+    check_staleness(region)
     validators.one_of(f"{kind}.anchor", anchor, ANCHORS)
     if correction is not None:
         validators.instance(f"{kind}.correction", correction, (TIS, IcePop, MIS))
@@ -145,6 +182,28 @@ def check_common(kind: str, anchor: str, correction: Correction | None, max_rati
             )
     if max_ratio is not None:
         validators.real(f"{kind}.max_ratio", max_ratio, rule="a cap on the weight, > 0, or None", low=0.0)
+
+
+def check_staleness(region: StalenessRegion) -> None:
+    """Validates the treatment of stale tokens.
+
+    Raises:
+        ConfigError: If the region does not mask single tokens by a bound that could be tightened.
+    """
+    kind = region.kind
+    validators.one_of(f"{kind}.when_stale", region.when_stale, ("drop", "tighten"))
+    if region.max_staleness is not None:
+        validators.whole(f"{kind}.max_staleness", region.max_staleness, low=0, advice="Or use None to ignore ages.")
+    elif region.when_stale != "drop":
+        raise ConfigError(
+            f"{kind}.max_staleness must be given with when_stale={region.when_stale!r}, got None. "
+            "Set the largest age that counts as fresh."
+        )
+    if region.when_stale == "tighten" and not region.masks_tokens():
+        raise ConfigError(
+            f"{kind}.when_stale must be 'drop', got 'tighten'. Only a region that masks single tokens by a bound can "
+            "tighten it: dppo, ppo, ipo, kpop, minirl, or trust-region at level 'token' with action 'mask' or 'clip'."
+        )
 
 
 def needs_of(
@@ -184,7 +243,7 @@ class TrustRegion(AnchoredRegion):
     """C: cap on the weight, or None."""
 
     def __post_init__(self) -> None:
-        check_common(self.kind, self.anchor, self.correction, self.max_ratio)
+        check_common(self, self.max_ratio)
         validators.one_of(f"{self.kind}.direction", self.direction, ("away", "symmetric"))
         if not isinstance(self.level, PrefixBudget):
             validators.one_of(f"{self.kind}.level", self.level, ("token", "sequence", "sequence-max"))
@@ -238,6 +297,10 @@ class TrustRegion(AnchoredRegion):
                     "trust-region.statistic must be a divergence with equal bounds at prefix level, "
                     f"got {stat!r}. Give one bound for both directions."
                 )
+
+    def masks_tokens(self) -> bool:
+        """Returns whether the region masks single tokens by a bound, which `when_stale="tighten"` requires."""
+        return self.level == "token" and self.action in ("mask", "clip")
 
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""

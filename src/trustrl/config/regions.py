@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from trustrl.config import validators
-from trustrl.config.axes import AnchoredRegion, Needs, Region, TrustRegion, check_common
+from trustrl.config.axes import (
+    AnchoredRegion,
+    Needs,
+    Region,
+    StalenessRegion,
+    TrustRegion,
+    check_common,
+    check_staleness,
+)
 from trustrl.config.sequence_regions import CPPO, GSPO, TRM
 from trustrl.config.soft_regions import DRPO, SAPO, SPO
 from trustrl.config.statistics import (
@@ -39,7 +47,7 @@ class DPPO(AnchoredRegion):
 
     def __post_init__(self) -> None:
         validators.instance("dppo.divergence", self.divergence, (Divergence,))
-        check_common(self.kind, self.anchor, self.correction, self.max_ratio)
+        check_common(self, self.max_ratio)
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -67,7 +75,7 @@ class PPO(AnchoredRegion):
     def __post_init__(self) -> None:
         validators.instance("ppo.ratio", self.ratio, (Ratio,))
         validators.one_of("ppo.action", self.action, ("mask", "clip"))
-        check_common(self.kind, self.anchor, self.correction, self.max_ratio)
+        check_common(self, self.max_ratio)
         self.axes()
         if self.dual_clip is not None:
             validators.real("ppo.dual_clip", self.dual_clip, rule="a ratio > 1, or None", low=1.0)
@@ -92,7 +100,7 @@ class CISPO(AnchoredRegion):
         validators.real(
             "cispo.max_ratio", self.max_ratio, rule="a cap on the weight, > 0", low=0.0, advice="For no cap use pg-is."
         )
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -108,7 +116,7 @@ class PolicyGradient(AnchoredRegion):
     kind: ClassVar[str] = "pg-is"
 
     def __post_init__(self) -> None:
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -130,7 +138,7 @@ class IPO(AnchoredRegion):
     def __post_init__(self) -> None:
         validators.instance("ipo.divergence", self.divergence, (BinaryTV,))
         validators.non_negative("ipo.log_ratio_penalty", self.log_ratio_penalty)
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -152,7 +160,7 @@ class KPOP(AnchoredRegion):
 
     def __post_init__(self) -> None:
         validators.instance("kpop.divergence", self.divergence, (SymmetricBinaryKL,))
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -160,7 +168,7 @@ class KPOP(AnchoredRegion):
 
 
 @dataclass(frozen=True, slots=True)
-class MiniRL(Region):
+class MiniRL(StalenessRegion):
     """MiniRL: PPO's mask on the trainer's drift π/π', and the weight w = min(π/μ, C). arXiv:2512.01374."""
 
     kind: ClassVar[str] = "minirl"
@@ -171,7 +179,13 @@ class MiniRL(Region):
 
     def __post_init__(self) -> None:
         validators.instance("minirl.ratio", self.ratio, (Ratio,))
-        check_common(self.kind, "proximal", None, self.max_ratio)
+        check_staleness(self)
+        if self.max_ratio is not None:
+            validators.real("minirl.max_ratio", self.max_ratio, rule="a cap on the weight, > 0, or None", low=0.0)
+
+    def masks_tokens(self) -> bool:
+        """Returns whether the region masks single tokens by a bound, which `when_stale="tighten"` requires."""
+        return True
 
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""
@@ -220,7 +234,7 @@ class TROLL(AnchoredRegion):
             raise ConfigError(
                 "troll.rest must be 'bucket' with support='full', got 'fill'. The full support has no unrecorded ids."
             )
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""

@@ -29,7 +29,7 @@ class GSPO(AnchoredRegion):
 
     def __post_init__(self) -> None:
         validators.instance("gspo.ratio", self.ratio, (SequenceRatio,))
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
         for name, bound in zip(("max_decrease", "max_increase"), self.ratio.bounds, strict=True):
             if 0.01 < bound < float("inf"):
                 warnings.warn(
@@ -61,6 +61,7 @@ class CPPO(AnchoredRegion):
     def __post_init__(self) -> None:
         validators.instance("cppo.divergence", self.divergence, (Divergence,))
         validators.instance("cppo.budget", self.budget, (PrefixBudget,))
+        check_common(self, self.max_ratio)
         self.axes()
 
     def axes(self) -> TrustRegion:
@@ -102,7 +103,7 @@ class TRM(AnchoredRegion):
                 raise ConfigError(
                     f"trm.{name} must have equal bounds, because the mask is symmetric, got {stat!r}. Give one bound."
                 )
-        check_common(self.kind, self.anchor, self.correction, self.max_ratio)
+        check_common(self, self.max_ratio)
         self._refuse_mean()
 
     def _refuse_mean(self) -> None:

@@ -27,7 +27,7 @@ class SAPO(AnchoredRegion):
     def __post_init__(self) -> None:
         for name in ("temperature_positive", "temperature_negative"):
             validators.real(f"sapo.{name}", getattr(self, name), rule="a finite number > 0", low=0.0, high=1e6)
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""
@@ -45,7 +45,7 @@ class SPO(AnchoredRegion):
 
     def __post_init__(self) -> None:
         validators.real("spo.width", self.width, rule="a distance of the ratio from 1, > 0", low=0.0, high=1e6)
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -65,7 +65,7 @@ class DRPO(AnchoredRegion):
 
     def __post_init__(self) -> None:
         validators.real("drpo.width", self.width, rule="a probability gap > 0", low=0.0, high=1e6)
-        check_common(self.kind, self.anchor, self.correction)
+        check_common(self)
         if self.width > 1:
             warnings.warn(
                 f"drpo.width = {self.width:g}: a probability gap never exceeds 1, so the factor on the gradient stays "

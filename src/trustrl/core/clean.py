@@ -65,6 +65,12 @@ class CleanTokens:
     faults: dict[str, Float[Tensor, ""]]
     """Number of tokens in the loss with each kind of fault."""
 
+    staleness: Float[Tensor, " n"] | None = None
+    """Age of each token in weight versions, 0 on unusable tokens. None if the records lack versions."""
+
+    tightening: Float[Tensor, " n"] | None = None
+    """Divisor ≥ 1 of each token's bound, if the region tightens the bounds of stale tokens."""
+
     @property
     def grouped(self) -> Sequences:
         """The sequences, for regions whose needs include them."""
@@ -128,6 +134,9 @@ def clean_tokens(
         both = [flat(x) for x in (rollout.proximal_logp, rollout.behavior_logp)]
         known = usable & possible(both[0]) & possible(both[1])
         log_mismatch = torch.where(known, both[0] - both[1], torch.where(usable, torch.nan, 0.0))
+    staleness = None
+    if rollout.version is not None and policy.version is not None:
+        staleness = torch.where(usable, flat(policy.version - rollout.version), 0.0)
     return CleanTokens(
         logp=torch.where(usable, policy.logp.reshape(-1).to(wide_dtype(policy.logp)), 0.0),
         log_policy=clean["policy"].clamp(max=0.0),
@@ -143,6 +152,7 @@ def clean_tokens(
         partition=partition,
         full_divergence=full_divergence,
         faults=faults,
+        staleness=staleness,
     )
 
 

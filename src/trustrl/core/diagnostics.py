@@ -29,7 +29,7 @@ from trustrl.core.metrics import (
     Totals,
 )
 from trustrl.core.numerics import either, largest_exponent
-from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.records import PolicyTokens
 from trustrl.core.regions.decision import Decision
 from trustrl.errors import NonFiniteError, RecordError, TrustRLWarning
 
@@ -135,7 +135,6 @@ def collect(
     decision: Decision,
     overflow: Tensor,
     policy: PolicyTokens,
-    rollout: RolloutTokens,
     terms: dict[str, Tensor],
 ) -> Sums:
     """Returns the totals of one micro-batch that `rates` reads."""
@@ -173,9 +172,11 @@ def collect(
 
     columns = [on, (tokens.usable & masked).to(on.dtype), on * gap.abs()]
     added["by_probability"] = _binned(anchor, PROBABILITY_EDGES, columns)
-    if rollout.version is not None and policy.version is not None:
-        staleness = (policy.version - rollout.version.reshape(-1)).to(on.dtype)
-        added["by_staleness"] = _binned(staleness, STALENESS_EDGES, columns)
+    if tokens.staleness is not None:
+        totals.total("staleness", tokens.staleness)
+        added["staleness/measured"] = added["measured"]
+        totals.largest("max/staleness", tokens.staleness)
+        added["by_staleness"] = _binned(tokens.staleness, STALENESS_EDGES, columns)
     added |= {f"histogram/{name}": histogram(x, on) for name, x in histograms.items()}
     return Sums(added, totals.highest)
 

@@ -117,12 +117,9 @@ def _finite(x: float) -> float:
 
 
 _CLIPPED = {
-    "verl": "actor/pg_clipfrac",
-    "trl": "clip_ratio/region_mean",
-    "openrlhf": "ppo_clip_ratio",
-    "skyrl": "ppo_clip_ratio",
-    "prime-rl": "is_masked",
-}
+    "verl": "actor/pg_clipfrac", "trl": "clip_ratio/region_mean", "openrlhf": "ppo_clip_ratio",
+    "skyrl": "ppo_clip_ratio", "prime-rl": "is_masked",
+}  # fmt: skip
 _NONE = "none: depends on the task"
 
 _entries: list[Metric] = [
@@ -156,12 +153,10 @@ _entries: list[Metric] = [
         healthy="well below the TV bound", action="Lower the learning rate, or check staleness.", reads=("gap/abs", "measured"), compute=_share("gap/abs", "measured"),
     ),
     Metric(
-        name="gap_min", formula="min of π − b", unit="probability", direction="low is bad", healthy=_NONE,
-        action="Below −0.5, see bad_update_share.", reads=("min/gap",), compute=_lowest("gap"),
+        name="gap_min", formula="min of π − b", unit="probability", direction="low is bad", healthy=_NONE, action="Below −0.5, see bad_update_share.", reads=("min/gap",), compute=_lowest("gap"),
     ),
     Metric(
-        name="gap_max", formula="max of π − b", unit="probability", direction="high is bad", healthy=_NONE,
-        action="Inspect the token.", reads=("max/gap",), compute=_highest("gap"),
+        name="gap_max", formula="max of π − b", unit="probability", direction="high is bad", healthy=_NONE, action="Inspect the token.", reads=("max/gap",), compute=_highest("gap"),
     ),
     Metric(
         name="ratio_mean", formula="mean of r = π/b before truncation", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.02",
@@ -209,8 +204,7 @@ _entries: list[Metric] = [
         compute=_share("divergence", "divergence/finite"),
     ),
     Metric(
-        name="divergence_max", formula="max of D's lower end", unit="the statistic's", direction="high is bad", healthy=_NONE,
-        action="Inspect the token.", reads=("max/divergence",), compute=_highest("divergence"),
+        name="divergence_max", formula="max of D's lower end", unit="the statistic's", direction="high is bad", healthy=_NONE, action="Inspect the token.", reads=("max/divergence",), compute=_highest("divergence"),
     ),
     Metric(
         name="divergence_infinite", formula="tokens whose D is +inf (the policy excludes ids that the anchor allows)", unit="tokens", direction="high is bad", healthy="0",
@@ -274,6 +268,17 @@ _entries: list[Metric] = [
     Metric(
         name="correction_zero_share", formula="tokens that the correction drops / measured tokens", unit="share", direction="high is bad", healthy="below 1%",
         action="If it is large, fix the mismatch instead of masking it.", reads=("extra/correction_zero", "measured"), compute=_share("extra/correction_zero", "measured"),
+    ),
+    Metric(
+        name="staleness_mean", formula="mean of the trained weights' version − the sampler's version", unit="versions", direction="high is bad", healthy="0 if synchronous; at most the trainer's limit if asynchronous",
+        action="Sync weights more often, or set the region's max_staleness.", reads=("staleness", "staleness/measured"), compute=_share("staleness", "staleness/measured"),
+    ),
+    Metric(
+        name="staleness_max", formula="max of the same difference", unit="versions", direction="high is bad", healthy="see staleness_mean", action="See staleness_mean.", reads=("max/staleness",), compute=_highest("staleness"),
+    ),
+    Metric(
+        name="stale_share", formula="tokens older than the region's max_staleness / measured tokens", unit="share", direction="high is bad", healthy="below a few percent",
+        action="The region drops these tokens or tightens their bound. See staleness_mean.", reads=("extra/stale", "measured"), compute=_share("extra/stale", "measured"),
     ),
     Metric(
         name="projected_share", formula="tokens outside the KL ball / measured tokens", unit="share", direction="high is bad", healthy="a few percent",

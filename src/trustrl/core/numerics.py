@@ -31,12 +31,15 @@ def free_to_look(at: Tensor) -> bool:
     return at.device.type == "cpu"
 
 
-def either(condition: Bool[Tensor, "*batch"], yes: float, no: float, *, like: Tensor) -> Float[Tensor, "*batch"]:
-    """Returns `torch.where` of two Python numbers, in the dtype of `like`.
+def either(
+    condition: Bool[Tensor, "*batch"], yes: float | Tensor, no: float | Tensor, *, like: Tensor
+) -> Float[Tensor, "*batch"]:
+    """Returns `torch.where` of two Python numbers or tensors, in the dtype of `like`.
 
     `torch.where(condition, 0.3, 0.4)` returns float32, and a bound of 0.3 becomes 0.30000001.
     """
-    return torch.where(condition, like.new_full((), yes), like.new_full((), no))
+    yes, no = (x if isinstance(x, Tensor) else like.new_full((), x) for x in (yes, no))
+    return torch.where(condition, yes, no)
 
 
 def log1mexp(x: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -116,7 +117,7 @@ def policy_loss(
 
     def sums() -> Sums:
         with torch.no_grad():
-            return collect(tokens, decision, overflow, policy, rollout, terms)
+            return collect(tokens, decision, overflow, policy, terms)
 
     out = LossOutput(loss, terms, _batched(decision, rollout), [sums])
     if on_nonfinite == "raise":
@@ -146,13 +147,16 @@ def _batched(decision: Decision, rollout: RolloutTokens) -> Decision:
     """Returns the flat decision in the shape of the batch, detached."""
     shape = rollout.in_loss.shape
 
-    def back(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.detach().reshape(shape)
+    def back(x: Any) -> Any:
+        return x.detach().reshape(shape) if isinstance(x, Tensor) else x
 
     interval = decision.divergence
     return replace(
         decision,
-        **{name: back(getattr(decision, name)) for name in ("keep", "weight", "logp", "value", "penalty", "side")},
+        **{
+            name: back(getattr(decision, name))
+            for name in ("keep", "weight", "logp", "value", "penalty", "max_increase", "max_decrease", "side")
+        },
         divergence=None if interval is None else type(interval)(*(end.reshape(shape) for end in interval)),
         extra={name: back(x) for name, x in decision.extra.items()},
     )

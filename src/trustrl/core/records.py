@@ -148,6 +148,16 @@ class RolloutTokens:
     version: Int[Tensor, "*batch"] | None = None
     """Version of the weights that sampled each token, for staleness metrics."""
 
+    turn: Int[Tensor, "*batch"] | None = None
+    """Number of the request that sampled each token, from 0: one per turn of a tool loop."""
+
+    kept_ids: Int[Tensor, "*batch kept"] | None = None
+    """Ids that top-p, top-k or min-p left to sample from; below 0 for padding. None without truncation."""
+
+    experts: Int[Tensor, "*batch e"] | None = None
+    """Experts that a sampler with a mixture of experts used for `behavior_logp`, layer by layer. Only recorded: no
+    region reads them."""
+
     sampling: Sampling | None = None
     """Sampling settings behind the recorded log-probs, compared with `PolicyTokens.sampling` if both are given."""
 
@@ -173,7 +183,7 @@ class RolloutTokens:
             if getattr(self, name) is not None:
                 _floating(f"RolloutTokens.{name}", getattr(self, name))
                 _same(f"RolloutTokens.{name}", getattr(self, name), mask, mask.shape)
-        for name in ("token_ids", "sequence_ids", "version"):
+        for name in ("token_ids", "sequence_ids", "version", "turn"):
             if getattr(self, name) is not None:
                 _integer(f"RolloutTokens.{name}", getattr(self, name))
                 _same(f"RolloutTokens.{name}", getattr(self, name), mask, mask.shape)
@@ -194,10 +204,16 @@ class RolloutTokens:
             self.advantage.device,
             "Move it there with .to().",
         )
+        if self.kept_ids is not None:
+            _integer("RolloutTokens.kept_ids", self.kept_ids)
+            _same("RolloutTokens.kept_ids", self.kept_ids, mask, (*mask.shape, self.kept_ids.shape[-1]))
         if self.topk is not None:
             _same("RolloutTokens.topk.ids", self.topk.ids, mask, (*mask.shape, self.topk.ids.shape[-1]))
         if self.full is not None:
             _same("RolloutTokens.full.logp", self.full.logp, mask, (*mask.shape, self.full.logp.shape[-1]))
+        if self.experts is not None:
+            _integer("RolloutTokens.experts", self.experts)
+            _same("RolloutTokens.experts", self.experts, mask, (*mask.shape, self.experts.shape[-1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

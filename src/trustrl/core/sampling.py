@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.config import validators
 from trustrl.errors import IncompatibleSamplingError
+
+PADDING = torch.iinfo(torch.int64).max
+"""The key of columns that pad a kept set. It sorts after every id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +68,7 @@ class Sampling:
             raise IncompatibleSamplingError(
                 f"The rollout{who} was sampled with a truncated vocabulary (top-p, top-k or min-p), so both sides "
                 "must be renormalized over the kept ids. Record the kept ids and use "
-                "trustrl.core.sampling.within_kept, or sample without truncation."
+                "trustrl.core.sampling.KeptSet, or sample without truncation."
             )
 
 
@@ -78,7 +81,8 @@ def within_kept(
 
         log π(a) − log Σ_{j kept} π(j)
 
-    The gradient flows through both terms.
+    The gradient flows through both terms. Where no id is marked as kept, nothing was removed, and the log-prob is
+    returned unchanged.
 
     Args:
         logp: log π of the sampled token (or of any kept id), after temperature.
@@ -90,4 +94,69 @@ def within_kept(
         >>> within_kept(half[0], half[:2], torch.tensor([True, True])).exp()
         tensor(0.6667)
     """
-    return logp - torch.logsumexp(kept_logp.masked_fill(~kept, -torch.inf), dim=-1)
+    return logp - _log_mass(kept_logp, kept, empty=0.0)
+
+
+class KeptSet:
+    """The policy inside the ids that a truncated sampler kept, renormalized over them.
+
+    Costs one sort of the ids, and per lookup one binary search for each id.
+
+    Args:
+        ids: The kept ids in any order; below 0 for padding.
+        logp: log π at these ids, after temperature, with gradient.
+
+    Examples:
+        >>> kept = KeptSet(torch.tensor([[4, 9, 2]]), torch.log(torch.tensor([[0.4, 0.2, 0.2]])))
+        >>> kept.at(torch.tensor([[9, 5]])).exp()
+        tensor([[0.2500, 0.0000]])
+    """
+
+    def __init__(self, ids: Int[Tensor, "*batch kept"], logp: Float[Tensor, "*batch kept"]) -> None:
+        keys, order = torch.where(ids < 0, PADDING, ids.long()).sort(dim=-1)
+        self._keys, self._logp = keys, logp.gather(-1, order)
+        self._kept = keys != PADDING
+
+    @property
+    def known(self) -> Bool[Tensor, "*batch"]:
+        """True where at least one id was kept."""
+        return self._kept.any(-1)
+
+    def within(self, logp: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """Returns renormalized log-probs of kept ids. See `within_kept`."""
+        return within_kept(logp, self._logp, self._kept)
+
+    def at(self, ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
+        """Returns the renormalized log-probs of any ids; −inf for ids that were removed."""
+        place, found = self._find(ids)
+        logp = self._logp.gather(-1, place) - _log_mass(self._logp, self._kept, empty=0.0).unsqueeze(-1)
+        return torch.where(found, logp, -torch.inf)
+
+    def outside(self, ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
+        """Returns the log of the renormalized mass of all kept ids that are not in `ids`; −inf if there are none."""
+        place, found = self._find(ids)
+        listed = torch.zeros_like(self._keys).scatter_add_(-1, place, found.long()) > 0
+        rest = _log_mass(self._logp, self._kept & ~listed, empty=-torch.inf)
+        return rest - _log_mass(self._logp, self._kept, empty=0.0)
+
+    def top(self, k: int) -> tuple[Int[Tensor, "*batch k"], Float[Tensor, "*batch k"]]:
+        """Returns the k most probable kept ids and their renormalized log-probs; −1 and −inf if fewer were kept."""
+        known = self._logp.detach().masked_fill(~self._kept, -torch.inf)
+        place = known.topk(min(k, known.shape[-1]), dim=-1).indices
+        ids = self._keys.gather(-1, place).masked_fill(~self._kept.gather(-1, place), -1)
+        ids = torch.nn.functional.pad(ids, (0, k - place.shape[-1]), value=-1)
+        return ids, self.at(ids)
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the column of each id, and whether it is there."""
+        wanted = ids.long().contiguous()
+        place = torch.searchsorted(self._keys, wanted).clamp(max=self._keys.shape[-1] - 1)
+        return place, (self._keys.gather(-1, place) == wanted) & (wanted >= 0)
+
+
+def _log_mass(logp: Tensor, counted: Tensor, *, empty: float) -> Tensor:
+    """Returns the log-sum-exp of the counted columns, or `empty` without gradient where none is counted."""
+    some = counted.any(-1)
+    # A log-sum-exp of nothing has a NaN gradient, so such rows sum over all columns first.
+    mass = torch.logsumexp(torch.where(counted | ~some.unsqueeze(-1), torch.where(counted, logp, 0.0), -torch.inf), -1)
+    return torch.where(some, mass, empty)

@@ -78,7 +78,13 @@ def read_table(file: Path, columns: Sequence[str] = NAMES) -> tuple[Any, dict[st
         MissingPackageError: If pyarrow is not installed.
     """
     with opened(file) as (parquet, region):
-        return parquet.read(list(columns)).replace_schema_metadata(None), region
+        present = [name for name in columns if name in parquet.schema_arrow.names]
+        table = parquet.read(present).replace_schema_metadata(None)
+    pa, schema = need("pyarrow", extra="records"), arrow_schema()
+    for name in columns:
+        if name not in present:  # added to the schema after the file was written
+            table = table.append_column(schema.field(name), pa.nulls(len(table), schema.field(name).type))
+    return table.select(list(columns)), region
 
 
 @contextmanager
@@ -105,9 +111,9 @@ def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
 def _checked_region(file: Path, found: Any) -> dict[str, Any]:
     """Checks the schema that was found and returns the region's settings from its metadata."""
     metadata = found.metadata or {}
-    _check_version(file, metadata.get(VERSION_KEY))
+    version = _checked_version(file, metadata.get(VERSION_KEY))
     expected = arrow_schema()
-    for name in NAMES:
+    for name in (column.name for column in COLUMNS if column.since <= version):
         wanted = expected.field(name).type
         if name not in found.names or found.field(name).type != wanted:
             got = found.field(name).type if name in found.names else "no such column"
@@ -118,7 +124,7 @@ def _checked_region(file: Path, found: Any) -> dict[str, Any]:
     return region
 
 
-def _check_version(file: Path, given: bytes | None) -> None:
+def _checked_version(file: Path, given: bytes | None) -> int:
     if given is None or not given.isdigit():
         got = "a Parquet file without a schema version" if given is None else f"schema version {given!r}"
         raise RecordError(f"`{file}` must be written by trustrl.recording, got {got}.")
@@ -126,3 +132,4 @@ def _check_version(file: Path, given: bytes | None) -> None:
         raise RecordError(
             f"`{file}` must have schema version {VERSION} or lower, got {int(given)}. Install a newer trustrl."
         )
+    return int(given)

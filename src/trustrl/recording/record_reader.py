@@ -21,7 +21,7 @@ _NAMES = ("step", "update", "sequence")
 
 _FLAT = tuple(column.name for column in COLUMNS if not column.kind.startswith("list"))
 
-_EMPTY = {torch.float32: float("nan"), torch.int32: -1, torch.int64: -1, torch.bool: False}
+_EMPTY = {torch.float32: float("nan"), torch.int16: -1, torch.int32: -1, torch.int64: -1, torch.bool: False}
 
 
 class Records(Mapping[str, Tensor]):
@@ -86,7 +86,9 @@ def tensor_of(array: Any) -> Tensor:
         return out
     if pa.types.is_boolean(array.type):
         return tensor_of(array.cast(pa.uint8())).bool()
-    dtype = {"float": torch.float32, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8}[str(array.type)]
+    dtype = {
+        "float": torch.float32, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8,
+    }[str(array.type)]  # fmt: skip
     if array.null_count:
         array = array.fill_null(_EMPTY[dtype])
     if not len(array):
@@ -165,6 +167,7 @@ def _one_file(file: Path, names: list[str], rows: int) -> Iterator[tuple[dict[st
 
 def _batches(parquet: Any, names: list[str], rows: int, file: Path) -> Iterator[dict[str, Tensor]]:
     present: list[str] | None = None
+    names = [name for name in names if name in parquet.schema_arrow.names]  # older files lack some
     for batch in parquet.iter_batches(batch_size=rows, columns=names, use_threads=False):
         filled = [name for name in names if batch.column(name).null_count < len(batch)]
         if present is None:

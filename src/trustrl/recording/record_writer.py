@@ -88,6 +88,8 @@ def _batch(rows: Rows, schema: Any) -> Any:
     for field in schema:
         if field.name in SHARED:
             arrays.append(_array(pa, torch.full((num,), getattr(rows, field.name), dtype=torch.int32), field.type))
+        elif field.name == "kept_ids" and field.name in rows.columns:
+            arrays.append(_without_padding(pa, rows.columns[field.name]))
         elif field.name in rows.columns:
             arrays.append(_array(pa, rows.columns[field.name], field.type))
         else:
@@ -103,3 +105,10 @@ def _array(pa: Any, x: Tensor, kind: Any) -> Any:
         return _array(pa, x.to(torch.uint8), pa.uint8()).cast(kind)
     x = x.contiguous()
     return pa.Array.from_buffers(kind, len(x), [None, pa.foreign_buffer(x.data_ptr(), x.nbytes, base=x)])
+
+
+def _without_padding(pa: Any, ids: Tensor) -> Any:
+    """Returns rows of ids as lists of different lengths; ids below 0 are padding."""
+    there = ids >= 0
+    ends = torch.nn.functional.pad(there.sum(-1).cumsum(0), (1, 0)).int()
+    return pa.ListArray.from_arrays(_array(pa, ends, pa.int32()), _array(pa, ids[there].int(), pa.int32()))

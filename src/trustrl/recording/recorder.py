@@ -137,9 +137,8 @@ class Recorder:
             self._begin(step)
         if self._stopped:
             return
-        copy = copied_to_host(
-            out, policy, rollout, sequences, shared=(step, update, self._rank), topk=self.settings.topk
-        )
+        more = [name for name in ("topk", "kept_ids", "experts") if getattr(self.settings, name)]
+        copy = copied_to_host(out, policy, rollout, sequences, shared=(step, update, self._rank), more=more)
         self._absorb()
         self._transit = None if self._stopped else copy
 

@@ -176,6 +176,14 @@ class Recording:
     topk: bool = False
     """Records the anchor's top-K too, if the region has one. Adds 8 K bytes per token."""
 
+    kept_ids: bool = False
+    """Records the ids that top-p, top-k or min-p left to sample from too. Adds 4 bytes per id to the file. In memory,
+    a token takes as much as the largest kept set of its micro-batch."""
+
+    experts: bool = False
+    """Records the sampler's routed experts too. Adds 2 bytes per token, layer and chosen expert: 768 bytes per token
+    for 48 layers and 8 experts. Needs a mixture of experts, and TRL with vLLM in colocate mode."""
+
     ring_steps: int = 8
     """Number of recent steps kept in full, in host memory. 0 keeps none."""
 
@@ -199,6 +207,8 @@ class Recording:
         validators.whole("recording.ring_bytes", self.ring_bytes, low=1)
         validators.whole("recording.max_dumps", self.max_dumps, low=0)
         validators.truth("recording.topk", self.topk)
+        validators.truth("recording.kept_ids", self.kept_ids)
+        validators.truth("recording.experts", self.experts)
         if not isinstance(self.triggers, (list, tuple)):
             raise ConfigError(f"recording.triggers must be a tuple of triggers, got {self.triggers!r}.")
         object.__setattr__(self, "triggers", tuple(self.triggers))

@@ -5,13 +5,13 @@ from typing import Any, Literal
 
 from trustrl.optional_imports import need
 
-VERSION = 1
+VERSION = 2
 """Version of this schema. Adding or dropping a column, or changing its meaning, increments it."""
 
 VERSION_KEY, REGION_KEY, STEP_KEY = b"trustrl.schema_version", b"trustrl.region", b"trustrl.step"
 """Keys of the file's metadata: schema version, region settings (JSON), and token counts of the step (JSON)."""
 
-Kind = Literal["int32", "int64", "float32", "bool", "list<int32>", "list<float32>"]
+Kind = Literal["int32", "int64", "float32", "bool", "list<int16>", "list<int32>", "list<float32>"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,9 @@ class Column:
     meaning: str
     nullable: bool = True
     """True if some regions, engines or settings lack the column. It is then null in the whole file."""
+
+    since: int = 1
+    """The schema version that added the column. Files of an older version lack it."""
 
 
 COLUMNS = (
@@ -47,20 +50,30 @@ COLUMNS = (
     Column("divergence_upper", "float32", "upper end of D_t"),
     Column("entropy", "float32", "entropy of π at this position, in nats"),
     Column("sampler_version", "int32", "version of the weights that sampled the token"),
+    Column("turn", "int32", "number of the request that sampled the token, from 0", since=2),
     Column("topk_ids", "list<int32>", "the anchor's most probable ids; negative ids are padding"),
     Column("topk_logp", "list<float32>", "the anchor's log-probs at these ids"),
+    Column("kept_ids", "list<int32>", "the ids that top-p, top-k or min-p left to sample from", since=2),
+    Column("experts", "list<int16>", "the sampler's routed experts behind log μ(a_t), layer by layer", since=2),
 )
 """All columns, in file order."""
 
 SHARED = ("step", "update", "rank")
 """Columns with one value for all tokens of a micro-batch. Memory holds that value once."""
 
-_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bool": 1, "list<int32>": 4, "list<float32>": 4}
+_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bool": 1, "list<int16>": 2, "list<int32>": 4, "list<float32>": 4}
 
 
-def bytes_per_token(topk: int) -> int:
-    """Returns the largest host memory a recorded token can take, in bytes, with `topk` ids (0 without a top-K)."""
-    return sum(_BYTES[c.kind] * (topk if c.kind.startswith("list") else 1) for c in COLUMNS if c.name not in SHARED)
+def bytes_per_token(topk: int, experts: int = 0, kept: int = 0) -> int:
+    """Returns the largest host memory a recorded token can take, in bytes.
+
+    Args:
+        topk: The number of ids; 0 without a top-K.
+        experts: The number of layers times the number of experts per token; 0 without routed experts.
+        kept: The largest kept set of a micro-batch; 0 without kept ids.
+    """
+    entries = {"topk_ids": topk, "topk_logp": topk, "experts": experts, "kept_ids": kept}
+    return sum(_BYTES[c.kind] * entries.get(c.name, 1) for c in COLUMNS if c.name not in SHARED)
 
 
 def arrow_schema(metadata: dict[bytes, bytes] | None = None) -> Any:
@@ -72,6 +85,7 @@ def arrow_schema(metadata: dict[bytes, bytes] | None = None) -> Any:
     pa = need("pyarrow", extra="records")
     types = {
         "int32": pa.int32(), "int64": pa.int64(), "float32": pa.float32(), "bool": pa.bool_(),
-        "list<int32>": pa.list_(pa.int32()), "list<float32>": pa.list_(pa.float32()),
+        "list<int16>": pa.list_(pa.int16()), "list<int32>": pa.list_(pa.int32()),
+        "list<float32>": pa.list_(pa.float32()),
     }  # fmt: skip
     return pa.schema([pa.field(c.name, types[c.kind], nullable=c.nullable) for c in COLUMNS], metadata=metadata)

@@ -4,7 +4,7 @@ Tokens are copied from the device without a synchronization, without the autogra
 has the same id, and is sampled or not, on every rank, at every update and in every run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,7 +65,7 @@ class Rows:
     update: int
     rank: int
     columns: Mapping[str, Tensor]
-    """(n,) each, (n, K) for the top-K. An absent column is null in the file."""
+    """(n,) each, (n, K) for the top-K, kept ids (below 0 for padding) and experts. Absent ones are null in the file."""
 
     def __len__(self) -> int:
         return len(self.columns["sequence"])
@@ -106,7 +106,7 @@ class HostCopy:
 
     float_names: tuple[str, ...]
     whole: dict[str, Tensor]
-    """All other columns, in the batch's shape; `topk_*` have one more axis."""
+    """All other columns, in the batch's shape; `topk_*`, `kept_ids` and `experts` have one more axis."""
 
     in_loss: Bool[Tensor, "*batch"]
     sequences: Int[Tensor, "*batch_or_rows"]
@@ -140,7 +140,7 @@ def copied_to_host(
     sequences: Int[Tensor, "*batch_or_rows"],
     *,
     shared: tuple[int, int, int],
-    topk: bool,
+    more: Collection[str] = (),
 ) -> HostCopy:
     """Starts copying one micro-batch to the host. The copy keeps neither the graph nor device memory alive.
 
@@ -150,7 +150,7 @@ def copied_to_host(
         rollout: The sampler's values.
         sequences: The sequence id of each row, or of each token when packed.
         shared: (step, update, rank).
-        topk: True to copy the anchor's top-K too.
+        more: What to copy in addition: "topk" (the anchor's), "kept_ids" and "experts" (the sampler's).
 
     Raises:
         RecordError: If the number of ids is wrong.
@@ -169,8 +169,13 @@ def copied_to_host(
     }  # fmt: skip
     floats = {name: x for name, x in floats.items() if x is not None}
     whole = {"kept": decision.keep, "token_id": _int32(rollout.token_ids), "sampler_version": _int32(rollout.version)}
-    if topk and rollout.topk is not None:
+    whole["turn"] = _int32(rollout.turn)
+    if "kept_ids" in more:
+        whole["kept_ids"] = _int32(rollout.kept_ids)
+    if "topk" in more and rollout.topk is not None:
         whole |= {"topk_ids": _int32(rollout.topk.ids), "topk_logp": rollout.topk.logp.detach().float()}
+    if "experts" in more and rollout.experts is not None:
+        whole["experts"] = rollout.experts.detach().to(torch.int16)
     stacked = torch.stack([x.detach().to(torch.float32).reshape(in_loss.shape) for x in floats.values()])
     copy = HostCopy(
         shared,

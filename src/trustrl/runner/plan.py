@@ -160,7 +160,8 @@ def _records_text(made: Plan) -> list[str]:
         f"  on disk       {100 * recording.sample:g}% of the sequences of every step, at most "
         f"{recording.max_rows_per_step:,} tokens per step on each rank",
         f"  in memory     the last {recording.ring_steps} steps on each rank, at most {_size(recording.ring_bytes)}; "
-        f"up to {made.records['bytes_per_token']} bytes per token",
+        f"up to {made.records['bytes_per_token']} bytes per token"
+        + (", and 2 for each layer and chosen expert" if recording.experts else ""),
         "",
     ]
 

@@ -91,7 +91,7 @@ def _distribution(recipe: Recipe, source: str) -> str:
         f"the full distribution of the {needs.anchor} policy, as last hidden states"
     )  # fmt: skip
     how = {
-        "sampler": "the sampler scores the finished sequences at the rollout weights",
+        "sampler": "recorded by the sampler while it decodes",
         "trainer": "one forward pass of the trainer at the rollout weights",
     }[source]
     return f"{what}: {how}"
@@ -99,10 +99,7 @@ def _distribution(recipe: Recipe, source: str) -> str:
 
 def _passes(recipe: Recipe, source: str, behavior: str) -> tuple[str, ...]:
     needs, found = recipe.region.needs(), []
-    if source == "sampler":
-        twice = recipe.engine.name == "verl" and recipe.sampler.temperature != 1.0
-        found.append(f"{'two prefills' if twice else 'one prefill'} of each finished sequence in the sampler")
-    elif source == "trainer":
+    if source == "trainer":
         found.append("one forward pass of the trainer without gradients, for the anchor's distribution")
     elif (
         recipe.engine.name == "trl"

@@ -10,7 +10,8 @@ from typing import Any
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset, presets
 from trustrl.engines.refusals import rows
-from trustrl.engines.refusals.verl import ACTOR, LOSS, ROLLOUT, ROWS, settings_needed
+from trustrl.engines.refusals.verl import ROWS
+from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, ROLLOUT, settings_needed
 from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.errors import ConfigError
 from trustrl.runner.recipe import Recipe
@@ -49,18 +50,11 @@ def check(recipe: Recipe, folder: Path) -> None:
     if (engine := settings.get("model_engine", "dp")) != "dp":  # verl's group of that name sets the same strategy
         defaults[f"{ACTOR}.strategy"] = engine
     found = {key.lstrip("+~"): _BOOLEANS.get(str(value), value) for key, value in (defaults | settings).items()}
-    for name, follows in _FOLLOWS.items():
-        found.setdefault(name, found[follows])
     needed = settings_needed(rows.reader(_nested(found)), recipe.region)
     rows.check(ROWS, rows.reader(_nested(found | needed)), recipe.region)
 
 
 _BOOLEANS = {"True": True, "False": False}
-_FOLLOWS = {
-    f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
-    f"{ROLLOUT}.response_length": "data.max_response_length",
-}
-"""verl settings whose default is the value of another setting."""
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_trl_reaches_the_agreed_verdicts(name, model, monkeypatch):
         "prompt_ids": batch.prompts, "prompt_mask": torch.ones_like(batch.prompts),
         "completion_ids": batch.responses, "completion_mask": batch.in_sequence.int(),
         "tool_mask": (batch.in_loss | ~batch.in_sequence).int(), "advantages": batch.advantages[:, 0],
-        "num_items_in_batch": batch.in_loss.sum(), "trustrl_version": torch.full((oracle.ROWS,), -1),
+        "num_items_in_batch": batch.in_loss.sum(), "trustrl_version": torch.full_like(batch.in_loss, -1, dtype=torch.long),
         "trustrl_behavior_logp": batch.behavior_logp, "trustrl_proximal_logp": batch.proximal_logp,
     }  # fmt: skip
     if top is not None:

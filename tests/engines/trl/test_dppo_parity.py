@@ -109,7 +109,7 @@ def our_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch under the names our trainer adds."""
     return batch | {
         "num_items_in_batch": batch["completion_mask"].sum(),
-        "trustrl_version": torch.full((len(batch["completion_ids"]),), -1),
+        "trustrl_version": torch.full_like(batch["completion_ids"], -1),
         "trustrl_behavior_logp": batch["sampling_per_token_logps"],
         "trustrl_topk_ids": batch["sampling_topk_token_ids"].int(),
         "trustrl_topk_logp": batch["sampling_topk_logps"],

@@ -23,6 +23,7 @@ from trustrl.engines.refusals.trl import ROWS
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, callbacks, sampler, trainer as engine
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError, MissingDataError
+from trustrl.recording import Recording
 
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 SAMPLER = {"behavior": "sampler"}
@@ -35,6 +36,15 @@ SETTINGS = {
     "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "a region that trustrl does not have"]),
     "an average nobody knows": (PPO(), {}, {"loss_type": "mine"}, ["loss_type", "grpo, bnpo, dr_grpo, dapo, luspo"]),
     "gspo averaged over tokens": (trustrl.preset("gspo"), {}, {"loss_type": "dapo"}, ["loss_type must be 'grpo'"]),
+    **{
+        f"routed experts of {name}": (
+            PPO(), {"recording": Recording(folder="records", experts=True), **ours}, theirs,
+            ["recording.experts must be False without a colocated vLLM", 'vllm_mode="colocate"'],
+        )
+        for name, ours, theirs in (
+            ("transformers", {}, {}), ("a server", SAMPLER, {**VLLM, "vllm_mode": "server"}),
+        )
+    },
     "ratios of sequences": (
         PPO(), {}, {"importance_sampling_level": "sequence"}, ["importance_sampling_level", "trustrl.preset('gspo')"]
     ),
@@ -54,18 +64,6 @@ SETTINGS = {
         PPO(), SAMPLER, {"use_vllm": True},
         ["vllm_importance_sampling_correction must be False", "anchor='proximal'"],
     ),
-    "a top-K of somebody else's sampler": (
-        trustrl.preset("dppo-topk-tv"), SAMPLER | {"rollout_func": print}, {},
-        ["region must be on the sampled token when rollout_func", "dppo-binary-tv", "anchor='proximal'"],
-    ),
-    "a top-K of somebody else's sampler, beside vllm": (
-        trustrl.preset("troll", anchor="behavior"), SAMPLER | {"rollout_func": print}, VLLM,
-        ["region must be on the sampled token when rollout_func"],
-    ),
-    "a sampler that sleeps when it must score": (
-        trustrl.preset("dppo-topk-tv"), SAMPLER, VLLM | {"vllm_enable_sleep_mode": True},
-        ["vllm_enable_sleep_mode must be False", "anchor='proximal'"],
-    ),
     "a sampler without log-probs": (
         DPPO(), SAMPLER, {}, ["behavior must be 'trainer'", "behavior='trainer'", "use_vllm=True", "dppo"]
     ),
@@ -79,9 +77,9 @@ SETTINGS = {
     "the sampler's whole distribution": (
         DPPO(FullTV()), SAMPLER, VLLM, ["region must be a Top-K or Binary one", "anchor='proximal'"]
     ),
-    "top-p": (PPO(), {}, {"top_p": 0.9}, ["top_p must be 1.0", "whole vocabulary"]),
-    "top-k": (PPO(), {}, {"top_k": 50}, ["top_k must be 0", "whole vocabulary"]),
-    "min-p": (PPO(), {}, {"min_p": 0.1}, ["min_p must be None", "whole vocabulary"]),
+    "top-p": (PPO(), {}, {"top_p": 0.9}, ["top_p must be 1.0", "colocated vLLM or a rollout_func"]),
+    "top-k": (PPO(), {}, {"top_k": 50}, ["top_k must be 0", "colocated vLLM or a rollout_func"]),
+    "min-p": (PPO(), {}, {"min_p": 0.1}, ["min_p must be None", "colocated vLLM or a rollout_func"]),
     "a repetition penalty": (PPO(), {}, {"repetition_penalty": 1.1}, ["repetition_penalty must be 1.0", "π"]),
     "a grammar": (
         PPO(), {}, {"vllm_structured_outputs_regex": "[0-9]+"},
@@ -184,7 +182,7 @@ def test_a_quantised_output_layer_is_refused():
 
 def test_images_are_refused():
     with pytest.raises(ConfigError, match="model must be a text model"):
-        check_model(SimpleNamespace(_is_vlm=True), PPO(), output_layer=None)
+        check_model(SimpleNamespace(_is_vlm=True, args=None), PPO(), output_layer=None)
     trainer = world.ours(PPO())
     inputs = world.batch(trainer.model) | {"pixel_values": torch.zeros(1)}
     with pytest.raises(ConfigError, match="Rollouts must be text, got images"):
@@ -199,7 +197,7 @@ def moe() -> Any:
 
 
 def test_router_losses_are_refused_where_our_own_output_layer_runs():
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef must be 0.*got 0.001.*dppo does not compute"):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef must be 0.*got 0.001.*does not compute router losses"):
         world.ours(trustrl.preset("dppo-topk-tv"), moe())
     assert world.ours(PPO(), moe()).aux_loss_enabled
 
@@ -424,7 +422,7 @@ def test_a_subclass_of_ones_own_keeps_its_own_term():
 
 def fresh(inputs: dict[str, Any]) -> dict[str, Any]:
     """The batch as recorded at the weights the trainer has now."""
-    return inputs | {"trustrl_version": torch.zeros(6, dtype=torch.long)}
+    return inputs | {"trustrl_version": torch.zeros_like(inputs["completion_ids"])}
 
 
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])
@@ -538,14 +536,22 @@ def with_server(**more: Any) -> SimpleNamespace:
 
 
 def test_a_server_with_raw_log_probs_is_refused_at_another_temperature():
-    assert sampler.prepare(with_server(), rescoring=False) is None
+    sampler.prepare(with_server(), sampler.Asked())
     with pytest.raises(ConfigError, match=r"logprobs_mode must be 'processed_logprobs'.*--logprobs-mode"):
-        sampler.prepare(with_server(temperature=0.7), rescoring=False)
+        sampler.prepare(with_server(temperature=0.7), sampler.Asked())
 
 
-def test_a_sampler_that_sleeps_is_not_refused_where_it_need_not_score_again():
-    assert callable(sampler.prepare(with_server(), rescoring=True))
-    check_settings(settings(**VLLM, vllm_enable_sleep_mode=True), DPPO(), "sampler")
+@pytest.mark.parametrize("preset", ["dppo-binary-tv", "dppo-topk-tv"])
+def test_a_sampler_that_sleeps_is_not_refused_because_it_need_not_score_again(preset):
+    check_settings(settings(**VLLM, vllm_enable_sleep_mode=True), trustrl.preset(preset), "sampler")
+
+
+def test_speculative_decoding_is_refused_on_a_cpu_alone():
+    """The installed vLLM says which: `vllm_on_cpu` is what the trainer asks it."""
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    check_settings(settings(**VLLM), PPO(), "sampler", vllm_options=drafts, vllm_on_cpu=False)
+    with pytest.raises(ConfigError, match=r"vllm_options\['speculative_config'\] must be left out .*NaN log-probs"):
+        check_settings(settings(**VLLM), PPO(), "sampler", vllm_options=drafts, vllm_on_cpu=True)
 
 
 # ── the table of refusals ───────────────────────────────────────────────────────────────────────────────────────────

@@ -14,8 +14,10 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from trustrl.engines.common import seam
+from trustrl.engines.refusals.trl import OLDEST_FUSED
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin
-from trustrl.errors import ConfigError, EngineError, MissingDataError
+from trustrl.errors import ConfigError, EngineError, MissingDataError, NonFiniteError, RecordError
 
 EDGE = 0.002
 REGION = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE))
@@ -53,10 +55,13 @@ def rollout_func(network, *, records="logprobs", tool=False, length=6):
         ids, logps = draw(network, prompt_ids, length)
         if records == "nonsense":
             logps = [[-1.0] * length for _ in logps]
+        if isinstance(records, dict):
+            logps = [[records.get(at, x) for at, x in enumerate(row)] for row in logps]
         more = {}
         if tool:
             more["env_mask"] = [[int(not TOOL.start <= at < TOOL.stop) for at in range(length)] for _ in ids]
-            logps = [[0.0 if TOOL.start <= at < TOOL.stop else x for at, x in enumerate(row)] for row in logps]
+            if not isinstance(records, dict):
+                logps = [[0.0 if TOOL.start <= at < TOOL.stop else x for at, x in enumerate(row)] for row in logps]
         return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None if records is None else logps, **more}
 
     return roll_out
@@ -137,6 +142,23 @@ def test_recorded_log_probs_that_are_not_the_samplers_are_refused_before_the_fir
     assert trainer.state.global_step == 0
 
 
+@pytest.mark.parametrize("value", [float("nan"), None], ids=["NaN", "None, as TRL writes vLLM's NaN"])
+def test_a_sampler_that_records_no_number_is_an_error_with_its_cause(value):
+    trainer = trainer_of(roll_out=rollout_func(sampler_network(), records={1: value}))
+    with pytest.raises(NonFiniteError, match=r"every token in the loss, got NaN at 6 of 36 tokens\. .*speculative"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_no_number_is_needed_where_an_environment_wrote_and_infinity_is_dropped_and_counted():
+    records = {0: float("-inf"), TOOL.start: float("nan")}
+    roll_out = rollout_func(sampler_network(), records=records, tool=True)
+    trainer = trainer_of(roll_out=roll_out, max_steps=1, num_iterations=1)
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="tokens were dropped"):
+        trainer.train()
+    assert logs(trainer)[0]["trustrl/fault_behavior"] == 6
+
+
 def test_what_an_environment_wrote_is_neither_counted_nor_anchored(monkeypatch):
     trainer = trainer_of(roll_out=rollout_func(sampler_network(), tool=True), max_steps=1, num_iterations=1)
     seen = world.spy(monkeypatch)
@@ -166,6 +188,96 @@ def test_evaluation_takes_the_recorded_log_probs_too():
     assert found["eval_trustrl/ratio_max"] > 1.01
 
 
+K = 8
+fused = pytest.mark.skipif(seam.version_of("trl") < OLDEST_FUSED, reason="an older TRL has no fused output layer")
+
+
+def recording_func(network, *, width=K, versions=None, length=6, edit=None):
+    """A `rollout_func` that also records its most probable ids and, per token, the version of its weights."""
+
+    @torch.no_grad()
+    def roll_out(prompts, trainer):
+        found = rollout_func(network, length=length)(prompts, trainer)
+        tables = []
+        for prompt, completion in zip(found["prompt_ids"], found["completion_ids"], strict=True):
+            logp = network(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            top = logp.topk(width)
+            tables.append((top.indices.numpy(), top.values.numpy()))
+        found["trustrl_topk"] = tables if edit is None else edit(tables)
+        if versions is not None:
+            found["trustrl_version"] = [versions for _ in tables]
+        return found
+
+    return roll_out
+
+
+@fused
+def test_a_top_k_that_the_function_recorded_is_the_anchor_and_reward_functions_do_not_see_it(monkeypatch):
+    region = trustrl.DPPO(trustrl.TopKTV(k=K, max_increase=EDGE, max_decrease=EDGE))
+    network, rewarded = sampler_network(), []
+
+    def reward(completions, **fields):
+        rewarded.append(sorted(fields))
+        return [float(len(set(completion))) for completion in completions]
+
+    trainer = trainer_of(region, roll_out=recording_func(network, width=K + 4))
+    trainer.reward_funcs = [reward]
+    seen = world.spy(monkeypatch)
+    trainer.train()
+    assert len(seen) == 2
+    assert not any(name.startswith("trustrl") for fields in rewarded for name in fields)
+    for _, policy, rollout in seen:
+        assert rollout.topk.ids.shape == (*policy.logp.shape, K)
+        own = rollout.topk.ids == rollout.token_ids[..., None]
+        inside = own.any(-1)
+        assert inside.double().mean() > 0.1
+        recorded = torch.where(own, rollout.topk.logp, 0.0).sum(-1)
+        torch.testing.assert_close(recorded[inside], rollout.behavior_logp[inside], atol=1e-5, rtol=0)
+    first = logs(trainer)[0]
+    assert first["trustrl/masked_share"] > 0.02, "against the trainer's own distribution nothing has moved yet"
+    assert first["trustrl/divergence_mean"] > 1e-3
+
+
+def test_versions_per_token_reach_the_records_and_the_bins_of_staleness(monkeypatch):
+    trainer = trainer_of(
+        roll_out=recording_func(sampler_network(), versions=[-3, -3, -1, -1, 0, 0]), max_steps=1, num_iterations=1
+    )
+    seen = world.spy(monkeypatch)
+    trainer.train()
+    ((_, policy, rollout),) = seen
+    assert policy.version == 0
+    assert rollout.version.tolist() == [[-3, -3, -1, -1, 0, 0]] * 6
+    (entry,) = logs(trainer)
+    bins = {name.removeprefix("trustrl/gap_abs_mean_staleness_") for name in entry if "gap_abs_mean_staleness" in name}
+    assert bins == {"below_1", "from_1", "from_3"}
+
+
+@fused
+@pytest.mark.parametrize(
+    ("edit", "error", "sentence"),
+    [
+        (lambda tables: None, MissingDataError, r"8 most probable ids at each token, got none.*'trustrl_topk'"),
+        (lambda tables: tables[:-1], RecordError, r"one entry per completion, got 5 for 6"),
+        (
+            lambda tables: [(ids[:, :4], logp[:, :4]) for ids, logp in tables],
+            RecordError,
+            r"trustrl_topk\[0\] must be ids and log-probs of shape \(6, 8\) or wider, got \(6, 4\)",
+        ),
+        (
+            lambda tables: [(ids[:3], logp[:3]) for ids, logp in tables],
+            RecordError,
+            r"of shape \(6, 8\) or wider, got \(3, 8\)",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused_before_the_first_step(edit, error, sentence):
+    region = trustrl.DPPO(trustrl.TopKTV(k=K))
+    trainer = trainer_of(region, roll_out=recording_func(sampler_network(), edit=edit))
+    with pytest.raises(error, match=sentence):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 class RecordsItself(GRPOTrainer):
     """A subclass that samples with a network of its own."""
 
@@ -179,3 +291,63 @@ def test_a_subclass_that_generates_and_records_is_taken_at_its_word():
     trainer = trainer_of(roll_out=None, cls=cls, given={"measure_mismatch": True})
     trainer.train()
     assert logs(trainer)[0]["trustrl/mismatch_abs_mean"] > 0.01
+
+
+SIZES = (5, 1, 9, 3, 2, 7)
+"""Kept ids at each token of a completion."""
+
+
+def truncating_func(network, *, records=True):
+    """A `rollout_func` that draws from the most probable ids alone, as many as `SIZES` says, and records them."""
+
+    @torch.no_grad()
+    def roll_out(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        found = {"prompt_ids": prompt_ids, "completion_ids": [], "logprobs": [], "trustrl_kept": []}
+        for prompt in prompt_ids:
+            drawn, logps, kept = [], [], []
+            for size in SIZES:
+                logits = network(torch.tensor([prompt + drawn])).logits[0, -1]
+                best = logits.index_fill(0, torch.arange(3), -torch.inf).topk(size)
+                logp = best.values.log_softmax(-1)
+                at = int(torch.multinomial(logp.exp(), 1))
+                drawn.append(int(best.indices[at]))
+                logps.append(logp[at].item())
+                kept.append(best.indices.tolist())
+            found["completion_ids"].append(drawn)
+            found["logprobs"].append(logps)
+            found["trustrl_kept"].append(kept)
+        if not records:
+            del found["trustrl_kept"]
+        return found
+
+    return roll_out
+
+
+@fused
+@pytest.mark.parametrize("anchor", ["behavior", "proximal"])
+def test_kept_ids_that_the_function_recorded_make_the_first_ratio_one(anchor, monkeypatch):
+    """The trainer's own weights draw, so every ratio inside the kept sets is 1, and π' inside them is μ."""
+    region = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE), anchor=anchor)
+    trainer = trainer_of(
+        region, roll_out=truncating_func(world.tiny_model().eval()), top_k=9, given={"measure_mismatch": True}
+    )
+    seen = world.spy(monkeypatch)
+    trainer.train()
+    first, second = logs(trainer)
+    assert first["trustrl/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert first["trustrl/mismatch_max"] < 1e-4
+    assert second["trustrl/ratio_max"] > 1.001
+    _, policy, rollout = seen[0]
+    assert (rollout.kept_ids >= 0).sum(-1).tolist() == [list(SIZES)] * 6
+    assert rollout.sampling.kept_known
+    one = rollout.in_loss & ((rollout.kept_ids >= 0).sum(-1) == 1)
+    assert one.any()
+    assert policy.logp[one].abs().max() == 0  # the only id that was left
+
+
+@fused
+def test_kept_ids_that_are_missing_are_an_error():
+    trainer = trainer_of(roll_out=truncating_func(world.tiny_model().eval(), records=False), top_k=9)
+    with pytest.raises(MissingDataError, match=r"got none at 6 tokens of sequence 0\. A rollout_func returns them"):
+        trainer.train()

@@ -1,6 +1,6 @@
-"""The sampler's top-K on its way from a server to verl's workers: whose rows, which temperature, which weights.
+"""The sampler's records on their way to verl's workers: single turns, tool loops, interrupted rollouts.
 
-The server is made by hand (a table of log-probs) and answers in verl's own contract; real servers are in
+The loops and clients are verl's own. The servers are made by hand (a table of log-probs); real servers are in
 tests/engines/verl_cpu.
 """
 
@@ -14,89 +14,213 @@ import pytest
 
 pytest.importorskip("verl")
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
 
 import trustrl
-from trustrl.engines.verl import anchors
-from trustrl.engines.verl.agent_loop import RecordsTopK, sampled_topk
-from trustrl.errors import EngineError
+from trustrl.engines.common.kept_columns import KeptColumn, column_of
+from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.verl import anchors, rollout_pieces
+from trustrl.engines.verl.agent_loop import RecordsTopK, wanted
+from trustrl.errors import EngineError, MissingDataError
 
 VOCABULARY, K = 12, 4
 NEEDS = trustrl.preset("dppo-topk-tv", divergence=trustrl.TopKTV(k=K)).needs()
+PROMPT = [3, 1, 4, 1]
 
 
 class TableServer:
-    """Scores any sequence with one distribution a position; remembers what it was asked."""
+    """Answers with the next tokens of a script, each drawn from one row of a table; every answer is a version newer."""
 
-    def __init__(self, global_steps=3):
+    def __init__(self, answers, *, aborted=0, faulty=False, routed=False):
         make = torch.Generator().manual_seed(0)
         self.logp = torch.randn(32, VOCABULARY, generator=make).log_softmax(-1)
-        self.global_steps, self.asked = global_steps, []
+        self.answers, self.aborted, self.faulty = list(answers), aborted, faulty
+        self.asked, self.log, self.routed = [], [], routed
+        self.generate = SimpleNamespace(remote=self._generate)
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params):
+    async def _generate(self, request_id, prompt_ids, sampling_params, **more):
         self.asked.append(sampling_params)
-        k, length = sampling_params["prompt_logprobs"], len(prompt_ids)
-        assert sampling_params["max_tokens"] == 1
-        rows = self.logp[: length - 1]
-        if k:
-            top = rows.topk(k, -1)
-            ids, logp = top.indices.tolist(), top.values.tolist()
-        else:
-            ids = [[token] for token in prompt_ids[1:]]
-            logp = rows.gather(-1, torch.tensor(ids)).tolist()
-        extra = {"prompt_ids": [*ids, [0] * max(k, 1)], "prompt_logprobs": [*logp, [0.0] * max(k, 1)]}
-        return SimpleNamespace(extra_fields={**extra, "global_steps": self.global_steps})
+        tokens = self.answers[len(self.asked) - 1]
+        version = 6 + len(self.asked)
+        rows = self.logp[len(prompt_ids) - 1 : len(prompt_ids) - 1 + len(tokens)]
+        own = rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        fields = {"global_steps": version}
+        k = (sampling_params.get("extra_args") or {}).get(TOPK, 0)
+        if k and not self.faulty:
+            best = rows.topk(k, -1)
+            fields |= {TOPK_IDS: best.indices.int().numpy(), TOPK_LOGP: best.values.numpy()}
+            self.log += [(version, i, v) for i, v in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+        limit = (sampling_params.get("extra_args") or {}).get(KEPT, 0)
+        if limit:  # as many as the id of the token drawn, at least one more than the limit if there are more
+            column = column_of([range(min(token + 1, limit + 1)) for token in tokens])
+            fields |= {KEPT_IDS: column.ids, KEPT_COUNTS: column.counts}
+        stopped = "aborted" if len(self.asked) <= self.aborted else "completed"
+        routing = self.routing(len(prompt_ids) + len(tokens) - 1) if self.routed else None
+        return TokenOutput(
+            token_ids=tokens, log_probs=own.tolist(), stop_reason=stopped, extra_fields=fields, routed_experts=routing
+        )
+
+    @staticmethod
+    def routing(rows):
+        """The experts of the tokens that were fed to a model of three layers with two experts each."""
+        return np.arange(rows * 6, dtype=np.uint8).reshape(rows, 3, 2)
+
+
+def client(server, cls=LLMServerClient):
+    """verl's own client, connected to one server."""
+    made = object.__new__(cls)
+    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 16}}})
+    made._only_hybrid = False
+
+    async def acquire(*_, **__):
+        return "one", server
+
+    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
+    return made
 
 
 class TheirLoop:
-    def __init__(self, config, server, output):
-        self.config, self.server_manager, self.output = config, server, output
+    """Turns of a loop, with the tools' answers between them, as verl's loops make their output."""
+
+    def __init__(self, config, server_manager, tools=(), *, response_length=16, edit=None):
+        self.config, self.server_manager = config, server_manager
+        self.tools, self.response_length, self.edit = tools, response_length, edit
 
     async def run(self, sampling_params, **kwargs):
-        return self.output
+        sequence, mask, fields = list(PROMPT), [], {}
+        for tool in (None, *self.tools):
+            if tool is not None:
+                sequence += tool
+                mask += [0] * len(tool)
+            answer = await self.server_manager.generate(
+                request_id="r", prompt_ids=list(sequence), sampling_params=sampling_params
+            )
+            fields = fields or answer.extra_fields  # verl keeps the first turn's
+            routing = answer.routed_experts  # and the last turn's, which covers all tokens before it
+            sequence += answer.token_ids
+            mask += [1] * len(answer.token_ids)
+        ids = sequence[len(PROMPT) :][: self.response_length]
+        if self.edit is not None:
+            ids = self.edit(ids)
+        return AgentLoopOutput(
+            prompt_ids=list(PROMPT), response_ids=ids, response_mask=mask[: self.response_length], extra_fields=fields,
+            routed_experts=routing, metrics=AgentLoopMetrics(),
+        )  # fmt: skip
 
 
 class Loop(RecordsTopK, TheirLoop):
     pass
 
 
-def config(loss_mode="trustrl-dppo-topk-tv", **region):
-    policy_loss = {"loss_mode": loss_mode, "region": region or {"divergence": {"k": K}}}
+def config(loss_mode="trustrl-dppo-topk-tv", max_kept=None, **region):
+    policy_loss = {"loss_mode": loss_mode, "region": region or {"divergence": {"k": K}}, "max_kept": max_kept}
     return OmegaConf.create({"actor_rollout_ref": {"actor": {"policy_loss": policy_loss}}})
 
 
-def output(server, temperature=1.0, **more):
-    prompt, response = [3, 1, 4, 1], [5, 9, 2]
-    drawn = (server.logp[3:6] / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-    steps = {"min_global_steps": 3, "max_global_steps": 3}
-    return SimpleNamespace(
-        prompt_ids=prompt, response_ids=response, response_logprobs=drawn.tolist(), extra_fields=steps | more
-    )
+def run(loop, **sampling_params):
+    return asyncio.run(loop.run({"temperature": 1.0, **sampling_params}))
 
 
-def run(loop, temperature=1.0):
-    return asyncio.run(loop.run({"temperature": temperature}))
-
-
-def test_each_response_token_gets_the_distribution_it_was_drawn_from():
-    server = TableServer()
-    found = run(Loop(config(), server, output(server))).extra_fields
+def test_each_response_token_gets_the_row_it_was_drawn_from_and_no_second_request_is_made():
+    server = TableServer([[5, 9, 2]])
+    found = run(Loop(config(), client(server))).extra_fields
     wanted = server.logp[3:6].topk(K, -1)
     assert found["teacher_ids"].tolist() == wanted.indices.tolist()
-    torch.testing.assert_close(found["teacher_logprobs"], wanted.values)
-    assert [asked["prompt_logprobs"] for asked in server.asked] == [K]
+    assert found["teacher_logprobs"].tolist() == wanted.values.tolist()
+    assert found[anchors.VERSION].tolist() == [7, 7, 7]
+    assert found[anchors.TURN].tolist() == [0, 0, 0]
+    assert len(server.asked) == 1
+    assert TOPK_IDS not in found  # verl would carry them to the trainer a second time
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_scores_are_brought_to_the_temperature_of_the_draw(temperature):
-    server = TableServer()
-    found = run(Loop(config(), server, output(server, temperature)), temperature).extra_fields
-    wanted = (server.logp[3:6] / temperature).log_softmax(-1).topk(K, -1)
-    assert found["teacher_ids"].tolist() == wanted.indices.tolist()
-    torch.testing.assert_close(found["teacher_logprobs"], wanted.values)
-    assert [asked["prompt_logprobs"] for asked in server.asked] == [K, 0]
+def test_a_tool_loop_of_three_turns_keeps_the_rows_of_each():
+    server = TableServer([[5, 9], [2], [8, 7, 6]])
+    out = run(Loop(config(), client(server), tools=([10, 11], [0])))
+    found = out.extra_fields
+    assert out.response_mask == [1, 1, 0, 0, 1, 0, 1, 1, 1]
+    assert found[anchors.TURN].tolist() == [0, 0, -1, -1, 1, -1, 2, 2, 2]
+    assert found[anchors.VERSION].tolist() == [7, 7, -1, -1, 8, -1, 9, 9, 9]
+    at = [t for t, on in enumerate(out.response_mask) if on]
+    ids, logp = found["teacher_ids"][at].tolist(), found["teacher_logprobs"][at].tolist()
+    assert [(i, v) for _, i, v in server.log] == list(zip(ids, logp, strict=True))  # what the server's own log says
+    off = [t for t, on in enumerate(out.response_mask) if not on]
+    assert (found["teacher_ids"][off] == -1).all()
+    assert (found["teacher_logprobs"][off] == -torch.inf).all()
+
+
+def test_an_interrupted_rollout_has_the_version_of_each_part():
+    """verl's fully asynchronous client resumes after a weight update, and drops `extra_fields` of all attempts."""
+    server = TableServer([[5, 9, 2], [8], [7, 6]], aborted=2)
+    asleep = asyncio.sleep
+    try:
+        asyncio.sleep = lambda seconds: asleep(0)  # verl waits a second before it resumes
+        out = run(Loop(config(), client(server, FullyAsyncLLMServerClient)))
+    finally:
+        asyncio.sleep = asleep
+    assert out.response_ids == [5, 9, 2, 8, 7, 6]
+    assert out.extra_fields[anchors.VERSION].tolist() == [7, 7, 7, 8, 9, 9]
+    assert out.extra_fields[anchors.TURN].tolist() == [0, 0, 0, 1, 2, 2]
+    ids, logp = (out.extra_fields[name].tolist() for name in ("teacher_ids", "teacher_logprobs"))
+    assert [(version, i, v) for version, i, v in server.log] == [
+        (version, i, v) for version, i, v in zip([7, 7, 7, 8, 9, 9], ids, logp, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("of", [config(), config("trustrl-dppo-binary-tv", max_ratio=5.0)], ids=["Top-K", "sampled"])
+@pytest.mark.parametrize("tools", [(), ([10, 11], [0])], ids=["one turn", "three turns"])
+def test_a_samplers_routing_reaches_verls_workers_as_without_our_loop(tools, of):
+    """For verl's router replay (R3): all rows, in the field and the form that verl's own loop gives them."""
+    answers = [[5, 9], [2], [8, 7, 6]][: 1 + len(tools)]
+    ours = run(Loop(of, client(TableServer(answers, routed=True)), tools=tools))
+    theirs = run(TheirLoop(of, client(TableServer(answers, routed=True)), tools=tools))
+    length = len(ours.response_ids)
+    np.testing.assert_array_equal(ours.routed_experts, TableServer.routing(len(PROMPT) + length - 1))
+    sent, plain = ours.as_dict()["routed_experts"], theirs.as_dict()["routed_experts"]
+    assert sent.shape == (len(PROMPT) + length, 3, 2)
+    assert sent.dtype == plain.dtype
+    assert torch.equal(sent, plain)
+
+
+def test_a_resumed_rollouts_routing_is_joined_as_verl_joins_it():
+    answers, asleep = [[5, 9, 2], [8], [7, 6]], asyncio.sleep
+    outputs = []
+    try:
+        asyncio.sleep = lambda seconds: asleep(0)  # verl waits a second before it resumes
+        for loop in (Loop, TheirLoop):
+            server = TableServer(answers, aborted=2, routed=True)
+            outputs.append(run(loop(config(), client(server, FullyAsyncLLMServerClient))))
+    finally:
+        asyncio.sleep = asleep
+    ours, theirs = outputs
+    assert ours.routed_experts.shape == (len(PROMPT) + 6 - 1, 3, 2)
+    np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
+
+
+def test_a_response_that_verl_cuts_keeps_the_rows_that_are_left():
+    server = TableServer([[5, 9], [2, 8, 7]])
+    out = run(Loop(config(), client(server), tools=([10],), response_length=4))
+    assert out.extra_fields[anchors.TURN].tolist() == [0, 0, -1, 1]
+    assert out.extra_fields["teacher_ids"].shape == (4, K)
+
+
+def test_several_outputs_of_one_loop_get_their_own_pieces():
+    class Several(TheirLoop):
+        async def run(self, sampling_params, **kwargs):
+            return [await super().run(sampling_params), await super().run(sampling_params)]
+
+    class Records(RecordsTopK, Several):
+        pass
+
+    server = TableServer([[5, 9, 2], [8, 7]])
+    first, second = run(Records(config(), client(server)))
+    assert first.extra_fields[anchors.VERSION].tolist() == [7, 7, 7]
+    assert second.extra_fields[anchors.VERSION].tolist() == [8, 8]
 
 
 def as_a_worker_gets(*outputs):
@@ -105,55 +229,66 @@ def as_a_worker_gets(*outputs):
     for one in outputs:
         extra = dict(one.extra_fields)
         fields = {name: extra.pop(name) for name in (anchors.SAMPLED_IDS, anchors.SAMPLED_LOGP)}
-        mask = torch.ones(len(one.response_ids), dtype=torch.long)
-        samples.append({**fields, "response_mask": mask, "rollout_log_probs": -1.0 * mask, "extra_fields": extra})
+        mask = torch.tensor(one.response_mask)
+        more = {"responses": torch.tensor(one.response_ids), "rollout_log_probs": -1.0 * mask, "extra_fields": extra}
+        samples.append({**fields, "response_mask": mask, **more})
     return list_of_dict_to_tensordict(samples)
 
 
-def refused_by_the_worker(loop, temperature=1.0):
-    """The error that a worker raises for this loop's sequence in a batch with another one."""
-    good = run(Loop(config(), TableServer(), output(TableServer())))
-    faulty = run(loop, temperature)
+def good():
+    return run(Loop(config(), client(TableServer([[5, 9, 2]]))))
+
+
+def refused_by_the_worker(faulty):
+    """The error that a worker raises for this sequence in a batch with another one."""
     with pytest.raises(EngineError) as refused:
-        anchors.check(NEEDS, as_a_worker_gets(good, faulty))
+        anchors.check(NEEDS, as_a_worker_gets(good(), faulty))
     return str(refused.value)
 
 
-def test_a_worker_takes_sequences_that_were_scored():
-    server = TableServer()
-    scored = [run(Loop(config(), server, output(server))) for _ in range(2)]
-    anchors.check(NEEDS, as_a_worker_gets(*scored))
+def test_a_worker_takes_sequences_that_were_recorded_and_a_tools_tokens_need_no_record():
+    tool = run(Loop(config(), client(TableServer([[5, 9], [2]])), tools=([10, 11],)))
+    anchors.check(NEEDS, as_a_worker_gets(good(), tool))
 
 
-def test_a_temperature_without_recorded_log_probs_stops_the_worker():
-    server = TableServer()
-    without = output(server)
-    without.response_logprobs = None
-    assert "calculate_log_probs=True" in refused_by_the_worker(Loop(config(), server, without), 0.6)
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        pytest.param({}, [8, 9], id="nobody counted: one step for each version"),
+        pytest.param({0: 0, 7: 7, 8: 8}, [8, 9], id="one step between syncs"),
+        pytest.param({0: 0, 7: 28, 8: 32}, [29, 33], id="four steps between syncs"),
+        pytest.param({8: 20}, [20, 21], id="a version from before a resume"),
+    ],
+)
+def test_a_worker_numbers_versions_by_its_own_steps(sent, wanted):
+    server = TableServer([[5, 9], [2, 4]])
+    both = run(Loop(config(), client(server), tools=([10, 11],)))
+    data = as_a_worker_gets(good(), both)
+    found = anchors.versions(data, sent)[anchors.VERSION]
+    assert found[1][both.response_mask.index(1)].item() == wanted[0]
+    assert found[1][-1].item() == wanted[1]
 
 
-@pytest.mark.parametrize("steps", [{"min_global_steps": 2}, {"min_global_steps": 2, "max_global_steps": 2}])
-def test_scores_of_other_weights_stop_the_worker_and_lose_no_sequence(steps):
+def test_a_token_in_the_loss_without_a_version_leaves_the_batch_without_versions():
+    lacking = good()
+    del lacking.extra_fields[anchors.VERSION]
+    assert anchors.versions(as_a_worker_gets(good(), lacking), {}) == {}
+    lacking.response_mask = [0] * len(lacking.response_mask)  # verl's padding
+    assert anchors.versions(as_a_worker_gets(good(), lacking), {})
+
+
+def test_a_loop_that_tokenizes_again_stops_the_worker_and_loses_no_sequence():
     """Raised in the loop, verl would log the error and train on the group's other sequences."""
-    server = TableServer()
-    said = refused_by_the_worker(Loop(config(), server, output(server, **steps)))
-    assert re.search(r"3 tokens without scores.*weights of step 3 for a sequence of step 2.*anchor=proximal", said)
+    server = TableServer([[5, 9, 2]])
+    faulty = run(Loop(config(), client(server), edit=lambda ids: [*ids[:-1], 0]))
+    said = refused_by_the_worker(faulty)
+    assert re.search(r"must record every sequence.*got 3 of 3 that are in no request's answer.*tokenize", said)
 
 
-def test_a_server_that_fails_to_score_stops_the_worker():
-    server = TableServer()
-    sampled = output(server)
-
-    async def fail(*args, **kwargs):
-        raise RuntimeError("the prompt is longer than the model's maximum")
-
-    server.generate = fail
-    assert "RuntimeError: the prompt is longer" in refused_by_the_worker(Loop(config(), server, sampled))
-
-
-def test_servers_that_do_not_say_which_weights_they_had_are_believed():
-    server = TableServer(global_steps=None)
-    assert "teacher_ids" in run(Loop(config(), server, output(server))).extra_fields
+def test_a_server_without_top_k_stops_the_worker():
+    faulty = run(Loop(config(), client(TableServer([[5, 9, 2]], faulty=True))))
+    said = refused_by_the_worker(faulty)
+    assert re.search(r"return its 4 most probable ids at each of 3 tokens, got None.*trustrl\.engines\.verl", said)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +301,70 @@ def test_servers_that_do_not_say_which_weights_they_had_are_believed():
         (config(), K),
     ],
 )
-def test_only_regions_on_the_samplers_top_k_are_scored(of, k):
-    assert sampled_topk(of) == k
-    server = TableServer()
+def test_only_regions_on_the_samplers_top_k_ask_for_it_and_all_get_versions(of, k):
+    assert wanted(of) == (k, 0)
+    server = TableServer([[5, 9, 2]])
     if k <= VOCABULARY:
-        run(Loop(of, server, output(server)))
-        assert bool(server.asked) == bool(k)
+        found = run(Loop(of, client(server))).extra_fields
+        assert ("extra_args" in server.asked[0]) == bool(k)
+        assert found[anchors.VERSION].tolist() == [7, 7, 7]
+        assert ("teacher_ids" in found) == bool(k)
+
+
+BINARY = {"loss_mode": "trustrl-dppo-binary-tv", "divergence": {"max_increase": 0.2}}
+
+
+def test_kept_ids_of_three_turns_are_those_of_the_sampler():
+    server = TableServer([[5, 9], [2], [8, 7, 6]])
+    out = run(Loop(config(**BINARY, max_kept=10), client(server), tools=([10, 11], [0])), top_p=0.9)
+    column = KeptColumn(out.extra_fields[KEPT_IDS], out.extra_fields[KEPT_COUNTS])
+    assert column.counts.tolist() == [6, 10, 0, 0, 3, 0, 9, 8, 7]
+    assert [row.tolist() for row in column.rows()[:2]] == [list(range(6)), list(range(10))]
+    assert [asked["extra_args"] for asked in server.asked] == [{KEPT: 10}] * 3
+    batch = list_of_dict_to_tensordict(
+        [{"response_mask": torch.tensor(out.response_mask), "extra_fields": out.extra_fields}] * 2
+    )
+    fields = anchors.kept(batch)
+    ids = anchors.kept_ids({**fields, "response_mask": batch["response_mask"]})
+    assert ids.shape == (2, 9, 10)
+    assert ids[1, 4].tolist() == [0, 1, 2, *[-1] * 7]
+    assert (ids[:, 2] == -1).all()
+
+
+def test_requests_that_draw_from_the_whole_vocabulary_do_not_ask_for_kept_ids():
+    """As verl's validation may."""
+    server = TableServer([[5, 9]])
+    out = run(Loop(config(**BINARY, max_kept=10), client(server)), top_p=1.0, top_k=-1)
+    assert "extra_args" not in server.asked[0]
+    assert out.extra_fields[KEPT_COUNTS].tolist() == [0, 0]
+    batch = list_of_dict_to_tensordict([{"response_mask": torch.tensor([1, 1]), "extra_fields": out.extra_fields}])
+    with pytest.raises(MissingDataError, match=r"got none at 2 tokens of sequence 0.*rollout.top_p=1"):
+        anchors.kept(batch)
+
+
+def test_more_kept_ids_than_the_limit_reach_the_worker_as_an_error():
+    """Raised in the loop, verl would log it and train on the other sequences."""
+    out = run(Loop(config(**BINARY, max_kept=4), client(TableServer([[2, 9, 8]]))), top_k=5)
+    batch = list_of_dict_to_tensordict(
+        [
+            {
+                "response_mask": torch.tensor([1, 1, 1]),
+                "rollout_log_probs": torch.zeros(3),
+                "extra_fields": out.extra_fields,
+            }
+        ]
+    )
+    with pytest.raises(EngineError, match=r"at most 4 ids at each token, got more at 2 of 3 tokens"):
+        anchors.check(trustrl.preset("dppo-binary-tv").needs(), batch)
+
+
+def test_requests_outside_a_loop_are_left_alone():
+    server = TableServer([[5, 9, 2]])
+    answer = asyncio.run(client(server).generate("r", prompt_ids=PROMPT, sampling_params={"extra_args": {TOPK: 2}}))
+    np.testing.assert_array_equal(answer.extra_fields[TOPK_IDS], server.logp[3:6].topk(2, -1).indices)
+    before = LLMServerClient.generate
+    rollout_pieces.install()
+    assert LLMServerClient.generate is before
 
 
 def test_loading_the_package_registers_every_loop_that_a_region_may_be_given():
@@ -183,9 +376,3 @@ def test_loading_the_package_registers_every_loop_that_a_region_may_be_given():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-
-
-def test_every_output_of_a_loop_is_scored():
-    server = TableServer()
-    several = run(Loop(config(), server, [output(server), output(server)]))
-    assert all("teacher_logprobs" in one.extra_fields for one in several)

@@ -2,17 +2,21 @@
 
 import copy
 import functools
+import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl")
+verl = pytest.importorskip("verl")
 
 import hydra
 import yaml
 from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import EngineRouterReplayConfig
 
 import trustrl
 from trustrl.engines.verl import check_settings
@@ -23,6 +27,7 @@ POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 OURS = f"{POLICY_LOSS}._target_=trustrl.engines.verl.RegionLossConfig"
 RIGHT = [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-binary-tv"]
 BYPASS = "algorithm.rollout_correction.bypass_mode=True"
+KEPT = [OURS, f"+{POLICY_LOSS}.max_kept=1024"]
 PROXIMAL = [OURS, f"{POLICY_LOSS}.loss_mode=trustrl-ppo", f"+{POLICY_LOSS}.region.anchor=proximal"]
 
 
@@ -47,6 +52,40 @@ def test_one_setting_is_all_that_a_region_needs(plain, more):
     """The worker takes μ from the sampler's own record, whichever policy verl calls old."""
     config = configuration(*RIGHT, *more)
     assert check_settings(OmegaConf.to_container(config) if plain else config) == trustrl.preset("dppo-binary-tv")
+
+
+@functools.cache
+def of_engine(engine):
+    """verl's own defaults of another engine."""
+    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra.compose("ppo_trainer", overrides=[f"model_engine={engine}"])
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni"])
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_verls_router_replay_is_left_as_it_is_set(mode, engine):
+    """Checked with verl's own configuration of the engines that replay; running them needs GPUs."""
+    config = copy.deepcopy(of_engine(engine))
+    replay = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
+    rollout = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    for key, value in ((replay, mode), (rollout, mode == "R3"), (f"{POLICY_LOSS}.loss_mode", "trustrl-dppo-binary-tv")):
+        assert OmegaConf.select(config, key) is not None, key
+        OmegaConf.update(config, key, value)
+    before = copy.deepcopy(config)
+    changed = fill_in(config)
+    assert check_settings(config) == trustrl.preset("dppo-binary-tv")
+    for key in (replay, rollout):
+        assert OmegaConf.select(config, key) == OmegaConf.select(before, key)
+    bypass = "algorithm.rollout_correction.bypass_mode"
+    assert bypass not in changed  # R2 replays the routes of verl's own recomputation, which a bypass skips
+    made = omega_conf_to_dataclass(config.actor_rollout_ref.actor[engine])
+    assert (type(made.router_replay), made.router_replay.mode) == (EngineRouterReplayConfig, mode)
+
+
+def test_routed_experts_cannot_be_recorded_on_verl():
+    config = configuration(*RIGHT, OURS, f"+{POLICY_LOSS}.recording={{folder: records, experts: true}}")
+    with pytest.raises(ConfigError, match=r"policy_loss.recording.experts must be False on verl, got True"):
+        check_settings(config)
 
 
 def test_a_region_anchored_on_the_trainer_keeps_verls_correction():
@@ -98,9 +137,16 @@ REFUSED = {
         [*RIGHT, f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
         [f"{ROLLOUT}.logprobs_mode must be processed_logprobs", "0.7"],
     ),
-    "top-p": ([*RIGHT, f"{ROLLOUT}.top_p=0.95"], [f"{ROLLOUT}.top_p must be 1.0", "0.95", "renormalized"]),
-    "top-p and a proximal anchor": ([*PROXIMAL, f"{ROLLOUT}.top_p=0.95"], [f"{ROLLOUT}.top_p must be 1.0"]),
-    "top-k": ([*RIGHT, f"{ROLLOUT}.top_k=50"], [f"{ROLLOUT}.top_k must be -1", "50", "renormalized"]),
+    "top-p without kept ids": (
+        [*RIGHT, f"{ROLLOUT}.top_p=0.95"],
+        [f"{POLICY_LOSS}.max_kept must be set", "renormalized"],
+    ),
+    "top-p and a proximal anchor": ([*PROXIMAL, f"{ROLLOUT}.top_p=0.95"], [f"{POLICY_LOSS}.max_kept must be set"]),
+    "top-k without kept ids": ([*RIGHT, f"{ROLLOUT}.top_k=50"], [f"{POLICY_LOSS}.max_kept must be set"]),
+    "kept ids without the loop": (
+        [*RIGHT, f"{ROLLOUT}.top_k=50", *KEPT],
+        [f"{ROLLOUT}.agent.default_agent_loop must be trustrl_single_turn_agent", "kept ids"],
+    ),
     "a repetition penalty": ([*RIGHT, f"+{ROLLOUT}.repetition_penalty=1.1"], [f"{ROLLOUT}.repetition_penalty must be 1.0"]),
     "a bound of verl's": ([*RIGHT, f"{ACTOR}.clip_ratio=0.15"], [f"{ACTOR}.clip_ratio must be left at 0.2", "region"]),
     "an upper bound of verl's": ([*RIGHT, f"{ACTOR}.clip_ratio_high=0.28"], [f"{ACTOR}.clip_ratio_high must be left"]),
@@ -110,26 +156,34 @@ REFUSED = {
         [*RIGHT, f"{POLICY_LOSS}.loss_mode=trustrl-gspo"], [f"{ACTOR}.loss_agg_mode must be seq-mean-token-mean", "token-mean"]
     ),
     "a loop that does not record": (
-        TOPK, [f"{ROLLOUT}.agent.default_agent_loop must be trustrl_single_turn_agent", "20 most probable ids", "proximal"]
+        TOPK, [f"{ROLLOUT}.agent.default_agent_loop must be trustrl_single_turn_agent", "most probable ids", "python -m trustrl.engines.verl"]
     ),
     "a tool loop that does not record": (
         [*TOPK, f"{ROLLOUT}.agent.default_agent_loop=tool_agent"], ["must be trustrl_tool_agent"]
     ),
-    "no room to score": ([*RECORDED, f"{ROLLOUT}.max_model_len=1024"], [f"{ROLLOUT}.max_model_len must be at least 1025"]),
+    "a top-K of SGLang": (
+        [*RECORDED, f"{ROLLOUT}.name=sglang"],
+        [f"{ROLLOUT}.name must be vllm", "does not read the ids of SGLang", "region on the sampled token"],
+    ),
+    "separate prefill and decode": (
+        [*RECORDED, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.disaggregation.enabled=True"],
+        [f"{ROLLOUT}.disaggregation.enabled must be False", "do not return ids"],
+    ),
+    "drafts on a CPU": (
+        [*RIGHT, f"{ROLLOUT}.name=vllm_cpu", f"+{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config={{method: ngram}}"],
+        [f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config must be absent", "NaN", "On a GPU"],
+    ),
     "fewer ids than the region needs": (
         [*RECORDED, f"{ROLLOUT}.name=vllm", f"{POLICY_LOSS}.loss_mode=trustrl-troll", OURS, f"+{POLICY_LOSS}.region.anchor=behavior"],
         [f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs must be at least 64", "got 20"],
     ),
-    "an asynchronous trainer that colocates": (
-        [*RECORDED, "trainer.v1.trainer_mode=colocate_async"],
-        ["trainer.v1.trainer_mode must be sync", "'colocate_async'", "anchor=proximal"],
+    "the experimental fully asynchronous trainer": (
+        [*RIGHT, "+async_training={partial_rollout: true}"],
+        ["async_training must be absent", "legacy trainer", "trainer_mode=separate_async"],
     ),
-    "an asynchronous trainer with its own servers": (
-        [*RECORDED, "trainer.v1.trainer_mode=separate_async"],
-        ["trainer.v1.trainer_mode must be sync", "'separate_async'", "weights"],
-    ),
-    "the fully asynchronous trainer": (
-        [*RECORDED, "+async_training={partial_rollout: true}"], ["async_training must be absent", "fully asynchronous"]
+    "the experimental one-step-off-policy trainer": (
+        [*RIGHT, "+rollout={nnodes: 1}"],
+        ["rollout must be absent", "one-step-off-policy", "parameter_sync_step=1"],
     ),
     "megatron": ([*RECORDED, f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy must be fsdp2 or fsdp", "not supported"]),
     "sequence parallelism": (
@@ -158,7 +212,7 @@ def test_what_does_not_go_with_a_region_is_refused_in_a_sentence(name):
     assert str(refused.value).endswith(".")
 
 
-def test_what_a_top_k_needs_is_filled_in_where_nobody_chose():
+def test_what_a_region_needs_is_filled_in_where_nobody_chose():
     config = configuration(*TOPK, f"{ROLLOUT}.name=vllm")
     assert fill_in(config) == {f"{ROLLOUT}.agent.default_agent_loop": "trustrl_single_turn_agent"}
     assert config.actor_rollout_ref.rollout.agent.default_agent_loop == "trustrl_single_turn_agent"
@@ -167,37 +221,76 @@ def test_what_a_top_k_needs_is_filled_in_where_nobody_chose():
     wide = configuration(*TOPK, OURS, f"+{POLICY_LOSS}.region.divergence.k=32", f"{ROLLOUT}.name=vllm")
     assert fill_in(wide)[f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"] == 32
     assert check_settings(wide).divergence.k == 32
-    assert fill_in(configuration(*RIGHT)) == {}
     mine = configuration(*TOPK, f"{ROLLOUT}.agent.default_agent_loop=mine")
     assert fill_in(mine) == {}
-    assert fill_in(configuration(*PROXIMAL, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv")) == {}
 
 
-ASYNCHRONOUS = [OURS, "trainer.v1.trainer_mode=separate_async"]
+@pytest.mark.parametrize("truncation", ["top_p=0.9", "top_k=50"])
+def test_truncated_sampling_gets_what_records_its_kept_ids(truncation):
+    config = configuration(*RIGHT, f"{ROLLOUT}.{truncation}", f"{ROLLOUT}.name=vllm")
+    assert fill_in(config) == {
+        f"{POLICY_LOSS}.max_kept": 4096,
+        f"{POLICY_LOSS}._target_": "trustrl.engines.verl.RegionLossConfig",
+        f"{ROLLOUT}.agent.default_agent_loop": "trustrl_single_turn_agent",
+        f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs": 4097,
+    }
+    check_settings(config)
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(
-            [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-binary-tv"], id="the sampled token's log-prob comes with it"
-        ),
-        pytest.param([f"{POLICY_LOSS}.loss_mode=trustrl-troll"], id="the trainer's own top-K"),
-    ],
+    "region",
+    [RIGHT, PROXIMAL, [*PROXIMAL, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv"]],
+    ids=["μ", "π'", "π' top-K"],
 )
-def test_asynchronous_trainers_run_what_asks_the_sampler_for_nothing_later(overrides):
-    check_settings(configuration(*ASYNCHRONOUS, *overrides))
+def test_every_region_gets_the_loop_that_records_versions(region):
+    for loop in ("single_turn_agent", "tool_agent"):
+        config = configuration(*region, f"{ROLLOUT}.agent.default_agent_loop={loop}")
+        check_settings(config)  # without the launcher, a region that needs no top-K runs in verl's own loops
+        assert fill_in(config) == {f"{ROLLOUT}.agent.default_agent_loop": f"trustrl_{loop}"}
+        check_settings(config)
+    assert fill_in(configuration(*region, f"{ROLLOUT}.agent.default_agent_loop=mine")) == {}
+
+
+@pytest.mark.parametrize("name", ["sglang", "trtllm"])
+def test_a_region_on_the_sampled_token_takes_other_samplers(name):
+    """Their log-prob of the sampled token is in verl's own contract. Settings only: no such sampler runs here."""
+    config = configuration(*RIGHT, f"{ROLLOUT}.name={name}")
+    fill_in(config)
+    assert check_settings(config) == trustrl.preset("dppo-binary-tv")
+    check_settings(configuration(*PROXIMAL, f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv", f"{ROLLOUT}.name={name}"))
+
+
+def test_drafts_are_allowed_where_they_are_not_broken():
+    drafts = f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config={{method: ngram}}"
+    check_settings(configuration(*RIGHT, f"{ROLLOUT}.name=vllm", drafts))
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+@pytest.mark.parametrize("overrides", [RIGHT, RECORDED, [f"{POLICY_LOSS}.loss_mode=trustrl-troll"]])
+def test_asynchronous_trainers_run_every_region_that_the_synchronous_one_runs(mode, overrides):
+    check_settings(configuration(*overrides, f"trainer.v1.trainer_mode={mode}"))
+
+
+def test_the_experimental_trainers_are_the_legacy_one_as_their_refusal_says():
+    from verl.experimental.separation.ray_trainer import SeparateRayPPOTrainer
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    assert issubclass(SeparateRayPPOTrainer, RayPPOTrainer)
+    for trainer in ("fully_async_policy.fully_async_trainer", "one_step_off_policy.ray_trainer"):
+        path = Path(verl.__file__).parent / "experimental" / f"{trainer.replace('.', '/')}.py"
+        assert "SeparateRayPPOTrainer)" in path.read_text()
+    assert "apply_bypass_mode" in inspect.getsource(SeparateRayPPOTrainer)
 
 
 def test_verls_own_start_refuses_too_where_the_driver_loads_the_regions(tmp_path):
     """`main_ppo` without the launcher, as its users start it: refused before Ray."""
     run = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", f"hydra.run.dir={tmp_path}", *RECORDED,
-         "trainer.v1.trainer_mode=separate_async"],
+         "trainer.use_v1=False"],
         env=os.environ | {"VERL_USE_EXTERNAL_MODULES": "trustrl.engines.verl"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 1
-    assert "trainer.v1.trainer_mode must be sync" in run.stderr
+    assert "trainer.use_v1 must be True" in run.stderr
     assert "ray init" not in run.stdout
 
 
@@ -214,11 +307,11 @@ def test_verls_own_start_is_left_alone_with_verls_own_losses():
 
 def test_the_launcher_refuses_before_anything_starts(tmp_path):
     run = subprocess.run(
-        [sys.executable, "-m", "trustrl.engines.verl", f"hydra.run.dir={tmp_path}", *RIGHT, f"{ROLLOUT}.top_p=0.9"],
+        [sys.executable, "-m", "trustrl.engines.verl", f"hydra.run.dir={tmp_path}", *RIGHT, f"{ROLLOUT}.calculate_log_probs=False"],
         env=dict(os.environ), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 1
-    assert f"{ROLLOUT}.top_p must be 1.0" in run.stderr
+    assert f"{ROLLOUT}.calculate_log_probs must be True" in run.stderr
     assert "ray init" not in run.stdout
 
 
@@ -235,6 +328,7 @@ def test_the_launcher_starts_verl_with_its_own_configuration(monkeypatch):
     (given,) = started
     assert os.environ[launcher.VARIABLE] == "their.module,trustrl.engines.verl"
     assert given.ray_kwargs.ray_init.runtime_env.env_vars[launcher.VARIABLE] == os.environ[launcher.VARIABLE]
-    assert given.actor_rollout_ref == configuration(*RIGHT).actor_rollout_ref
+    loop = f"{ROLLOUT}.agent.default_agent_loop=trustrl_single_turn_agent"
+    assert given.actor_rollout_ref == configuration(*RIGHT, loop).actor_rollout_ref
     launcher.main(config)
     assert os.environ[launcher.VARIABLE] == "their.module,trustrl.engines.verl"

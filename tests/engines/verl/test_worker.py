@@ -33,3 +33,8 @@ def test_a_step_that_drops_most_tokens_raises_unless_that_is_allowed(tmp_path):
     assert "log μ is NaN, infinite or above 0. Fix the cause, or raise policy_loss.max_dropped_share" in said
     assert "RAISED 1.0" not in said
     assert "tokens were dropped: log μ is NaN, infinite or above 0" in said.partition("WARNED 1.0")[2]
+    refused = said.partition("RAISED NaN: ")[2]  # even where dropping is allowed
+    assert refused.startswith(
+        "The sampler must record a number as the log-prob of every token in the loss, got NaN at "
+    )
+    assert "speculative decoding in vLLM's CPU build" in refused

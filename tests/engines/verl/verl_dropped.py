@@ -1,4 +1,5 @@
-"""One rank of our verl worker on a batch whose sampler recorded NaN at most tokens; prints what it said."""
+"""One rank of our verl worker on a batch whose sampler recorded impossible numbers at most tokens, or NaN at a few;
+prints what it said."""
 
 import sys
 import warnings
@@ -24,10 +25,11 @@ def main(out: str) -> None:
     scored = as_verl_wants(batch, compute_loss=False)
     logp = no_padding_2_padding(worker.infer_batch(scored)["log_probs"], scored)
     batch["old_log_probs"] = logp
-    batch["rollout_log_probs"] = logp.masked_fill(torch.arange(logp.shape[1]) > 1, torch.nan)  # answers have 3 or more
     batch["advantages"] = torch.randn(ROWS, 1).expand(ROWS, logp.shape[1]).contiguous()
-    for share in (0.5, 1.0):
-        settings = {"max_dropped_share": share, "startup_checks": False}
+    most = torch.arange(logp.shape[1]) > 1  # answers have 3 or more
+    for share, value in ((0.5, -torch.inf), (1.0, 0.5), ("NaN", torch.nan)):
+        batch["rollout_log_probs"] = logp.masked_fill(most, value)
+        settings = {"max_dropped_share": 1.0 if share == "NaN" else share, "startup_checks": False}
         worker.set_loss_fn(partial(ppo_loss, config=world.actor("trustrl-dppo-binary-tv", policy_loss=settings)))
         data = as_verl_wants(
             batch, global_batch_size=ROWS, mini_batch_size=ROWS, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}

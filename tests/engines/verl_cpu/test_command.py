@@ -1,8 +1,10 @@
 """`python -m trustrl.engines.verl_cpu`: its defaults in verl's own configuration, and what it refuses before Ray starts."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from trustrl.engines.verl import check_settings
 from trustrl.engines.verl_cpu import vllm_server
 from trustrl.engines.verl_cpu.__main__ import main
 from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS, with_defaults
+from trustrl.engines.verl_cpu.replicas import TransformersReplica
 from trustrl.errors import ConfigError
 from trustrl.world.verl_dataset import PLAIN_CHAT
 
@@ -141,3 +144,10 @@ def test_an_installed_trustrl_does_not_bring_verls_packages_along(monkeypatch, t
     (tmp_path / "torch").mkdir()
     monkeypatch.setattr(vllm_server.trustrl, "__file__", str(tmp_path / "trustrl" / "__init__.py"))
     assert vllm_server.source_root() == ""
+
+
+def test_a_sampler_on_the_cpu_refuses_to_return_its_routing():
+    replica = object.__new__(TransformersReplica)
+    replica.config = SimpleNamespace(enable_rollout_routing_replay=True)
+    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay must be False with a sampler on the CPU"):
+        asyncio.run(replica.launch_servers())

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import time
 from uuid import uuid4
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.tiny_models import VOCABULARY, full_logps, perturb, save_model, some_sequences
+from trustrl.engines.common.sampler_fields import TOPK, TOPK_IDS, TOPK_LOGP
 from trustrl.engines.verl_cpu.sampler_server import Limits, buckets
 from trustrl.engines.verl_cpu.transformers_server import TransformersServer
 from trustrl.errors import ConfigError, EngineError
@@ -46,6 +48,26 @@ def ask(path, calls, *, before=None, **settings):
 
 def sampling(temperature=1.0, **more):
     return {"temperature": temperature, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, **more}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_the_most_probable_ids_come_with_the_tokens(path, temperature):
+    prompts, widths = some_sequences(3, 30, 11, 1), (5, 0, 20, 1)
+    calls = [
+        (p, sampling(temperature, **({"extra_args": {TOPK: k}} if k else {})))
+        for p, k in zip(prompts, widths, strict=True)
+    ]
+    answers, _ = ask(path, calls)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for prompt, answer, k in zip(prompts, answers, widths, strict=True):
+        if not k:
+            assert TOPK_IDS not in answer.extra_fields
+            continue
+        truth = (full_logps(model, prompt + answer.token_ids)[len(prompt) - 1 :] / temperature).log_softmax(-1)
+        ids, logp = (torch.from_numpy(answer.extra_fields[name]) for name in (TOPK_IDS, TOPK_LOGP))
+        assert ids.shape == (8, k)
+        torch.testing.assert_close(logp, truth.topk(k).values, atol=EXACT / temperature, rtol=0)
+        torch.testing.assert_close(logp, truth.gather(-1, ids.long()), atol=EXACT / temperature, rtol=0)
 
 
 def scoring(k):
@@ -216,3 +238,68 @@ def test_buckets_hold_every_weight_once(dtype):
     for (_, sent), (_, got) in zip(weights, arrived, strict=True):
         assert got.dtype == sent.dtype
         assert torch.equal(got, sent)
+
+
+def test_an_aborted_request_returns_its_tokens_and_the_rest_follows_with_new_weights(path):
+    """As verl's partial rollouts ask: abort, send weights, resume, and ask again with the tokens so far."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    prompt = some_sequences(5)[0]
+
+    async def run():
+        server = TransformersServer(
+            str(path), LIMITS, batch_size=4, dtype="float32", load_weights=True, ignore_eos=True, seed=0
+        )
+        await server.start()
+        await server.end_weights(3)
+        draw, drawn = server._draw, asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(*args):
+            loop.call_soon_threadsafe(drawn.set)
+            time.sleep(0.05)
+            return draw(*args)
+
+        server._draw = slow
+        first = asyncio.create_task(server.generate(prompt, sampling(), "a"))
+        await drawn.wait()
+        await server.abort_all_requests()
+        held = asyncio.create_task(server.generate(prompt, sampling(), "b"))
+        await asyncio.sleep(0.1)
+        assert first.done()
+        assert not held.done()
+        perturb(model, 0.3)
+        await server.begin_weights()
+        for bucket in buckets(model.state_dict().items()):
+            await server.load_weights(bucket)
+        await server.end_weights(4)
+        await server.resume_generation()
+        one = first.result()
+        rest = await server.generate(prompt + one.token_ids, sampling(max_tokens=8 - len(one.token_ids)), "a")
+        return one, rest, await held
+
+    one, rest, held = asyncio.run(run())
+    assert 0 < len(one.token_ids) < 8
+    assert (one.stop_reason, rest.stop_reason, held.stop_reason) == ("aborted", "completed", "completed")
+    assert [x.extra_fields["global_steps"] for x in (one, rest, held)] == [3, 4, 4]
+    assert len(one.token_ids) + len(rest.token_ids) == 8
+    before = AutoModelForCausalLM.from_pretrained(path)
+    for weights, start, part in ((before, prompt, one), (model, prompt + one.token_ids, rest), (model, prompt, held)):
+        truth = full_logps(weights, start + part.token_ids)[len(start) - 1 :]
+        wanted = truth.gather(-1, torch.tensor(part.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(part.log_probs), wanted, atol=EXACT, rtol=0)
+
+
+def test_a_server_that_leaves_rejects_requests_until_it_resumes(path):
+    async def run():
+        server = TransformersServer(
+            str(path), LIMITS, batch_size=4, dtype="float32", load_weights=True, ignore_eos=True, seed=0
+        )
+        await server.start()
+        await server.abort_all_requests(reject_request=True)
+        rejected = await server.generate([5, 6], sampling(), "a")
+        await server.resume_generation()
+        return rejected, await server.generate([5, 6], sampling(), "a")
+
+    rejected, answered = asyncio.run(run())
+    assert (rejected.token_ids, rejected.stop_reason) == ([], "aborted")
+    assert (len(answered.token_ids), answered.stop_reason) == (8, "completed")

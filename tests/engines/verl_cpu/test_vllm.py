@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from support.tiny_models import full_logps, perturb, save_model, some_sequences
+from trustrl.engines.common.sampler_fields import TOPK, TOPK_IDS, TOPK_LOGP
 from trustrl.engines.verl_cpu.vllm_server import VARIABLE, runtime_env
 
 EXACT = 1e-4
 TEMPERATURE = 0.7
+WIDTHS = (0, 5, 64, 1)
 PYTHON = os.environ.get(VARIABLE)
 
 
@@ -42,7 +44,10 @@ def run(request, tmp_path_factory):
     sequences = some_sequences(3, 150, 11, 2)  # a block of vLLM's prefix cache holds up to 128 tokens
     sampled = {"temperature": TEMPERATURE, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
     scored = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
-    calls = [(s, sampled | {"ignore_eos": True}) for s in sequences]
+    calls = [
+        (s, sampled | {"ignore_eos": True} | ({"extra_args": {TOPK: k}} if k else {}))
+        for s, k in zip(sequences, WIDTHS, strict=True)
+    ]
     calls += [(s, scored | {"prompt_logprobs": k}) for k in (0, 8, 64) for s in sequences]
     job = {
         "model": str(folder / "model"), "weights": [str(folder / "0"), str(folder / "1")], "calls": calls,
@@ -70,6 +75,19 @@ def test_samples_carry_the_log_probs_they_were_drawn_with(run, step):
         logits = full_logps(models[step], ids + tokens)[len(ids) - 1 :]
         truth = torch.log_softmax(logits / TEMPERATURE, -1)[torch.arange(8), tokens]
         torch.testing.assert_close(torch.tensor(logps), truth, atol=EXACT, rtol=0)
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["first weights", "second weights"])
+def test_the_most_probable_ids_come_with_the_tokens(run, step):
+    models, calls, found = run
+    for (ids, _), (tokens, _, extra), k in zip(calls[:4], found["answers"][step][:4], WIDTHS, strict=True):
+        assert (TOPK_IDS in extra) == bool(k)
+        if k:
+            logits = full_logps(models[step], ids + tokens)[len(ids) - 1 :]
+            truth = torch.log_softmax(logits / TEMPERATURE, -1)
+            top_ids, top_logp = torch.tensor(extra[TOPK_IDS]), torch.tensor(extra[TOPK_LOGP])
+            torch.testing.assert_close(top_logp, truth.topk(k).values, atol=EXACT, rtol=0)
+            torch.testing.assert_close(top_logp, truth.gather(-1, top_ids), atol=EXACT, rtol=0)
 
 
 @pytest.mark.parametrize("step", [0, 1], ids=["first weights", "second weights"])
@@ -101,5 +119,5 @@ def test_the_two_sets_of_weights_are_far_apart(run):
 def test_requests_are_answered_together_and_too_many_ids_are_refused(run):
     _, calls, found = run
     assert found["sizes"] == [len(calls), len(calls), 1]
-    assert "max_logprobs" in found["refused"]
+    assert "k must be at most 500, got 501" in found["refused"]
     assert not found["verl"]

@@ -11,6 +11,10 @@ from trustrl.engines.verl_cpu.vllm_server import VLLMServer
 from trustrl.errors import ConfigError
 
 
+def plain(fields):
+    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in fields.items()}
+
+
 async def main(job):
     server = VLLMServer(job["model"], Limits(160, 8, 168), batch_size=64, options={"seed": 1, "load_format": "dummy"})
     await server.start()
@@ -25,9 +29,9 @@ async def main(job):
         answers = await asyncio.gather(
             *(server.generate(ids, dict(how), str(i)) for i, (ids, how) in enumerate(job["calls"]))
         )
-        found.append([[a.token_ids, a.log_probs, a.extra_fields] for a in answers])
+        found.append([[a.token_ids, a.log_probs, plain(a.extra_fields)] for a in answers])
     try:
-        await server.generate([1, 2, 3], {"max_tokens": 1, "prompt_logprobs": 65})
+        await server.generate([1, 2, 3], {"max_tokens": 1, "prompt_logprobs": 501})  # one more than the vocabulary
         refused = None
     except ConfigError as error:
         refused = str(error)

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
-from vllm import LLM
+from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource
@@ -24,10 +24,19 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from support.rendezvous import free_port
 from support.tiny_models import LONGEST, logps, perturb, save_model, some_sequences
-from trustrl.engines.vllm import cpu_options, extra_llm_options, install_sync, score, weight_reload as reload_module
+from trustrl.engines.vllm import (
+    cpu_options,
+    extra_llm_options,
+    install_sync,
+    routed_experts,
+    score,
+    weight_reload as reload_module,
+)  # fmt: skip
 from trustrl.engines.vllm.clients import LocalClient
+from trustrl.engines.vllm.decode_record import REQUEST, install
 from trustrl.engines.vllm.gloo_transfer import BACKEND, GlooTrainerInitInfo
 from trustrl.engines.vllm.weight_reload import begin_reload, end_reload, forget_prefixes, model_runner_of, reloaded
+from trustrl.errors import EngineError
 
 SEQUENCES = some_sequences(12, 30)
 OPTIONS = cpu_options(dtype="float32", kv_cache_memory_bytes=1 << 26)
@@ -49,6 +58,45 @@ def has_kernels(model):
     found = [method.moe_kernel is not None for method in methods if hasattr(method, "moe_kernel")]
     assert found
     return all(found)
+
+
+@torch.no_grad()
+def routing(llm, model):
+    """Compares vLLM's routed experts with the trainer's: several completions of a prompt, cached prefixes, both ends.
+
+    Returns the share of tokens whose experts agree in both layers, over two calls with the same prompts.
+    """
+    asked = SamplingParams(
+        max_tokens=9, ignore_eos=True, logprobs=2, n=3, seed=5, detokenize=False, extra_args={REQUEST: True}
+    )
+    same = []
+    for _ in range(2):  # the second reads the prefix cache
+        for answer in llm.generate([{"prompt_token_ids": ids} for ids in some_sequences(12, 30, 140)], asked):
+            prompt = list(answer.prompt_token_ids)
+            for one in answer.outputs:
+                out = model(input_ids=torch.tensor([prompt + list(one.token_ids)]), output_router_logits=True)
+                own = torch.stack([x.topk(2, -1).indices for x in out.router_logits], 1)[len(prompt) - 1 : -1]
+                theirs = torch.from_numpy(one.logprobs.experts).long().view(own.shape)
+                assert len(theirs) == len(one.token_ids)
+                same += (own.sort(-1).values == theirs.sort(-1).values).flatten(1).all(-1).tolist()
+    return {"tokens": len(same), "same": sum(same) / len(same)}
+
+
+def refused_routing(llm):
+    """What vLLM's own setting and a second connector say on a CPU."""
+    said = []
+    try:
+        LLM(model=llm.model_config.model, max_model_len=LONGEST, **OPTIONS, **{routed_experts.OPTION: True})
+    except ValueError as error:
+        said.append(str(error))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    before, scheduler.aux_output_connector = scheduler.aux_output_connector, object()
+    try:
+        routed_experts.fill_on_cpu(llm)
+    except EngineError as error:
+        said.append(str(error))
+    scheduler.aux_output_connector = before
+    return said
 
 
 def main(folder):
@@ -75,6 +123,14 @@ def main(folder):
         perturb(model)
         generation.sync_weights()
         found["syncs"].append(gap(llm, model))
+
+    install()
+    routed_experts.record_routing(llm)
+    found["routing"] = routing(llm, model)
+    perturb(model)
+    generation.sync_weights()
+    found["routing after a sync"] = routing(llm, model)
+    found["refused routing"] = refused_routing(llm)
 
     name = "model.layers.0.self_attn.o_proj.weight"
     perturb(model, only=name)

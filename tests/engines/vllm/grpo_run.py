@@ -4,14 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from trustrl.engines.vllm import (
-    cpu_options,
-    extra_llm_options,
-    install_sync,
-    score_rollout,
-    set_cpu_environment,
-    tempered,
-)
+from trustrl.engines.vllm import cpu_options, extra_llm_options, install_sync, score_rollout, set_cpu_environment
 
 if __name__ == "__main__":  # importing this file must change nothing
     set_cpu_environment()  # before trl imports vllm
@@ -38,16 +31,15 @@ class Watched(GRPOTrainer):
             k=64,
         )
         recorded = batch["sampling_per_token_logps"]
-        top = tempered(scores, recorded, self.temperature)
-        truth = self.full_softmax(batch)
+        truth, raw = (self.full_softmax(batch, temperature) for temperature in (self.temperature, 1.0))
         own = truth.gather(-1, batch["completion_ids"][..., None])[..., 0]
-        at_top = truth.gather(-1, top.top_ids.clamp(min=0))
+        at_top = raw.gather(-1, scores.top_ids.clamp(min=0))
         report = {
             "num_tokens": int(answered.sum()),
             "same_tokens": bool(torch.equal(scores.valid, answered)),
             "gap": (recorded - own)[answered].abs().max().item(),
-            "top_gap": (top.top_logp - at_top)[answered].abs().max().item(),
-            "untempered_gap": (scores.top_logp - at_top)[answered].abs().max().item(),
+            "top_gap": (scores.top_logp - at_top)[answered].abs().max().item(),
+            "untempered_gap": (scores.logp - own)[answered].abs().max().item(),
             "head": self.model.get_output_embeddings().weight.sum().item(),
             "sync_seconds": self.vllm_generation.sync_weights.last.seconds,
             "sync_gap": self.vllm_generation.sync_weights.last.max_gap,
@@ -56,11 +48,11 @@ class Watched(GRPOTrainer):
         return batch
 
     @torch.no_grad()
-    def full_softmax(self, batch):
+    def full_softmax(self, batch, temperature):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         logits = self.model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
-        return torch.log_softmax(logits.float() / self.temperature, -1)
+        return torch.log_softmax(logits.float() / temperature, -1)
 
 
 def main(folder: Path) -> None:

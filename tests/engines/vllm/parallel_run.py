@@ -26,7 +26,7 @@ class TransformersServer:
     def __init__(self, model):
         self.model = model
 
-    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, chunk_size):
+    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs):
         answer = {"logprobs": [], "logprob_token_ids": [], "actual_logprobs": []}
         for ids, start in zip(sequences, prompt_lengths, strict=True):
             truth = full_logps(self.model, ids)[start - 1 :]

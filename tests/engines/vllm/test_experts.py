@@ -59,3 +59,15 @@ def test_where_the_platform_is_called_a_gpu_expert_kernels_are_left_alone(found)
 def test_experts_arrive_over_gloo(found):
     assert found["before gloo"] > 0.1
     assert max(found["gloo"]) < EXACT
+
+
+@pytest.mark.parametrize("when", ["routing", "routing after a sync"])
+def test_vllms_routed_experts_are_the_trainers_in_float32(when, found):
+    assert found[when] == {"tokens": 2 * 3 * 3 * 9, "same": 1.0}
+
+
+def test_vllms_own_setting_is_refused_on_a_cpu(found):
+    """Should a later vLLM accept it, `fill_on_cpu` may go."""
+    theirs, ours = found["refused routing"]
+    assert "requires Model Runner V2" in theirs
+    assert "unused aux_output_connector" in ours

@@ -23,6 +23,15 @@ def model(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    from support.tiny_models import save_model
+
+    folder = tmp_path_factory.mktemp("mixture")
+    save_model(folder, tied=False, experts=4)
+    return folder
+
+
 def probe(model, *options):
     command = [sys.executable, "-m", "trustrl.cli", "probe", str(model), "--sampler", "vllm", "--json", *options]
     talking = os.environ | {"VLLM_LOGGING_LEVEL": "INFO"}  # as vLLM does unless told
@@ -45,3 +54,13 @@ def probe(model, *options):
 def test_a_fault_of_the_sampler_is_named(options, code, cause, model):
     found, verdict = probe(model, *options)
     assert (found, verdict["cause"]) == (code, cause)
+
+
+@pytest.mark.parametrize(("dtype", "code", "cause"), [("bfloat16", 1, "routing"), ("float32", 0, "agreement")])
+def test_a_mixture_of_experts_is_rerouted_by_bf16_and_not_by_float32(dtype, code, cause, mixture):
+    """The dense model of the same size is above: bf16 is rounding there."""
+    found, verdict = probe(mixture, "--dtype", dtype, "--length", "200")
+    print(verdict)
+    assert (found, verdict["cause"]) == (code, cause)
+    if code:
+        assert "of the tokens went to other experts" in verdict["detail"]

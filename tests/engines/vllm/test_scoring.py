@@ -12,7 +12,7 @@ from vllm import SamplingParams
 
 from support.tiny_models import LONGEST, VOCABULARY, full_logps, some_sequences
 from trustrl import TopK
-from trustrl.engines.vllm import Scores, install_sync, score, score_rollout, tempered
+from trustrl.engines.vllm import install_sync, score, score_rollout
 from trustrl.errors import ConfigError, RecordError
 
 EXACT = 1e-4
@@ -67,7 +67,7 @@ def test_scores_equal_what_was_recorded_while_decoding(generation):
 
 
 def test_vllms_prompt_logprobs_ignore_temperature_and_mode(generation):
-    """The fact `tempered` is there for. TRL's engine returns processed log-probs, and these are raw all the same."""
+    """TRL's engine returns processed log-probs, and these are raw all the same: they compare with μ at T = 1 only."""
     assert generation.llm.model_config.logprobs_mode == "processed_logprobs"
     (ids,) = some_sequences(20)
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True, temperature=0.3, top_k=2)
@@ -87,43 +87,8 @@ def test_a_cached_prefix_hides_no_position(generation):
     torch.testing.assert_close(scores.top_logp[0], truth, atol=EXACT, rtol=0)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_tempered_is_the_softmax_at_that_temperature(generation, temperature):
-    """From decoding at T to μ_T's top-K, end to end: the only record needed is the sampled token's."""
-    prompts = some_sequences(4, 11)
-    parameters = SamplingParams(max_tokens=12, logprobs=0, temperature=temperature, detokenize=False, seed=5)
-    outputs = generation.llm.generate(
-        [{"prompt_token_ids": p} for p in prompts], sampling_params=parameters, use_tqdm=False
-    )
-    completions = [list(output.outputs[0].token_ids) for output in outputs]
-    sequences = [p + c for p, c in zip(prompts, completions, strict=True)]
-    scores = score(generation.llm, sequences, [len(p) for p in prompts], k=32)
-    recorded = torch.full(scores.logp.shape, torch.nan)  # padding may hold anything
-    for row, output in enumerate(outputs):
-        entries = zip(output.outputs[0].logprobs, completions[row], strict=True)
-        recorded[row, : len(completions[row])] = torch.tensor([e[a].logprob for e, a in entries])
-    ours = tempered(scores, recorded, temperature)
-    for row, ids in enumerate(sequences):
-        truth = torch.log_softmax(full_logps(generation.model, ids)[len(prompts[row]) - 1 :] / temperature, -1)
-        torch.testing.assert_close(
-            ours.top_logp[row, : len(truth)], truth.topk(32).values, atol=EXACT / min(temperature, 1), rtol=0
-        )
-    assert torch.equal(ours.logp[scores.valid], recorded[scores.valid])
-    assert not ours.top_logp.isnan().any()
-    assert torch.equal(ours.top_ids, scores.top_ids)
-
-
-def test_tempered_in_closed_form():
-    """Three ids with raw probabilities 1/2, 1/4, 1/4; at T = 1/2 they are 4/6, 1/6, 1/6."""
-    raw = torch.tensor([0.5, 0.25, 0.25]).log()
-    scores = Scores(raw[None, 1:2], torch.tensor([[[0, 1, 2]]]), raw[None, None], torch.ones(1, 1, dtype=torch.bool))
-    ours = tempered(scores, torch.tensor([[1 / 6]]).log(), 0.5)
-    torch.testing.assert_close(ours.top_logp.exp(), torch.tensor([[[4 / 6, 1 / 6, 1 / 6]]]))
-    assert (tempered(scores, torch.tensor([[-1e-3]]), 0.5).top_logp <= 0).all()
-
-
 def test_scoring_leaves_the_random_stream_alone(generation):
-    """With re-scoring switched on, a seeded run must draw the tokens it drew without."""
+    """With checks switched on, a seeded run must draw the tokens it drew without."""
     before = torch.get_rng_state()
     score(generation.llm, some_sequences(20, 30), [1, 1], k=8)
     assert torch.equal(torch.get_rng_state(), before)
@@ -197,17 +162,6 @@ class TestRefusals:
     def test_a_k_that_counts_nothing(self, generation, k):
         with pytest.raises(ConfigError, match="k must be a whole number ≥ 0"):
             score(generation.llm, some_sequences(4), [1], k=k)
-
-    @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
-    def test_temperatures_without_a_distribution(self, generation, temperature):
-        scores = score(generation.llm, some_sequences(4), [1], k=1)
-        with pytest.raises(ConfigError, match="temperature must be a finite number > 0"):
-            tempered(scores, scores.logp, temperature)
-
-    def test_a_record_of_another_shape(self, generation):
-        scores = score(generation.llm, some_sequences(4), [1], k=1)
-        with pytest.raises(RecordError, match=r"recorded_logp must be of shape \(1, 3\), got \(1, 4\)"):
-            tempered(scores, torch.zeros(1, 4), 1.0)
 
     def test_a_sampler_that_sleeps(self, generation):
         asleep = SimpleNamespace(mode="colocate", enable_sleep_mode=True)

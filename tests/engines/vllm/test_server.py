@@ -21,9 +21,9 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource
 
 from support.tiny_models import LONGEST, full_logps, perturb, save_model, some_sequences
-from trustrl.engines.vllm import score_on_server, score_rollout
 from trustrl.engines.vllm.clients import ServerClient
 from trustrl.engines.vllm.gloo_transfer import BACKEND, EXTENSION, GlooTrainerInitInfo
+from trustrl.engines.vllm.scoring import score_on_server, score_rollout
 from trustrl.errors import ConfigError, EngineError
 
 EXACT = 1e-4
@@ -122,11 +122,6 @@ def test_only_the_sampled_tokens(client):
     assert without.top_ids.shape == (3, 27, 0)
     torch.testing.assert_close(without.logp, with_top.logp, atol=1e-6, rtol=0)
     assert score_on_server(client, [], [], k=3).top_ids.shape == (0, 0, 3)
-
-
-def test_chunks_change_nothing(client):
-    whole, chunks = (score_on_server(client, SEQUENCES, PROMPT_LENGTHS, k=3, chunk_size=n) for n in (0, 1))
-    torch.testing.assert_close(whole.top_logp, chunks.top_logp, atol=1e-5, rtol=0)
 
 
 def test_trls_server_mode_is_scored_through_its_client(client):

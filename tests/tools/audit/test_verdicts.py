@@ -70,6 +70,25 @@ def test_a_missing_anchor_leaves_a_region_out(tmp_path):
     assert Replay(piece).verdict(ppo) is not None
 
 
+@pytest.mark.parametrize("when", ["drop", "tighten"])
+def test_a_region_that_reads_ages_is_replayed_if_versions_are_recorded(when, tmp_path):
+    region = trustrl.DPPO(trustrl.BinaryTV(max_increase=0.05), max_staleness=1, when_stale=when)
+    (piece,) = recorded.pieces(recorded.record(tmp_path))
+    given = arm("aged", region)
+    assert given.how == "replayed"
+    assert Replay(piece).missing(region) == ["sampler_version"]
+    assert Replay(piece).verdict(given) is None
+
+    version = piece.columns["step"] - torch.arange(len(piece)) % 4
+    aged = Piece({**piece.columns, "sampler_version": version}, piece.run, piece.region)
+    found, plain = (Replay(aged).verdict(arm("one", one)).masked for one in (region, trustrl.DPPO(region.divergence)))
+    old = (torch.arange(len(piece)) % 4 > 1) & (aged.columns["advantage"] != 0)
+    assert torch.equal(found[~old], plain[~old])
+    assert found[old].all() if when == "drop" else (found > plain)[old].any()
+    assert (found >= plain).all()
+    assert arm("top-K", trustrl.preset("dppo-topk-tv", max_staleness=1)).how == "left out"
+
+
 # ── against the whole vocabulary ────────────────────────────────────────────────────────────────────────────────────
 
 ANCHOR, POLICY, TOKEN, ADVANTAGE = recorded.worlds()

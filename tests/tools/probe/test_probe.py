@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trustrl.tools.probe import probe_report
 from trustrl.tools.probe.diagnosis import diagnose
 from trustrl.tools.probe.mismatch_fixes import WHAT_TO_DO
 from trustrl.tools.probe.sampling import Completion, ProbeSampling, sample_completions
-from trustrl.tools.probe.trainer_logprobs import joined, of_logits
+from trustrl.tools.probe.trainer_logprobs import _rerouted, joined, of_logits
 
 N, V = 600, 60
 
@@ -109,6 +110,75 @@ def test_a_head_that_stayed_behind_is_a_matter_of_weights(logits):
     diagnosis = found(logits, torch.log_softmax(other, -1))
     assert diagnosis.cause == "weights"
     assert "tied output layer" in WHAT_TO_DO[diagnosis.cause]
+
+
+def mixture(logits, *, moved, rerouted=None, rounded=True, noise=0.0):
+    """The diagnosis of a mixture of experts whose sampler gives the tokens `moved` logits of other experts."""
+    g = torch.Generator().manual_seed(4)
+    theirs = logits + noise * torch.randn(logits.shape, generator=g, dtype=torch.float64)
+    theirs[moved] += torch.randn(logits[moved].shape, generator=g, dtype=torch.float64)
+    own = torch.log_softmax(theirs.bfloat16().double() if rounded else theirs, -1)
+    tokens = drawn(own.exp())
+    readings = replace(of_logits(logits, tokens.squeeze(-1), 1.0), routes=True, rerouted=rerouted)
+    return diagnose(at(own, tokens), readings)
+
+
+def layers(*rows, of=0):
+    """In how many layers each token went to other experts."""
+    return torch.full((N,), of).index_fill(0, torch.tensor(rows, dtype=torch.int64), of + 2)
+
+
+FEW = list(range(0, N, 60))  # ten tokens, 1.7 %
+
+
+@pytest.mark.parametrize("usual", [0, 5], ids=["a shallow mixture", "a deep one, that reroutes every token somewhere"])
+def test_a_gap_on_rerouted_tokens_is_routing(usual, logits):
+    diagnosis = mixture(logits, moved=FEW, rerouted=layers(*FEW, of=usual))
+    assert (diagnosis.cause, diagnosis.is_sound) == ("routing", False)
+    assert "1.7% of the tokens went to other experts" in diagnosis.detail
+    assert diagnosis.left < diagnosis.gap  # the gap of the other tokens
+    assert "R3" in WHAT_TO_DO[diagnosis.cause]
+
+
+def test_without_the_samplers_routing_a_gap_on_few_tokens_of_a_mixture_is_routing(logits):
+    diagnosis = mixture(logits, moved=FEW)
+    assert diagnosis.cause == "routing"
+    assert "did not return its routing" in diagnosis.detail
+
+
+def test_the_same_gap_of_a_dense_model_is_not_routing(logits):
+    own = logits.clone()
+    own[FEW] += torch.randn(own[FEW].shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    assert found(logits, torch.log_softmax(own.bfloat16().double(), -1)).cause != "routing"
+
+
+@pytest.mark.parametrize("rerouted", [None, layers(), layers(*FEW)], ids=["unknown", "none", "harmless"])
+def test_a_mixture_whose_gap_is_rounding_on_all_tokens_is_not_routing(rerouted, logits):
+    assert mixture(logits, moved=[], rerouted=rerouted).cause == "rounding"
+
+
+def test_a_mixture_in_float32_agrees_even_where_a_router_was_undecided(logits):
+    assert mixture(logits, moved=[], rounded=False, rerouted=layers(*FEW)).cause == "agreement"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_stale_weights_of_a_mixture_are_not_routing(known, logits):
+    """They reroute tokens too, but the others have a gap that rounding cannot make."""
+    diagnosis = mixture(logits, moved=FEW, noise=0.3, rerouted=layers(*FEW) if known else None)
+    assert diagnosis.cause == "weights"
+
+
+def test_two_rerouted_tokens_are_too_few_to_judge_by(logits):
+    assert mixture(logits, moved=FEW[:2], rerouted=layers(*FEW[:2])).cause == "rounding"
+
+
+def test_routing_is_compared_as_sets_layer_by_layer():
+    own = [torch.tensor([[0, 1], [2, 3], [0, 1]]), torch.tensor([[5, 4], [6, 7], [4, 5]])]
+    theirs = torch.tensor([[1, 0, 4, 5], [2, 1, 7, 6], [2, 3, 6, 7]]).short().numpy()
+    assert _rerouted(own, theirs).tolist() == [0, 1, 2]
+    assert _rerouted(own, None) is None
+    assert _rerouted(own, theirs[:, :2]) is None  # a model whose first layers are dense reports fewer routers
+    assert _rerouted([], theirs) is None
 
 
 def test_completions_are_read_one_after_the_other(logits):

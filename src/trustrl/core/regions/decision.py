@@ -41,10 +41,11 @@ class Decision:
     divergence: Interval | None = None
     """The measured distance of each token, with its certified interval."""
 
-    max_increase: float | None = None
-    """Bounds the distance was compared with; None if the region has no edge."""
+    max_increase: float | Float[Tensor, "*batch"] | None = None
+    """Bounds the distance was compared with; None if the region has no edge. One per token if stale tokens have tighter
+    ones."""
 
-    max_decrease: float | None = None
+    max_decrease: float | Float[Tensor, "*batch"] | None = None
 
     side: Float[Tensor, "*batch"] | None = None
     """Log-ratio whose sign selected the bound, if it is not the token's own (for example, a sequence mean)."""

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from trustrl.config import regions as settings
-from trustrl.config.axes import PrefixBudget, Region, TrustRegion
+from trustrl.config.axes import PrefixBudget, Region, StalenessRegion, TrustRegion, reads_ages
 from trustrl.config.loading import KINDS
 from trustrl.config.statistics import Ratio
 from trustrl.core.clean import CleanTokens
@@ -26,7 +29,7 @@ from trustrl.core.regions.ppo import (
 from trustrl.core.regions.sequence import decide_cppo, decide_gspo, decide_trm, mask_prefixes, mask_sequences
 from trustrl.core.regions.soft import decide_drpo, decide_sapo, decide_spo, penalize_by
 from trustrl.core.regions.troll import decide_troll
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, MissingDataError
 from trustrl.registry import Registry
 
 Decide = Callable[[CleanTokens, Any], Decision]
@@ -63,9 +66,49 @@ def register_region(settings_class: type[Region]) -> Callable[[Decide], Decide]:
 
 
 def decide(tokens: CleanTokens, region: Region) -> Decision:
-    """Returns the region's decision for each token. Tokens with A = 0 are always kept."""
-    decision = REGION_KINDS[region.kind].decide(tokens, region)
+    """Returns the region's decision for each token. Tokens with A = 0 are always kept.
+
+    Raises:
+        MissingDataError: If the region has a `max_staleness` and the records lack versions.
+    """
+    decision = _by_age(tokens, region) if reads_ages(region) else _by_region(tokens, region)
     return replace(decision, keep=decision.keep | (tokens.advantage == 0))
+
+
+def _by_region(tokens: CleanTokens, region: Region) -> Decision:
+    return REGION_KINDS[region.kind].decide(tokens, region)
+
+
+def _by_age(tokens: CleanTokens, region: StalenessRegion) -> Decision:
+    r"""Returns the region's decision with its rule for stale tokens, age > n.
+
+    drop:     M_t = 0, and no penalty
+    tighten:  δ_t = δ / (1 + age − n)
+    """
+    assert region.max_staleness is not None
+    if tokens.staleness is None:
+        raise MissingDataError(
+            f"RolloutTokens.version and PolicyTokens.version must be given: {region.kind} has max_staleness="
+            f"{region.max_staleness}, got None. Record the version of the weights behind each sampled token, or set "
+            "max_staleness to None."
+        )
+    excess = (tokens.staleness - region.max_staleness).clamp(min=0.0)
+    stale = excess > 0
+    if region.when_stale == "tighten":
+        decision = _by_region(replace(tokens, tightening=1 + excess), region)
+        if not isinstance(decision.max_increase, Tensor):
+            raise ConfigError(
+                f"{region.kind}.when_stale must be 'drop', got 'tighten'. Its decision function has no bound to "
+                "tighten: it does not call mask_tokens."
+            )
+        return replace(decision, extra={**decision.extra, "stale": stale})
+    decision = _by_region(tokens, region)
+    blank = {
+        name: torch.where(stale, 0.0, x)
+        for name, x in (("value", decision.value), ("penalty", decision.penalty))
+        if x is not None
+    }
+    return replace(decision, keep=decision.keep & ~stale, extra={**decision.extra, "stale": stale}, **blank)
 
 
 def decide_on_axes(tokens: CleanTokens, region: TrustRegion) -> Decision:

@@ -12,6 +12,7 @@ Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -113,10 +114,21 @@ def mask_by(
     max_decrease, max_increase = statistic.bounds
     sign = tokens.log_ratio if side is None else side
     distance = acting_end(interval, statistic)
+    if tokens.tightening is not None:
+        distance = (
+            distance * tokens.tightening
+        )  # a factor on D is a divisor of δ, and 1 leaves fresh tokens as they are
     bounds = {"max_increase": max_increase, "max_decrease": max_decrease}
     if direction == "symmetric":
         masked = outside(distance, sign, **bounds)
     else:
         masked = leaving(distance, sign, tokens.advantage, **bounds)
     decision = weighted(tokens, masked, tokens.log_ratio if log_weight is None else log_weight, max_ratio)
-    return replace(decision, divergence=interval, side=side, **bounds)
+    return replace(decision, divergence=interval, side=side, **tightened(bounds, tokens))
+
+
+def tightened(bounds: dict[str, float], tokens: CleanTokens) -> dict[str, Any]:
+    """Returns the bounds, one per token if the region tightens those of stale tokens."""
+    if tokens.tightening is None:
+        return {**bounds}
+    return {name: bound / tokens.tightening for name, bound in bounds.items()}

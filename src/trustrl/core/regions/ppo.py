@@ -10,6 +10,7 @@ Reference: Proximal Policy Optimization Algorithms, arXiv:1707.06347, eq. 7.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,19 +21,20 @@ from trustrl.config.statistics import Ratio
 from trustrl.core.clean import CleanTokens
 from trustrl.core.divergences.measure import measure
 from trustrl.core.regions.decision import Decision, corrected, weighted
-from trustrl.core.regions.dppo import mask_by, mask_tokens
+from trustrl.core.regions.dppo import mask_by, mask_tokens, tightened
 
 
 def clipped_objective(
     log_ratio: Float[Tensor, " n"],
     advantage: Float[Tensor, " n"],
     *,
-    max_increase: float,
-    max_decrease: float,
+    max_increase: float | Tensor,
+    max_decrease: float | Tensor,
 ) -> Float[Tensor, " n"]:
     """Returns PPO's textbook value, min(r·A, clip(r, 1 − max_decrease, 1 + max_increase)·A)."""
     ratio = torch.exp(log_ratio)
-    return torch.minimum(ratio * advantage, ratio.clamp(1 - max_decrease, 1 + max_increase) * advantage)
+    bounds: tuple[Any, Any] = 1 - max_decrease, 1 + max_increase  # torch types them as two numbers or two tensors
+    return torch.minimum(ratio * advantage, ratio.clamp(*bounds) * advantage)
 
 
 def runaway(log_ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], *, max_ratio: float) -> Bool[Tensor, " n"]:
@@ -63,7 +65,8 @@ def clip_tokens(
     if not textbook_value:
         return decision
     max_decrease, max_increase = ratio.bounds
-    value = clipped_objective(tokens.log_ratio, tokens.advantage, max_increase=max_increase, max_decrease=max_decrease)
+    bounds = tightened({"max_increase": max_increase, "max_decrease": max_decrease}, tokens)
+    value = clipped_objective(tokens.log_ratio, tokens.advantage, **bounds)
     return replace(decision, value=value)
 
 

@@ -53,6 +53,29 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_
         )
 
 
+def check_recorded(logp: Tensor, in_loss: Tensor) -> None:
+    """Raises if the sampler recorded NaN at a token in the loss.
+
+    Infinite log-probs are left to `on_nonfinite`: a sampler may round a probability to 0. NaN is never rounding.
+
+    Raises:
+        NonFiniteError: If there is a NaN; names the usual causes.
+    """
+    found = int((logp.isnan() & in_loss).sum())
+    if found:
+        raise missing_logps(found, int(in_loss.sum()))
+
+
+def missing_logps(found: int, tokens: int) -> NonFiniteError:
+    """Returns the error for tokens whose recorded log-prob is not a number."""
+    return NonFiniteError(
+        f"The sampler must record a number as the log-prob of every token in the loss, got NaN at {found:,} of "
+        f"{tokens:,} tokens. Usual causes: speculative decoding in vLLM's CPU build, logits that overflow in float16, "
+        "weights that became NaN, or a rollout_func that returns None. Fix the sampler: trustrl never replaces its "
+        "record."
+    )
+
+
 class StepCheck:
     """Check of every optimizer step's metrics, summed over micro-batches and ranks."""
 

@@ -11,7 +11,7 @@ from trustrl.core.metrics import METRICS
 AVERAGES = {
     "masked_share", "masked_share_increase", "masked_share_decrease", "bad_update_share", "gap_mean", "gap_abs_mean",
     "ratio_mean", "weight_mean", "capped_share", "kl_k1", "kl_k2", "kl_k3", "effective_sample_share", "chi_square",
-    "divergence_mean", "undecided_share", "dropped_share", "tokens",
+    "divergence_mean", "undecided_share", "dropped_share", "tokens", "staleness_mean", "stale_share",
     "fault_policy", "fault_behavior", "fault_proximal", "fault_advantage", "fault_overflow",
 }  # fmt: skip
 """Metrics that may be averaged over micro-batches. Maxima, minima, and quantiles are not among them: the average of

@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 
 from trustrl.core.token_logprobs import AnchorStates, token_logprobs
 from trustrl.errors import ConfigError, EngineError
+from trustrl.kernels.kept_logprobs import kept_logprobs
 
 KEYWORD = "trustrl_vocabulary"
 """The keyword that is added to a model's forward."""
@@ -50,6 +51,9 @@ class Wanted(NamedTuple):
 
     anchor_logsumexp: Tensor | None = None
 
+    kept_ids: Tensor | None = None
+    """(*batch, K): the ids that truncated sampling kept, below 0 for padding, to return log-probs inside them."""
+
 
 def at_completions(labels: Tensor, length: int, **more: Any) -> Wanted:
     """Returns the request for the last `length` tokens of each of B sequences. The state before a token predicts it."""
@@ -71,6 +75,7 @@ class VocabularyOutput(ModelOutput):
     kl: Tensor | None = None
     hidden: Tensor | None = None
     logsumexp: Tensor | None = None
+    kept_logp: Tensor | None = None
 
 
 class Head(NamedTuple):
@@ -123,6 +128,7 @@ class VocabularyForward:
         states = states.to(head.weight.device).reshape(-1, states.shape[-1])
         token_ids = wanted.ids.reshape(-1).to(states.device)
         out = self._pass(states, head, token_ids, wanted)
+        kept_ids = None if wanted.kept_ids is None else wanted.kept_ids.reshape(len(token_ids), -1)
         shaped = {
             name: None if x is None else x.reshape(*batch, *x.shape[1:])
             for name, x in {
@@ -137,6 +143,7 @@ class VocabularyForward:
                 "kl": out.kl,
                 "hidden": states.detach() if wanted.hidden else None,
                 "logsumexp": out.logsumexp.detach() if wanted.hidden else None,
+                "kept_logp": None if kept_ids is None else _inside(states, head, kept_ids, wanted.temperature),
             }.items()
         }
         layer = model.get_output_embeddings()
@@ -173,6 +180,18 @@ class VocabularyForward:
             softcap=head.softcap,
             product_dtype=torch.float32 if self.float32_head else None,
         )
+
+
+def _inside(states: Tensor, head: Head, kept_ids: Tensor, temperature: float) -> Tensor:
+    """Returns log-probs inside the kept ids."""
+    return kept_logprobs(
+        states if head.scale == 1.0 else states * head.scale,
+        head.weight,
+        kept_ids,
+        temperature=temperature,
+        bias=_scaled_bias(head),
+        softcap=head.softcap,
+    )
 
 
 def _scaled_bias(head: Head) -> Tensor | None:

@@ -14,6 +14,11 @@ from trustrl.errors import ConfigError
 
 TRUNCATED = "μ would be renormalized over the kept tokens and π would not. Sample from the whole vocabulary."
 PENALISED = "π does not include the penalty that μ was sampled with."
+DRAFTS_ON_CPU = (
+    "On a CPU, vLLM's speculative decoding reads temperatures that were never set, so it returns NaN log-probs and "
+    "draws from other distributions. On a GPU, the check before the first step compares its log-probs with the "
+    "trainer's."
+)
 """Reasons shared by the rows of several engines."""
 
 Given = Callable[[str, Any], Any]
@@ -35,6 +40,9 @@ EVERY = Scope("every region", lambda needs: True)
 ON_SAMPLER = Scope("anchored on the sampler", lambda needs: "behavior" in needs.anchors)
 ON_TRAINER = Scope("anchored on the trainer", lambda needs: "proximal" in needs.anchors)
 VOCABULARY = Scope("Top-K, TROLL, exact", lambda needs: bool(needs.topk or needs.full))
+VOCABULARY_OR_TRUNCATED = Scope("Top-K, TROLL, exact, and all with truncated sampling", lambda needs: True)
+"""The rows themselves find out whether sampling is truncated."""
+
 SAMPLER_TOPK = Scope("Top-K on the sampler", lambda needs: bool(needs.topk) and needs.anchor == "behavior")
 EXACT = Scope("exact divergences", lambda needs: bool(needs.full))
 EXACT_ON_SAMPLER = Scope(

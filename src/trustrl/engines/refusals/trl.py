@@ -4,7 +4,8 @@ The trainer checks `SETTINGS` before the model is loaded, `MODEL` after it, and 
 neither torch nor TRL, so plans and the documentation can read the rows.
 
 In addition to TRL's own settings, a row may read `behavior`, `region`, `vllm_options`, `rollout_func` (True if one is
-given), `own_generation` (True if a subclass overrides TRL's generation), and `trl` (the version's leading numbers).
+given), `own_generation` (True if a subclass overrides TRL's generation), `vllm_on_cpu` (True if the installed vLLM runs
+on the CPU), and `trl` (the version's leading numbers).
 """
 
 from collections.abc import Mapping
@@ -13,14 +14,16 @@ from typing import Any
 from trustrl.config.axes import Region
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from trustrl.engines.refusals.rows import (
+    DRAFTS_ON_CPU,
     EXACT,
     EXACT_ON_SAMPLER,
     ON_SAMPLER,
+    ON_TRAINER,
     PENALISED,
     PER_SEQUENCE,
-    SAMPLER_TOPK,
     TRUNCATED,
     VOCABULARY,
+    VOCABULARY_OR_TRUNCATED,
     Given,
     Refusal,
     other_than,
@@ -67,9 +70,30 @@ def _samples_itself(given: Given) -> bool:
     return bool(given("rollout_func", False) or (given("own_generation", False) and not given("use_vllm", False)))
 
 
+def truncated(given: Given) -> bool:
+    """Returns whether tokens are drawn from a part of the vocabulary."""
+    return bool(given("top_p", 1.0) < 1.0 or given("top_k", 0) or given("min_p", 0.0))
+
+
+def _records_kept(given: Given) -> bool:
+    """Returns whether the ids that truncation keeps can be recorded."""
+    if given("trl", ()) < OLDEST_FUSED:
+        return False
+    return _samples_itself(given) or (given("use_vllm", False) and given("vllm_mode", "colocate") == "colocate")
+
+
+def _reads_vocabulary(given: Given, region: Region) -> bool:
+    return VOCABULARY.holds(region.needs()) or truncated(given)
+
+
 def _fitting(given: Given, region: Region) -> Mapping[str, Any]:
     wanted = region.needs().reduction
     return {"fitting": " or ".join(repr(name) for name, found in REDUCTIONS.items() if found is wanted)}
+
+
+def _drafts(given: Given, region: Region) -> Mapping[str, Any]:
+    drafts = given("vllm_options", {}).get("speculative_config")
+    return {"got": drafts} if drafts else {}
 
 
 def _unknown_key(given: Given, region: Region) -> Mapping[str, Any]:
@@ -172,20 +196,6 @@ _ANCHORS = (
         why="Samplers do not record their whole distribution. Regions with anchor='proximal' can be exact.",
     ),
     Refusal(
-        setting="region", must_be="on the sampled token when rollout_func or a subclass generates", scope=SAMPLER_TOPK,
-        refused=lambda got, given, region: given("behavior", "") == "sampler" and _samples_itself(given),
-        example={"behavior": "sampler", "rollout_func": True}, preset="dppo-topk-tv",
-        why="TRL keeps only the sampled token's log-prob of such rollouts, and trustrl cannot re-score them. "
-        "Use trustrl.preset('dppo-binary-tv'), or set anchor='proximal' on the region.",
-    ),
-    Refusal(
-        setting="vllm_enable_sleep_mode", must_be="False", scope=SAMPLER_TOPK,
-        refused=lambda got, given, region: bool(got) and given("use_vllm", False),
-        example={**_VLLM, "vllm_enable_sleep_mode": True}, preset="dppo-topk-tv",
-        why="{region} scores finished sequences with vLLM, which is asleep at that point. Alternatively, set "
-        "anchor='proximal' on the region.",
-    ),
-    Refusal(
         setting="vllm_options", must_be="None without a colocated vLLM",
         refused=lambda got, given, region: (
             bool(got) and not (given("use_vllm", False) and given("vllm_mode", "colocate") == "colocate")
@@ -193,15 +203,38 @@ _ANCHORS = (
         example={"vllm_options": {"dtype": "bfloat16"}},
         why="Set the options of a vLLM server on its command line.",
     ),
+    Refusal(
+        setting="vllm_options['speculative_config']", must_be="left out", facts=_drafts,
+        refused=lambda got, given, region: bool(_drafts(given, region)) and given("vllm_on_cpu", False),
+        example={**_VLLM, "vllm_on_cpu": True, "vllm_options": {"speculative_config": {"method": "ngram"}}},
+        why=DRAFTS_ON_CPU,
+    ),
 )  # fmt: skip
 
 _SAMPLING = (
-    Refusal(
-        setting="top_p", must_be="1.0", default=1.0, refused=lambda got, given, region: got < 1.0,
-        example={"top_p": 0.9}, why=TRUNCATED,
+    *(
+        Refusal(
+            setting=name, must_be=str(whole), default=whole,
+            refused=lambda got, given, region, whole=whole: got != whole and not _records_kept(given),
+            example={name: example},
+            why="μ would be renormalized over the kept tokens and π would not. Both are where the kept ids are "
+            "recorded: by a colocated vLLM or a rollout_func, with TRL 1.15 or newer.",
+        )
+        for name, whole, example in (("top_p", 1.0, 0.9), ("top_k", 0, 50), ("min_p", None, 0.1))
     ),
-    Refusal(setting="top_k", must_be="0", default=0, refused=_truthy, example={"top_k": 50}, why=TRUNCATED),
-    Refusal(setting="min_p", must_be="None", refused=_truthy, example={"min_p": 0.1}, why=TRUNCATED),
+    Refusal(
+        setting="top_p, top_k and min_p", must_be="left at their defaults", scope=EXACT,
+        refused=lambda got, given, region: truncated(given), facts=lambda given, region: {"got": "others"},
+        example={**_VLLM, "top_p": 0.9}, preset="dppo-full-tv", region={"anchor": "proximal"},
+        why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
+        "region.",
+    ),
+    Refusal(
+        setting="vllm_importance_sampling_correction", must_be="False with top_p, top_k, or min_p",
+        refused=lambda got, given, region: got and given("use_vllm", False) and truncated(given),
+        example={**_VLLM, "top_p": 0.9, "vllm_importance_sampling_correction": True}, region={"anchor": "proximal"},
+        why="TRL's correction divides a probability of the whole vocabulary by one of the kept ids.",
+    ),
     Refusal(
         setting="repetition_penalty", must_be="1.0", default=1.0, refused=other_than(1.0),
         example={"repetition_penalty": 1.1}, why=PENALISED,
@@ -236,14 +269,16 @@ MODEL = (
         "adapter adds. Leave the output layer out of `target_modules`, `modules_to_save`, and quantization.",
     ),
     Refusal(
-        setting="router_aux_loss_coef", must_be="0", default=0, scope=VOCABULARY, refused=_truthy,
+        setting="router_aux_loss_coef", must_be="0", default=0, scope=VOCABULARY_OR_TRUNCATED,
+        refused=lambda got, given, region: bool(got) and _reads_vocabulary(given, region),
         example={"router_aux_loss_coef": 0.001}, preset="dppo-topk-tv",
-        why="{region} does not compute router losses.",
+        why="trustrl's own output layer, which reads more than the sampled token, does not compute router losses.",
     ),
     Refusal(
-        setting="DeepSpeed's ZeRO stage", must_be="below 3", default=0, scope=VOCABULARY,
-        refused=lambda got, given, region: got >= 3, example={"DeepSpeed's ZeRO stage": 3}, preset="dppo-topk-tv",
-        why="{region} reads the output layer, which stage 3 shards. Use FSDP2.",
+        setting="DeepSpeed's ZeRO stage", must_be="below 3", default=0, scope=VOCABULARY_OR_TRUNCATED,
+        refused=lambda got, given, region: got >= 3 and _reads_vocabulary(given, region),
+        example={"DeepSpeed's ZeRO stage": 3}, preset="dppo-topk-tv",
+        why="trustrl reads the output layer, which stage 3 shards. Use FSDP2.",
     ),
 )  # fmt: skip
 
@@ -256,6 +291,36 @@ SERVER = (
         "`--logprobs-mode processed_logprobs`.",
     ),
 )  # fmt: skip
+
+ASYNC = (
+    Refusal(
+        setting="region", must_be="one on the sampled token", scope=VOCABULARY,
+        refused=lambda got, given, region: True, facts=lambda given, region: {"got": region.kind},
+        example={}, preset="dppo-topk-tv",
+        why="AsyncGRPOTrainer's rollout worker requests only the sampled token's log-prob. Use a binary divergence, or "
+        "TrustRegionGRPOTrainer.",
+    ),
+    Refusal(
+        setting="region.anchor", must_be="'behavior'", scope=ON_TRAINER,
+        refused=lambda got, given, region: True, facts=lambda given, region: {"got": "proximal"},
+        example={}, preset="minirl",
+        why="AsyncGRPOTrainer makes no forward pass at the weights that sampled, so π' is not recorded.",
+    ),
+    Refusal(
+        setting="region", must_be="defined for an average over tokens", scope=PER_SEQUENCE,
+        refused=lambda got, given, region: True, facts=lambda given, region: {"got": region.kind},
+        example={}, preset="gspo", why="AsyncGRPOTrainer averages over the tokens of a batch.",
+    ),
+    Refusal(
+        setting="epsilon", must_be="left at 0.2", default=0.2, refused=other_than(0.2), example={"epsilon": 0.3},
+        why=_BOUND,
+    ),
+    Refusal(
+        setting="epsilon_high", must_be="None", refused=other_than(None), example={"epsilon_high": 0.28}, why=_BOUND,
+    ),
+    *_SAMPLING[:4],
+)  # fmt: skip
+"""Rows about `AsyncGRPOTrainer`, which is not a `GRPOTrainer` and has other settings."""
 
 ROWS = (*SETTINGS, *MODEL, *SERVER)
 """Every row, in the order of the check."""

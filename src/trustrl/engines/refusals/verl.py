@@ -3,27 +3,37 @@
 Imports neither torch nor verl: `trustrl plan` reads the same rows as the adapter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from trustrl.config.axes import Region
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean, TokenSum
 from trustrl.engines.refusals.rows import (
+    DRAFTS_ON_CPU,
     EXACT,
     EXACT_ON_SAMPLER,
     ON_SAMPLER,
     PER_SEQUENCE,
-    SAMPLER_TOPK,
     VOCABULARY,
+    VOCABULARY_OR_TRUNCATED,
     Given,
     Refusal,
+    Scope,
     other_than,
     plain_sampling,
 )
-
-ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
-LOSS = f"{ACTOR}.policy_loss"
-AGENT_LOOP, MAX_LOGPROBS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
+from trustrl.engines.refusals.verl_settings import (
+    ACTOR,
+    AGENT_LOOP,
+    CORRECTION,
+    MAX_KEPT,
+    MAX_LOGPROBS,
+    RECORDING,
+    ROLLOUT,
+    VLLM_MAX_LOGPROBS,
+    recorded_ids,
+    truncated,
+)
 
 REDUCTIONS = {
     "token-mean": TokenMean,
@@ -34,11 +44,7 @@ REDUCTIONS = {
 }
 """Maps verl's `loss_agg_mode`s to reductions. The coefficients themselves always come from verl."""
 
-RECORDING = {"single_turn_agent": "trustrl_single_turn_agent", "tool_agent": "trustrl_tool_agent"}
-"""Maps verl's agent loops to the ones that record the sampler's top-K."""
-
-VLLM_MAX_LOGPROBS = 20
-"""The largest number of ids that vLLM returns by default."""
+RECORDED_IDS = Scope("Top-K on the sampler, and all with truncated sampling", lambda needs: True)
 
 _THEIR_BOUNDS = {
     "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "tau_pos": 1.0,
@@ -52,31 +58,15 @@ def fitting_reductions(region: Region) -> list[str]:
     return [name for name, reduction in REDUCTIONS.items() if needed is None or reduction is needed]
 
 
-def settings_needed(given: Given, region: Region) -> dict[str, Any]:
-    """Returns the settings that the region needs and that still have verl's defaults, with the values to set."""
-    needs = region.needs()
-    if not SAMPLER_TOPK.holds(needs):
-        return {}
-    wanted: dict[str, Any] = {}
-    loop = given(AGENT_LOOP, "single_turn_agent")
-    if loop in RECORDING:
-        wanted[AGENT_LOOP] = RECORDING[loop]
-    on_vllm = given(f"{ROLLOUT}.name", None) == "vllm"
-    if on_vllm and given(MAX_LOGPROBS, None) is None and needs.topk > VLLM_MAX_LOGPROBS:
-        wanted[MAX_LOGPROBS] = needs.topk
-    return wanted
-
-
-def _longest(given: Given) -> int:
-    return given(f"{ROLLOUT}.prompt_length", 0) + given(f"{ROLLOUT}.response_length", 0)
-
-
-def _no_room(room: Any, given: Given, region: Region) -> bool:
-    return room is not None and room <= _longest(given)
+def _where_vocabulary_is_read(refused: Callable[[Any], bool]) -> Callable[[Any, Given, Region], bool]:
+    """Returns a `Refusal.refused` for regions that read more than the sampled token, or their log-probs inside it."""
+    return lambda got, given, region: (
+        refused(got) and (VOCABULARY.holds(region.needs()) or given(MAX_KEPT, None) is not None)
+    )
 
 
 def _too_few_ids(most: int, given: Given, region: Region) -> bool:
-    return given(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < region.needs().topk
+    return given(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(given, region)
 
 
 def _raw_logprobs(mode: str | None, given: Given, region: Region) -> bool:
@@ -108,29 +98,26 @@ TRAINER = (
         default=True,
         example={"trainer.use_v1": False},
     ),
-    Refusal(
-        setting="trainer.v1.trainer_mode",
-        must_be="sync",
-        why="{region} asks the sampler for its top-K after each response, and asynchronous trainers may replace the "
-        "weights before that. trustrl does not record a weight version per token yet. Set "
-        "trainer.v1.trainer_mode=sync, or region.anchor=proximal.",
-        refused=other_than("sync"),
-        default="sync",
-        scope=SAMPLER_TOPK,
-        example={"trainer.v1.trainer_mode": "separate_async"},
-        preset="dppo-topk-tv",
-    ),
-    Refusal(
-        setting="async_training",
-        must_be="absent",
-        why="{region} asks the sampler for its top-K after each response, and verl's fully asynchronous trainer may "
-        "replace the weights before that. Use verl's main_ppo with trainer.v1.trainer_mode=sync, or "
-        "region.anchor=proximal.",
-        refused=lambda group, given, region: group is not None,
-        scope=SAMPLER_TOPK,
-        facts=lambda given, region: {"got": "settings"},
-        example={"async_training": {"partial_rollout": True}},
-        preset="dppo-topk-tv",
+    *(
+        Refusal(
+            setting=group,
+            must_be="absent",
+            why=f"verl's {what} trainer is built on its legacy trainer, which replaces loss_mode in bypass mode, so "
+            "the region would not act. Use verl's main_ppo with trainer.v1.trainer_mode=separate_async"
+            f"{more}.",
+            refused=lambda group, given, region: group is not None,
+            facts=lambda given, region: {"got": "settings"},
+            example={group: example},
+        )
+        for group, what, more, example in (
+            ("async_training", "experimental fully asynchronous", "", {"partial_rollout": True}),
+            (
+                "rollout",
+                "experimental one-step-off-policy",
+                " and trainer.v1.separate_async.parameter_sync_step=1",
+                {"nnodes": 1},
+            ),
+        )
     ),
 )
 """Rows about verl's trainer."""
@@ -200,9 +187,9 @@ WHOLE_VOCABULARY = (
         must_be="fsdp2 or fsdp",
         why="{region} reads the model's last hidden states and its whole output layer. Megatron's split vocabulary "
         "and pipelines are not supported (only trustrl.token_logprobs(shard=...) exists), nor are other engines.",
-        refused=lambda strategy, given, region: strategy not in ("fsdp2", "fsdp"),
+        refused=_where_vocabulary_is_read(lambda strategy: strategy not in ("fsdp2", "fsdp")),
         default="fsdp",
-        scope=VOCABULARY,
+        scope=VOCABULARY_OR_TRUNCATED,
         example={f"{ACTOR}.strategy": "megatron"},
         preset="troll",
     ),
@@ -231,9 +218,9 @@ WHOLE_VOCABULARY = (
         setting=f"{ACTOR}.ulysses_sequence_parallel_size",
         must_be="1",
         why="{region} would see only part of the tokens on each rank.",
-        refused=lambda ranks, given, region: ranks > 1,
+        refused=_where_vocabulary_is_read(lambda ranks: ranks > 1),
         default=1,
-        scope=VOCABULARY,
+        scope=VOCABULARY_OR_TRUNCATED,
         example={f"{ACTOR}.ulysses_sequence_parallel_size": 2},
         preset="troll",
     ),
@@ -241,9 +228,9 @@ WHOLE_VOCABULARY = (
         setting="actor_rollout_ref.model.use_fused_kernels",
         must_be="False",
         why="{region} has its own fused pass, which verl's would replace.",
-        refused=lambda fused, given, region: bool(fused),
+        refused=_where_vocabulary_is_read(bool),
         default=False,
-        scope=VOCABULARY,
+        scope=VOCABULARY_OR_TRUNCATED,
         example={"actor_rollout_ref.model.use_fused_kernels": True},
         preset="troll",
     ),
@@ -264,28 +251,35 @@ SAMPLER_DISTRIBUTION = (
     Refusal(
         setting=AGENT_LOOP,
         must_be="{loop}",
-        why="verl's own loop does not record the sampler's {k} most probable ids. `python -m trustrl.engines.verl` "
-        "sets the loop that does; region.anchor=proximal takes the trainer's own ids instead.",
-        refused=lambda loop, given, region: loop in RECORDING,
+        why="verl's own loop does not record the sampler's most probable ids or kept ids. `python -m "
+        "trustrl.engines.verl` sets the loop that does.",
+        refused=lambda loop, given, region: loop in RECORDING and bool(recorded_ids(given, region)),
         default="single_turn_agent",
-        scope=SAMPLER_TOPK,
-        facts=lambda given, region: {
-            "loop": RECORDING[given(AGENT_LOOP, "single_turn_agent")],
-            "k": region.needs().topk,
-        },
-        words={"loop": " or ".join(RECORDING.values()), "k": "K"},
+        scope=RECORDED_IDS,
+        facts=lambda given, region: {"loop": RECORDING[given(AGENT_LOOP, "single_turn_agent")]},
+        words={"loop": " or ".join(RECORDING.values())},
         example={AGENT_LOOP: "tool_agent"},
         preset="dppo-topk-tv",
     ),
     Refusal(
-        setting=f"{ROLLOUT}.max_model_len",
-        must_be="at least {longest}",
-        why="The sampler re-scores the longest sequence, which needs room for one more token.",
-        refused=_no_room,
-        scope=SAMPLER_TOPK,
-        facts=lambda given, region: {"longest": _longest(given) + 1},
-        words={"longest": "prompt_length + response_length + 1"},
-        example={f"{ROLLOUT}.max_model_len": 100, f"{ROLLOUT}.prompt_length": 60, f"{ROLLOUT}.response_length": 40},
+        setting=f"{ROLLOUT}.name",
+        must_be="vllm",
+        why="trustrl does not read the ids of SGLang or TensorRT-LLM. Use vllm, or a region on the sampled token "
+        "without top_p and top_k.",
+        refused=lambda name, given, region: name in ("sglang", "trtllm") and bool(recorded_ids(given, region)),
+        scope=RECORDED_IDS,
+        example={f"{ROLLOUT}.name": "sglang"},
+        preset="dppo-topk-tv",
+    ),
+    Refusal(
+        setting=f"{ROLLOUT}.disaggregation.enabled",
+        must_be="False",
+        why="verl starts other servers for separate prefill and decode, which do not return ids. Use a region on the "
+        "sampled token without top_p and top_k.",
+        refused=lambda on, given, region: bool(on) and bool(recorded_ids(given, region)),
+        default=False,
+        scope=RECORDED_IDS,
+        example={f"{ROLLOUT}.disaggregation.enabled": True},
         preset="dppo-topk-tv",
     ),
     Refusal(
@@ -294,16 +288,65 @@ SAMPLER_DISTRIBUTION = (
         why="vLLM returns at most the number of ids that it was started with. Add +" + MAX_LOGPROBS + "={k}.",
         refused=_too_few_ids,
         default=VLLM_MAX_LOGPROBS,
-        scope=SAMPLER_TOPK,
-        facts=lambda given, region: {"k": region.needs().topk},
-        words={"k": "K"},
+        scope=RECORDED_IDS,
+        facts=lambda given, region: {"k": recorded_ids(given, region)},
+        words={"k": "K, and policy_loss.max_kept + 1"},
         example={f"{ROLLOUT}.name": "vllm", MAX_LOGPROBS: 10},
         preset="dppo-topk-tv",
     ),
 )
 """Rows about recording the sampler's top-K and passing it to the workers."""
 
-SAMPLING = tuple(row for name, row in plain_sampling(ROLLOUT).items() if name != "min_p")  # verl has no min_p
+SAMPLING = (
+    Refusal(
+        setting=MAX_KEPT,
+        must_be="set with top_p or top_k",
+        why="The kept ids must be recorded, so that π is renormalized over the same tokens as μ. `python -m "
+        "trustrl.engines.verl` sets it.",
+        refused=lambda kept, given, region: kept is None and truncated(given),
+        example={f"{ROLLOUT}.top_p": 0.9},
+    ),
+    Refusal(
+        setting=MAX_KEPT,
+        must_be="null without top_p and top_k",
+        why="The sampler keeps the whole vocabulary.",
+        refused=lambda kept, given, region: kept is not None and not truncated(given),
+        example={MAX_KEPT: 1024},
+    ),
+    Refusal(
+        setting=MAX_KEPT,
+        must_be="null",
+        why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
+        "region, or set rollout.top_p=1 and rollout.top_k=-1.",
+        refused=lambda kept, given, region: kept is not None,
+        scope=EXACT,
+        example={MAX_KEPT: 1024, f"{ROLLOUT}.top_p": 0.9},
+        preset="dppo-full-tv",
+        region={"anchor": "proximal"},
+    ),
+    *(
+        Refusal(
+            setting=f"{CORRECTION}.{name}",
+            must_be="null with top_p or top_k",
+            why="verl would compare a probability of the whole vocabulary with one of the kept ids.",
+            refused=lambda got, given, region: got is not None and truncated(given),
+            example={f"{CORRECTION}.{name}": "token", f"{ROLLOUT}.top_p": 0.9, MAX_KEPT: 1024},
+            region={"anchor": "proximal"},
+        )
+        for name in ("rollout_is", "rollout_rs")
+    ),
+    plain_sampling(ROLLOUT)["repetition_penalty"],  # verl has no min_p
+    Refusal(
+        setting=f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config",
+        must_be="absent",
+        why=DRAFTS_ON_CPU,
+        refused=lambda drafts, given, region: bool(drafts) and given(f"{ROLLOUT}.name", None) == "vllm_cpu",
+        example={
+            f"{ROLLOUT}.name": "vllm_cpu",
+            f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        },
+    ),
+)
 """Rows about the distribution that the sampler draws from."""
 
 ROWS = (

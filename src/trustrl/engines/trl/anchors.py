@@ -1,37 +1,40 @@
 """Tensors added to TRL's rollouts: the anchors' log-probs, and more of a distribution if the region needs it.
 
 The names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 4 for
-each anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence; 8 per sequence for its version.
+each anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence, 8 each for the weights' version
+and the turn, 4 (n + 1) for n ids that truncated sampling kept, and 2 for each routed expert that is recorded.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trustrl.config.axes import Needs
 from trustrl.core.records import RolloutTokens, TopK
-from trustrl.core.sampling import Sampling
+from trustrl.core.sampling import KeptSet, Sampling
+from trustrl.engines.common.kept_columns import KeptColumn
+from trustrl.engines.common.kept_policy import anchor_fields, padded_kept
 from trustrl.engines.common.region_needs import Behavior, sources
+from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.vocabulary_forward import at_completions
 from trustrl.engines.trl.forward_capture import AskingModel, Score
+from trustrl.engines.trl.sampled_rows import (
+    NOT_RECORDED,
+    SampledRows,
+    kept_columns,
+    topk_tensors,
+    turn_tensor,
+    version_tensor,
+)
 from trustrl.errors import ConfigError, MissingDataError
 
 RECORDED = "sampling_per_token_logps"
 """The log-probs that the sampler recorded, as TRL names them. They come from vLLM or from a `rollout_func`."""
 
-
-class SampledTopK(NamedTuple):
-    """The sampler's most probable ids at each completion token, (B, T, K); empty columns have id −1."""
-
-    ids: Tensor
-    logp: Tensor
-
-
-ScoreWithSampler = Callable[[dict[str, Any], int], SampledTopK]
-"""(rollout, K) → the top-K of μ at the rollout's completion tokens."""
+TRAINERS = "old_per_token_logps"
+"""The trainer's own log-probs at the rollout weights, as TRL names them, over the whole vocabulary."""
 
 
 class AnchorRecorder:
@@ -41,9 +44,8 @@ class AnchorRecorder:
         needs: The region's needs.
         behavior: The source of μ.
         mismatch: Whether to record the trainer's log-probs in addition to the sampler's.
-        temperature: The sampling temperature.
+        sampling: The sampling settings.
         logps: TRL's method that computes log-probs.
-        score: Re-scores a rollout with the sampler; None if the region does not need the sampler's top-K.
     """
 
     def __init__(
@@ -52,45 +54,59 @@ class AnchorRecorder:
         behavior: Behavior,
         *,
         mismatch: bool,
-        temperature: float,
+        sampling: Sampling,
         logps: Score,
-        score: ScoreWithSampler | None,
     ) -> None:
         self.needs = needs
-        self._temperature = temperature
+        self._sampling = sampling
         self.behavior: Behavior = behavior
         self.anchors, self.distribution_from = sources(needs, behavior, mismatch=mismatch)
         self._logps = logps
-        self._score = score
 
-    def record(self, model: Any, rollout: dict[str, Any], *, version: int, rows: int) -> dict[str, Any]:
+    def record(
+        self,
+        model: Any,
+        rollout: dict[str, Any],
+        *,
+        version: int,
+        rows: int,
+        sampled: SampledRows = NOT_RECORDED,
+    ) -> dict[str, Any]:
         """Returns the tensors to add to a rollout.
 
         Args:
             model: The model, at the weights that the rollout was sampled with.
             rollout: The result of TRL's `_generate_and_score_completions`.
-            version: The version of those weights.
+            version: The version of those weights, for tokens whose version the sampler did not record.
             rows: The number of sequences to run at once.
+            sampled: The sampler's own records of the same completions.
 
         Raises:
             ConfigError: If the sampler recorded log-probs, and `behavior` is "trainer".
             MissingDataError: If the region needs the sampler's log-probs, and the sampler did not record them.
+            NonFiniteError: If the sampler recorded NaN at a token in the loss.
         """
         ids = rollout["completion_ids"]
-        added: dict[str, Any] = {"trustrl_version": torch.full((len(ids),), version, device=ids.device)}
+        added: dict[str, Any] = {
+            "trustrl_version": version_tensor(sampled, ids, version),
+            "trustrl_turn": turn_tensor(rollout),
+        }
         added |= self._from_sampler(rollout)
         by_trainer = {"proximal"} if self.behavior == "sampler" else {"proximal", "behavior"}
         wanted = sorted(self.anchors & by_trainer)
-        logp = rollout.get("old_per_token_logps")
+        logp = rollout.get(TRAINERS)
+        kept: list[KeptColumn] | None = None
+        if self._sampling.truncated:
+            added["trustrl_kept"] = kept = kept_columns(sampled, rollout)
+            logp = None  # TRL's are those of the whole vocabulary
         if self.distribution_from == "trainer" or (wanted and logp is None):
-            seen = self._forward(model, rollout, rows)
+            seen = self._forward(model, rollout, rows, kept)
             logp = seen.pop("logp")
             added |= seen
         added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
         if self.distribution_from == "sampler":
-            assert self._score is not None
-            top = self._score(rollout, self.needs.topk)
-            added |= {"trustrl_topk_ids": top.ids.int(), "trustrl_topk_logp": top.logp}
+            top_ids, top_logp = topk_tensors(sampled, rollout, self.needs.topk)
+            added |= {"trustrl_topk_ids": top_ids, "trustrl_topk_logp": top_logp}
         return added
 
     def _from_sampler(self, rollout: dict[str, Any]) -> dict[str, Tensor]:
@@ -111,20 +127,32 @@ class AnchorRecorder:
                 "log-probs, set anchor='proximal' on the region; a rollout_func that records none returns "
                 "'logprobs': None."
             )
+        in_loss = rollout["completion_mask"].bool()
+        if rollout.get("tool_mask") is not None:
+            in_loss = in_loss & rollout["tool_mask"].bool()
+        check_recorded(recorded, in_loss)
         return {"trustrl_behavior_logp": recorded}
 
     @torch.no_grad()
-    def _forward(self, model: Any, rollout: dict[str, Any], rows: int) -> dict[str, Tensor]:
+    def _forward(
+        self, model: Any, rollout: dict[str, Any], rows: int, kept: list[KeptColumn] | None
+    ) -> dict[str, Tensor]:
         """Runs one pass at the rollout weights: log-probs, and the trainer's distribution if it is the anchor."""
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
+        request: dict[str, Any] = {"length": length, "temperature": self._sampling.temperature}
+        sequences = input_ids, attention_mask, length, rows
+        if kept is not None:
+            chunks = _Chunks(kept, rollout["completion_ids"])
+            asking = AskingModel(model, lambda x: at_completions(x, kept_ids=chunks.next(x), **request))
+            self._logps(asking, *sequences)
+            return self._within_kept(chunks, asking.outputs, rollout["completion_ids"])
         asking = None
         if self.distribution_from == "trainer":
-            more = {"temperature": self._temperature, "top_k": self.needs.topk, "hidden": self.needs.full}
-            asking = AskingModel(model, functools.partial(at_completions, length=length, **more))
-        logp = self._logps(asking or model, input_ids, attention_mask, length, rows)[0]
-        found = {"logp": logp}
+            request |= {"top_k": self.needs.topk, "hidden": self.needs.full}
+            asking = AskingModel(model, functools.partial(at_completions, **request))
+        found = {"logp": self._logps(asking or model, *sequences)[0]}
         if asking is not None:
             names = ["topk_ids", "topk_logp", "topk_tail_logp"] if self.needs.topk else []
             names += ["hidden", "logsumexp"] if self.needs.full else []
@@ -132,6 +160,34 @@ class AnchorRecorder:
             if self.needs.topk:
                 found["trustrl_topk_ids"] = found["trustrl_topk_ids"].int()
         return found
+
+    def _within_kept(self, chunks: "_Chunks", outputs: list[Any], token_ids: Tensor) -> dict[str, Tensor]:
+        """Returns the trainer's side inside the kept sets."""
+        parts, start = [], 0
+        for ids, out in zip(chunks.seen, outputs, strict=True):
+            here = slice(start, start + len(ids))
+            parts.append(anchor_fields(KeptSet(ids, out.kept_logp), self.needs, token_ids[here]))
+            start = here.stop
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        if self.distribution_from != "trainer":
+            return {"logp": joined["logp"]}
+        return {name if name == "logp" else f"trustrl_{name}": x for name, x in joined.items()}
+
+
+class _Chunks:
+    """Kept ids in the order in which TRL scores its rows."""
+
+    def __init__(self, columns: list[KeptColumn], like: Tensor) -> None:
+        self._columns, self._like = columns, like
+        self._start = 0
+        self.seen: list[Tensor] = []
+
+    def next(self, labels: Tensor) -> Tensor:
+        """Returns the padded kept ids of the next rows, as many as there are labels."""
+        here = slice(self._start, self._start + len(labels))
+        self.seen.append(padded_kept(self._columns[here], self._like[here]))
+        self._start = here.stop
+        return self.seen[-1]
 
 
 def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampling: Sampling) -> RolloutTokens:
@@ -148,9 +204,12 @@ def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampli
         advantage=inputs["advantages"],
         in_loss=in_loss,
         behavior_logp=inputs.get("trustrl_behavior_logp"),
-        proximal_logp=inputs.get("trustrl_proximal_logp", inputs.get("old_per_token_logps")),
+        proximal_logp=inputs.get("trustrl_proximal_logp", None if sampling.truncated else inputs.get(TRAINERS)),
         token_ids=inputs["completion_ids"],
         topk=topk,
-        version=inputs["trustrl_version"].unsqueeze(1).expand(in_loss.shape),
+        version=inputs["trustrl_version"],
+        turn=inputs.get("trustrl_turn"),
+        kept_ids=inputs.get("trustrl_kept_ids"),
+        experts=inputs.get("trustrl_experts"),
         sampling=sampling,
     )

@@ -1,32 +1,54 @@
-"""vLLM as TRL's sampler: its options, its weight sync, and re-scoring of finished sequences."""
+"""vLLM as TRL's sampler: its options, its weight sync, and the records that it makes while it decodes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-import torch
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 from trustrl.engines.refusals import rows
-from trustrl.engines.refusals.trl import SERVER
-from trustrl.engines.trl.anchors import RECORDED, SampledTopK, ScoreWithSampler
-from trustrl.errors import EngineError
+from trustrl.engines.refusals.trl import SERVER, truncated
+from trustrl.errors import ConfigError, EngineError
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
 
 
+class Asked(NamedTuple):
+    """Data to record at each token in addition to the sampled token's log-prob."""
+
+    top_k: int = 0
+    """The number of the sampler's most probable ids."""
+
+    max_kept: int = 0
+    """The largest number of ids that truncation may keep; 0 if tokens are drawn from the whole vocabulary."""
+
+    experts: bool = False
+    """True to record the experts that vLLM's mixture of experts used."""
+
+
+def is_truncated(settings: Any) -> bool:
+    """Returns whether TRL's settings draw tokens from a part of the vocabulary."""
+    return settings is not None and truncated(rows.reader(settings))
+
+
 @contextmanager
-def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None) -> Iterator[None]:
+def colocated_options(settings: Any, *, asked: Asked, given: dict[str, Any] | None) -> Iterator[None]:
     """Makes TRL build a colocated vLLM with the options that the region and this machine need, while active.
 
     Args:
         settings: TRL's `GRPOConfig`, or None.
-        top_k: The number of ids that re-scoring requests; 0 if the region does not re-score.
+        asked: The data to record at each token.
         given: The user's own options.
 
     Raises:
+        ConfigError: If routed experts are wanted, and the sampler is not a colocated vLLM.
         EngineError: If a variable that vLLM reads on a CPU is not set.
     """
     if settings is None or not settings.use_vllm or settings.vllm_mode != "colocate":
+        if asked.experts:
+            raise ConfigError(
+                "recording.experts must be False without a colocated vLLM, got True. A vLLM server does not send TRL "
+                'its routing, and transformers does not record it. Set use_vllm=True and vllm_mode="colocate".'
+            )
         yield
         return
     from trustrl.engines.vllm.options import cpu_options, extra_llm_options, missing_cpu_environment
@@ -39,8 +61,13 @@ def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None
             f"Start with `{prefix} python ...`."
         )
     options = {**cpu_options(), **(given or {})}
-    if top_k > VLLM_DEFAULT_MAX_LOGPROBS:
-        options.setdefault("max_logprobs", top_k)
+    most = max(asked.top_k, asked.max_kept + 1)
+    if most > VLLM_DEFAULT_MAX_LOGPROBS:
+        options.setdefault("max_logprobs", most)
+    if asked.experts:
+        from trustrl.engines.vllm.routed_experts import routing_options
+
+        options |= routing_options()
     if not options:
         yield
         return
@@ -48,55 +75,67 @@ def colocated_options(settings: Any, *, top_k: int, given: dict[str, Any] | None
         yield
 
 
-def prepare(trainer: Any, *, rescoring: bool) -> ScoreWithSampler | None:
-    """Makes the trainer's vLLM follow its weights, and returns a function that re-scores with it.
+def on_cpu() -> bool:
+    """Returns whether vLLM is installed and runs on the CPU."""
+    from trustrl.engines.vllm import options
+
+    return find_spec("vllm") is not None and options.on_cpu()
+
+
+def prepare(trainer: Any, asked: Asked) -> None:
+    """Makes the trainer's vLLM follow its weights, and record more than the sampled token while it decodes.
 
     Args:
         trainer: TRL's trainer.
-        rescoring: Whether the region needs the sampler's top-K.
-
-    Returns:
-        The function, or None if the region does not re-score or vLLM is not used.
+        asked: The data to record at each token.
 
     Raises:
-        ConfigError: If the vLLM server's settings do not work with a region.
+        ConfigError: If the vLLM server's settings do not work with a region, or the model has no experts to record.
     """
     if not trainer.use_vllm:
-        return None
-    from trustrl.engines.vllm.scoring import score_rollout, tempered
+        return
     from trustrl.engines.vllm.weight_sync import install_sync
 
     generation, temperature = trainer.vllm_generation, trainer.temperature
     if generation.mode == "colocate":
         install_sync(generation)
-    elif trainer.accelerator.is_main_process and temperature != 1.0:
+    elif trainer.accelerator.is_main_process and (temperature != 1.0 or asked.top_k):
         mode = generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         facts = {"The vLLM server's logprobs_mode": mode, "temperature": temperature}
         rows.check(SERVER, rows.reader(facts), trainer.region)
-    if not rescoring:
-        return None
+    if any(asked):
+        record_while_decoding(generation, asked)
+    if asked.experts:
+        from trustrl.engines.vllm.routed_experts import record_routing
 
-    def score(rollout: dict[str, Any], k: int) -> SampledTopK:
-        prompts = _unpadded(rollout["prompt_ids"], rollout["prompt_mask"])
-        completions = _unpadded(rollout["completion_ids"], rollout["completion_mask"])
-        # A row may be empty (truncated completions can be masked out); every rank must still make the request.
-        asked = [i for i, completion in enumerate(completions) if completion]
-        scores = score_rollout(
-            generation, [prompts[i] + completions[i] for i in asked], [len(prompts[i]) for i in asked], k
-        )
-        length = scores.logp.shape[1]
-        if temperature != 1.0:
-            recorded = rollout[RECORDED][asked, :length].to(scores.logp.device)
-            scores = tempered(scores, recorded, temperature)
-        like = rollout["completion_ids"]
-        ids = torch.full((*like.shape, k), -1, dtype=torch.int64, device=like.device)
-        logp = torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=like.device)
-        ids[asked, :length] = scores.top_ids.to(like.device)
-        logp[asked, :length] = scores.top_logp.to(like.device, torch.float32)
-        return SampledTopK(ids, logp)
-
-    return score
+        record_routing(generation.llm)
 
 
-def _unpadded(ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
-    return [row[on].tolist() for row, on in zip(ids.cpu(), mask.bool().cpu(), strict=True)]
+def record_while_decoding(generation: Any, asked: Asked) -> None:
+    """Makes TRL's `VLLMGeneration` return the sampled token's log-prob as a `RecordedLogprob`, with μ's records.
+
+    Colocated, vLLM keeps the numbers as arrays. A server returns them as JSON, about 30 bytes per number.
+    """
+    from trustrl.engines.vllm.decode_record import DecodedLogprobs, install, recording
+
+    k, kwargs = asked.top_k, generation.generation_kwargs or {}
+    max_kept = asked.max_kept
+    if max_kept and generation.mode == "colocate":
+        max_kept = min(max_kept, generation.llm.llm_engine.model_config.get_vocab_size() - 1)
+    parameters = recording(k, max_kept=max_kept, more=kwargs.get("extra_args"))
+    generation.logprobs = parameters["logprobs"]
+    if generation.mode == "colocate":
+        install()
+        generation.generation_kwargs = {**kwargs, "extra_args": parameters["extra_args"]}
+        return
+    generate = generation.generate
+
+    def recorded(*args: Any, **more: Any) -> Any:
+        prompts, completions, logp, ids = generate(*args, **more)
+        found = zip(completions, ids, logp, strict=True)
+        sources = [DecodedLogprobs.from_lists(*row, k) for row in found]
+        values = [[[position] for position in source.values()] for source in sources]
+        own = [[[token] for token in completion] for completion in completions]
+        return prompts, completions, values, own
+
+    generation.generate = recorded

@@ -2,7 +2,7 @@
 
 Seams:    `_compute_loss(model, inputs)`, `_generate_and_score_completions(inputs)`, and
           `_get_per_token_logps_and_entropies(model, ...)`, which all call super(). The trainer checks their parameters
-          when it is created. `_calculate_rewards` is overridden only to read its result
+          when it is created. `_generate` and `_calculate_rewards` are overridden only to read their results
 Borrowed: everything else. TRL runs its own loss with the advantages set to 0 and tracked. The result contains only
           TRL's other terms (KL to the reference, entropy, router). Its derivative with respect to the advantages is the
           factor that TRL multiplies each token's loss by. The adapter captures the log-probs where TRL computes them,
@@ -10,7 +10,6 @@ Borrowed: everything else. TRL runs its own loss with the advantages set to 0 an
           ranks, and its other terms stay TRL's, in every release
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,17 +22,20 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.core.clean import OnNonFinite
 from trustrl.core.policy_loss import policy_loss
-from trustrl.core.records import FullDivergence, PolicyTokens, TopK
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
+from trustrl.engines.common.kept_columns import MAX_KEPT
+from trustrl.engines.common.kept_policy import padded_kept
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
-from trustrl.engines.common.vocabulary_forward import Head, VocabularyForward, Wanted, adapted_head, at_completions
+from trustrl.engines.common.vocabulary_forward import Head, VocabularyForward, Wanted, adapted_head
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
-from trustrl.engines.trl import overrides, sampler
+from trustrl.engines.trl import overrides, sampled_rows, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens
 from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs, RegionState
 from trustrl.engines.trl.forward_capture import Capture, Seen
+from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
+from trustrl.engines.trl.sampler_check import SamplerCheck
 from trustrl.engines.trl.step_metrics import UNSCORED, StepMetrics
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError
@@ -54,6 +56,9 @@ class TrustRegionMixin(_Trainer):
     _capture: Capture | None = None
     """The forward passes of the running loss, or None outside a loss."""
 
+    _sampled = sampled_rows.SampledRows(None, None, None)
+    """The sampler's records of the last rollout."""
+
     def __init__(
         self,
         *args: Any,
@@ -65,6 +70,8 @@ class TrustRegionMixin(_Trainer):
         max_dropped_share: float = MAX_DROPPED_SHARE,
         recording: Recording | None = None,
         vllm_options: dict[str, Any] | None = None,
+        max_kept: int = MAX_KEPT,
+        check_sampler_every: int = 10,
         **kwargs: Any,
     ) -> None:
         """Creates a trainer with a region.
@@ -84,19 +91,18 @@ class TrustRegionMixin(_Trainer):
                 raises. 1 never raises.
             recording: The tokens to write to disk, with both sides and the region's decision; None writes nothing.
             vllm_options: Arguments for vLLM's `LLM` (colocate mode) that TRL has no setting for, such as `dtype`.
+            max_kept: The largest number of ids that top-p, top-k, or min-p may keep at a token. More are an error.
+            check_sampler_every: The number of rollouts from one measurement of `trustrl/decode_prefill_gap` to the
+                next (colocate mode, temperature 1); 0 for none. Costs one prefill of up to 512 ids per rank.
             **kwargs: Keyword arguments of `GRPOTrainer`.
 
         Raises:
             ConfigError: If a setting does not work with the region; names the setting and the fix.
             EngineError: If the adapter does not support the installed TRL.
         """
-        if not isinstance(region, Region):
-            raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+        _check_arguments(region, recording)
         _check_seams(type(self), vocabulary=bool(region.needs().topk or region.needs().full))
-        if recording is not None and not isinstance(recording, Recording):
-            raise ConfigError(f"recording must be a trustrl.recording.Recording, got {recording!r}.")
-        self.region = region
-        self._needs = region.needs()
+        self.region, self._needs = region, region.needs()
         self._on_nonfinite: OnNonFinite = on_nonfinite
         settings = _given("args", args, kwargs)
         more = {
@@ -106,8 +112,14 @@ class TrustRegionMixin(_Trainer):
         }
         if settings is not None:  # before the model is loaded; TRL's defaults are checked below
             check_settings(settings, region, behavior, **more)
-        rescoring = sources(self._needs, behavior, mismatch=False)[1] == "sampler"
-        with sampler.colocated_options(settings, top_k=self._needs.topk if rescoring else 0, given=vllm_options):
+        by_sampler = sources(self._needs, behavior, mismatch=False)[1] == "sampler"
+        truncated = sampler.is_truncated(settings)
+        self._asked = sampler.Asked(
+            top_k=self._needs.topk if by_sampler else 0,
+            max_kept=max_kept if truncated else 0,
+            experts=recording is not None and recording.experts,
+        )
+        with sampler.colocated_options(settings, asked=self._asked, given=vllm_options):
             super().__init__(*args, **kwargs)
         check_settings(self.args, region, behavior, **more)
         base = _base_model(self.model)
@@ -115,22 +127,28 @@ class TrustRegionMixin(_Trainer):
         self._vocabulary = None
         self._rollout_heads: dict[bool, Head] = {}
         """The output layer at the weights of the current rollout; True for training, False for evaluation."""
-        if self._needs.topk or self._needs.full:
+        if self._needs.topk or self._needs.full or truncated:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
-        score = sampler.prepare(self, rescoring=rescoring)
+        sampler.prepare(self, self._asked)
+        self._sampler_check = SamplerCheck(check_sampler_every)
+        self._sampled = sampled_rows.NOT_RECORDED
+        self._sampling = Sampling(
+            logprobs="processed", temperature=self.temperature, truncated=truncated, kept_known=truncated, engine="TRL"
+        )
         self._recorder = AnchorRecorder(
-            self._needs, behavior, mismatch=measure_mismatch, temperature=self.temperature,
-            logps=super()._get_per_token_logps_and_entropies, score=score,
+            self._needs, behavior, mismatch=measure_mismatch, sampling=self._sampling,
+            logps=super()._get_per_token_logps_and_entropies,
         )  # fmt: skip
-        self._sampling = Sampling(logprobs="processed", temperature=self.temperature, engine="TRL")
         rank = self.accelerator.process_index
         tokens = None if recording is None else Recorder(recording, region, rank=rank)
         self._names = None if recording is None else _SequenceNames(rank)
         check = self._step_check(behavior, max_dropped_share)
         self._region_metrics = StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
-        self._first_loss = startup_checks
-        self.add_callback(RegionState(region))
-        self._num_losses = 0
+        self._first_loss, self._num_losses = startup_checks, 0
+        self._add_callbacks(startup_checks=startup_checks)
+
+    def _add_callbacks(self, *, startup_checks: bool) -> None:
+        self.add_callback(RegionState(self.region))
         self.add_callback(RegionActs(self, overrides.hides_the_region(type(self), TrustRegionMixin)))
         if startup_checks and self.use_vllm:
             self.add_callback(FollowsTheTrainer(self))
@@ -156,6 +174,12 @@ class TrustRegionMixin(_Trainer):
 
     # ── seam 1: the rollout, with the tensors that the region needs ─────────────────────────────────────────────────
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs TRL's own method, and keeps the sampler's records, which TRL's tensors have no place for."""
+        generated = super()._generate(*args, **kwargs)
+        self._sampled = sampled_rows.take(generated)
+        return generated
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
         _check_inputs(rollout, type(self))
@@ -163,10 +187,15 @@ class TrustRegionMixin(_Trainer):
         rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         if self._needs.full:
             self._remember_head()
-        added = self._recorder.record(self.model, rollout, version=self.state.global_step, rows=rows)
+        version = self.state.global_step
+        added = self._recorder.record(self.model, rollout, version=version, rows=rows, sampled=self._sampled)
+        if training:
+            self._sampler_check.run(self, rollout)
         if training and self._names is not None:
             ids = rollout["completion_ids"]
             added["trustrl_sequence"] = self._names.of(self.state.global_step, len(ids)).to(ids.device)
+            if self._asked.experts:
+                added["trustrl_experts"] = sampled_rows.experts_tensor(self._sampled, ids)
         return {**rollout, **added}
 
     def _remember_head(self) -> None:
@@ -198,8 +227,10 @@ class TrustRegionMixin(_Trainer):
             inputs = _corrected(inputs, in_loss)
         if self._vocabulary is not None:
             self._vocabulary.rollout_head = self._rollout_heads.get(self.model.training)
+        if "trustrl_kept" in inputs:
+            inputs = {**inputs, "trustrl_kept_ids": padded_kept(inputs["trustrl_kept"], in_loss)}
         others, weights, seen = self._trl_loss_parts(model, inputs, in_loss)
-        policy = self._policy_tokens(seen)
+        policy = policy_tokens(self._needs, inputs, seen, self._sampling, self.state.global_step)
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
             _check_weights(weights, in_loss, type(self))
@@ -254,34 +285,8 @@ class TrustRegionMixin(_Trainer):
     def _wanted(self, inputs: dict[str, Any]) -> Callable[[Tensor], Wanted] | None:
         if self._vocabulary is None:
             return None
-        return functools.partial(
-            at_completions,
-            length=inputs["completion_ids"].shape[1],
-            temperature=self.temperature,
-            gather_ids=inputs["trustrl_topk_ids"] if self._needs.topk else None,
-            top_k=self._needs.topk if self._needs.own_topk == "fill" else 0,
-            entropy_gradient=bool(getattr(self, "_entropy_bonus_enabled", False)),
-            anchor_hidden=inputs.get("trustrl_hidden"),
-            anchor_logsumexp=inputs.get("trustrl_logsumexp"),
-        )
-
-    def _policy_tokens(self, seen: Seen) -> PolicyTokens:
-        more: dict[str, Any] = {}
-        out = seen.output
-        if self._vocabulary is not None:
-            if self._needs.topk:
-                more = {"topk_logp": out.gathered_logp, "tail_logp": out.tail_logp}
-            if out.topk_ids is not None:
-                more["topk"] = TopK(out.topk_ids, out.topk_logp, of=self._needs.anchor)
-            if self._needs.full:
-                more["full_divergence"] = FullDivergence(tv=out.tv, kl=out.kl, of=self._needs.anchor)
-        return PolicyTokens(
-            logp=seen.logp,
-            entropy=seen.entropy,
-            version=self.state.global_step,
-            sampling=self._sampling,
-            **more,
-        )
+        entropy = bool(getattr(self, "_entropy_bonus_enabled", False))
+        return wanted_of(self._needs, inputs, temperature=self.temperature, entropy_gradient=entropy)
 
 
 class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
@@ -341,6 +346,13 @@ def _generates_itself(trainer: type) -> bool:
     return any(not overrides.is_trls(cls) for cls in providers)
 
 
+def _check_arguments(region: Any, recording: Any) -> None:
+    if not isinstance(region, Region):
+        raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+    if recording is not None and not isinstance(recording, Recording):
+        raise ConfigError(f"recording must be a trustrl.recording.Recording, got {recording!r}.")
+
+
 def _check_seams(trainer: type, *, vocabulary: bool) -> None:
     seam.require_version("trl", OLDEST, "trustrl was not tested with older versions")
     if vocabulary:
@@ -349,7 +361,8 @@ def _check_seams(trainer: type, *, vocabulary: bool) -> None:
     if not issubclass(trainer, GRPOTrainer):
         raise ConfigError(
             f"TrustRegionMixin must come before a GRPOTrainer in a class's bases, got {trainer.__name__}. "
-            "Write `class Mine(TrustRegionMixin, MyGRPOTrainer)`."
+            "Write `class Mine(TrustRegionMixin, MyGRPOTrainer)`. For AsyncGRPOTrainer, which is not a GRPOTrainer, "
+            "use TrustRegionAsyncGRPOTrainer from trustrl.engines.trl.async_trainer."
         )
     seam.require_parameters(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"))
     seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))

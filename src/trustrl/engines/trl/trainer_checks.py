@@ -12,6 +12,7 @@ from trustrl.engines.common.region_needs import Behavior
 from trustrl.engines.common.step_check import check_initial_ratio
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import MODEL, SETTINGS
+from trustrl.engines.trl import sampler
 from trustrl.errors import TrustRLWarning
 
 
@@ -28,7 +29,8 @@ def check_settings(args: Any, region: Region, behavior: Behavior, **more: Any) -
         ConfigError: If a setting is refused; names the setting and the fix.
     """
     one_of("behavior", behavior, ("sampler", "trainer"))
-    facts = {"behavior": behavior, "region": region, "trl": seam.version_of("trl"), **more}
+    on_cpu = bool(more.get("vllm_options")) and sampler.on_cpu()
+    facts = {"behavior": behavior, "region": region, "trl": seam.version_of("trl"), "vllm_on_cpu": on_cpu, **more}
 
     def given(name: str, default: Any = None) -> Any:
         found = facts[name] if name in facts else getattr(args, name, None)
@@ -56,6 +58,7 @@ def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> No
         "router_aux_loss_coef": trainer.router_aux_loss_coef if getattr(trainer, "aux_loss_enabled", False) else 0,
         "DeepSpeed's ZeRO stage": 3 if is_deepspeed_zero3_enabled() else None,
         "trl": seam.version_of("trl"),
+        **{name: getattr(trainer.args, name, None) for name in ("top_p", "top_k", "min_p")},
     }
     rows.check(MODEL, rows.reader(facts), region)
 

@@ -5,8 +5,10 @@ Bytes per token there: 4 for a log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) 
 with the rollout: 8 K bytes per response token through verl's queue.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -14,6 +16,10 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Needs
 from trustrl.core.records import TopK
+from trustrl.engines.common.kept_columns import KeptColumn, column_of, require_kept
+from trustrl.engines.common.kept_policy import padded_kept
+from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS
+from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.verl.response_layout import aligned_with_responses, like_responses, padded
 from trustrl.errors import EngineError, MissingDataError
 
@@ -23,12 +29,20 @@ PASS = "trustrl_pass"
 SAMPLED_IDS, SAMPLED_LOGP = "teacher_ids", "teacher_logprobs"
 """μ's top-K, (B, R, K): the fields that verl passes from agent loops to workers. verl's distillation uses them too."""
 
+VERSION, TURN = "trustrl_version", "trustrl_turn"
+"""The keys of `extra_fields` with the version of the weights and the number of the request that drew each token."""
+
 NOT_SCORED, FAULT = -1, "trustrl_fault"
 """The ids of a sequence that the sampler could not score, and the key of the reason in its `extra_fields`."""
 
 
-def own_forward(needs: Needs, *, bypass: bool) -> bool:
-    """Returns whether π' must be recorded: its distribution always, its log-probs if verl did not compute them."""
+def own_forward(needs: Needs, *, bypass: bool, truncated: bool) -> bool:
+    """Returns whether π' must be recorded: its distribution always, its log-probs if verl did not compute them.
+
+    verl's log-probs are those of the whole vocabulary, also if tokens were drawn from a part of it.
+    """
+    if truncated and "proximal" in needs.anchors:
+        return True
     if needs.anchor == "proximal" and (needs.topk or needs.full):
         return True
     return bypass and "proximal" in needs.anchors
@@ -48,13 +62,21 @@ def check(needs: Needs, data: Any) -> None:
 
     Raises:
         MissingDataError: If the data is missing; names the setting to change.
-        EngineError: If the sampler could not score a sequence.
+        EngineError: If an agent loop could not record a sequence.
+        NonFiniteError: If the sampler recorded NaN at a token in the loss.
     """
     if "behavior" in needs.anchors and data.get("rollout_log_probs", None) is None:
         raise MissingDataError(
             "The sampler must record the log-probs of the tokens it draws, got none. Set "
             "actor_rollout_ref.rollout.calculate_log_probs=True. trustrl never replaces them with recomputed ones; set "
             "region.anchor=proximal to anchor the region on those."
+        )
+    if (recorded := data.get("rollout_log_probs", None)) is not None:
+        check_recorded(padded(recorded), padded(data["response_mask"]).bool())
+    if reasons := _faults(data):
+        raise EngineError(
+            f"The sampler must record every sequence of a batch, and it did not. {' '.join(reasons)} Training only on "
+            "the other sequences would be biased."
         )
     if needs.topk and needs.anchor == "behavior":
         ids = data.get(SAMPLED_IDS, None)
@@ -72,26 +94,116 @@ def check(needs: Needs, data: Any) -> None:
         _check_scored(ids, data)
 
 
-def _check_scored(ids: Tensor, data: Any) -> None:
-    """Raises if an agent loop could not record the sampler's distribution; names the reason."""
-    first = (ids.values() if ids.is_nested else ids[data["response_mask"].bool()])[:, 0]
-    missing = int((first == NOT_SCORED).sum())
+def _check_scored(ids: Any, data: Any) -> None:
+    """Raises if a token in the loss lacks the sampler's distribution."""
+    if ids.is_nested:
+        ids = torch.nested.nested_tensor_from_jagged(ids.values()[:, :1], ids.offsets())  # pyright: ignore
+    first = aligned_with_responses(ids, data)[..., 0]  # a tool's tokens have no ids either, and are not in the loss
+    missing = int(((first == NOT_SCORED) & padded(data["response_mask"]).bool()).sum())
     if not missing:
         return
-    extra = data.get("extra_fields", None)
-    known = extra.tolist() if hasattr(extra, "tolist") else extra or []
-    reasons = sorted({one[FAULT] for one in known if isinstance(one, dict) and FAULT in one})
     raise EngineError(
-        f"The sampler must score every sequence of a batch, got {missing} tokens without scores. "
-        f"{' '.join(reasons) or 'The log of the agent loops has the reason.'} Training only on the other sequences "
-        "would be biased."
+        f"The sampler must record every sequence of a batch, got {missing} tokens without its top-K. The log of the "
+        "agent loops has the reason. Training only on the other sequences would be biased."
     )
 
 
-def logps(data: Any, *, bypass: bool) -> dict[str, Tensor]:
+def _faults(data: Any) -> list[str]:
+    """Returns the reasons why agent loops could not record sequences of this batch."""
+    extra = data.get("extra_fields", None)
+    known = extra.tolist() if hasattr(extra, "tolist") else extra or []
+    return sorted({one[FAULT] for one in known if isinstance(one, dict) and FAULT in one})
+
+
+def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:
+    """Returns the version of the weights and the turn that drew each response token, as fields to add to the batch.
+
+    verl numbers weights by its own steps. The fields number them by the worker's step in which they are on-policy, as
+    records do, so a token's age is the number of training steps since its weights were sent.
+
+    Args:
+        data: This rank's part of the batch.
+        sent: The worker's training steps before each version of the weights was sent to the sampler.
+
+    Returns:
+        The fields, or nothing if a token in the loss lacks a version: one of verl's own agent loops made the sequence.
+    """
+    rows = _per_token(data, VERSION)
+    if rows is None:
+        return {}
+    found = rows.clone()
+    for version in rows.unique().tolist():
+        found[rows == version] = _steps_before(version, sent) + 1
+    fields = {VERSION: found, TURN: _per_token(data, TURN)}
+    device = data["response_mask"].device
+    return {name: like_responses(x.to(device), data) for name, x in fields.items() if x is not None}
+
+
+def _per_token(data: Any, key: str) -> Tensor | None:
+    """Returns a number per response token from `extra_fields`, (B, R); None if a token in the loss lacks it."""
+    extra = data.get("extra_fields", None)
+    known = extra.tolist() if hasattr(extra, "tolist") else extra
+    if not known:
+        return None
+    mask = data["response_mask"]
+    lengths = mask.offsets().diff().tolist() if mask.is_nested else [mask.shape[1]] * len(mask)
+    rows = torch.full((len(lengths), max(lengths)), NOT_SCORED, dtype=torch.int64)
+    for row, (one, length) in enumerate(zip(known, lengths, strict=True)):
+        numbers = one.get(key) if isinstance(one, dict) else None
+        if numbers is not None:  # verl's padding has none, and no token in the loss
+            found = torch.as_tensor(numbers[:length], dtype=torch.int64)
+            rows[row, : len(found)] = found
+    lacking = (rows == NOT_SCORED) & padded(mask).bool().cpu()  # a server may not report its version
+    return None if bool(lacking.any()) else rows
+
+
+def _steps_before(version: int, sent: Mapping[int, int]) -> int:
+    """Returns the worker's training steps before a version was sent; one per version where nobody counted them."""
+    if version in sent:
+        return sent[version]
+    first = min(sent, default=0)  # older ones: a resumed run's rollouts, or a worker without a sampler
+    return sent.get(first, 0) - (first - version)
+
+
+def kept(data: Any) -> dict[str, Tensor]:
+    """Returns the ids that truncation kept, as two fields to add to the batch.
+
+    Raises:
+        MissingDataError: If the sampler did not record them.
+    """
+    mask = data["response_mask"]
+    lengths = mask.offsets().diff().tolist() if mask.is_nested else [mask.shape[1]] * len(mask)
+    extra = data.get("extra_fields", None)
+    known = extra.tolist() if hasattr(extra, "tolist") else extra or [None] * len(lengths)
+    columns = [_kept_column(one, length) for one, length in zip(known, lengths, strict=True)]
+    advice = "Start the run with `python -m trustrl.engines.verl`, or set rollout.top_p=1 and rollout.top_k=-1."
+    require_kept(columns, padded(mask).bool().cpu().numpy(), advice)
+    return {
+        name: torch.nested.nested_tensor([torch.from_numpy(x.copy()) for x in parts], layout=torch.jagged).to(
+            mask.device
+        )
+        for name, parts in zip((KEPT_IDS, KEPT_COUNTS), zip(*columns, strict=True), strict=True)
+    }
+
+
+def _kept_column(extra: Any, length: int) -> KeptColumn:
+    """Returns the kept ids of one response; none for the samples that verl pads batches with."""
+    if not isinstance(extra, dict) or extra.get(KEPT_IDS) is None:
+        return column_of([()] * length)
+    return column_of(KeptColumn(np.asarray(extra[KEPT_IDS]), np.asarray(extra[KEPT_COUNTS])).rows()[:length])
+
+
+def kept_ids(data: Any) -> Tensor:
+    """Returns the kept ids of one micro-batch, (B, R, K); −1 for padding."""
+    ids, counts = ([x.cpu().numpy() for x in data[name].unbind()] for name in (KEPT_IDS, KEPT_COUNTS))
+    columns = [KeptColumn(*pair) for pair in zip(ids, counts, strict=True)]
+    return padded_kept(columns, padded(data["response_mask"]))
+
+
+def logps(data: Any, *, bypass: bool, truncated: bool) -> dict[str, Tensor]:
     """Returns both anchors' log-probs of one micro-batch, (B, R), as far as they are known."""
     found = {"behavior_logp": data.get("rollout_log_probs", None), "proximal_logp": data.get("trustrl_logp", None)}
-    if found["proximal_logp"] is None and not bypass:
+    if found["proximal_logp"] is None and not (bypass or truncated):
         found["proximal_logp"] = data["old_log_probs"]
     return {name: padded(x) for name, x in found.items() if x is not None}
 

@@ -89,7 +89,8 @@ class RegionLoss:
             # The policy term is linear in A, and a region's own penalty does not read A: only the former is corrected.
             # Records contain this A, so a replay of the region makes the same decisions.
             advantages = advantages * rollout_is_weights
-        policy = PolicyTokens(logp=log_prob, **context.policy if context else {})
+        # With truncated sampling, the context's log-probs are those inside the kept ids.
+        policy = PolicyTokens(**{"logp": log_prob, **(context.policy if context else {})})
         rollout = RolloutTokens(
             advantage=advantages, in_loss=response_mask.bool(), **anchors, **context.rollout if context else {}
         )

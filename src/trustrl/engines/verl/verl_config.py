@@ -18,7 +18,8 @@ from trustrl.engines.common.region_needs import by_trainer, more_than_sampled_to
 from trustrl.engines.common.region_settings import SettingNames, is_region_name, region_named
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, warn_if_it_cannot_act
 from trustrl.engines.refusals.rows import check, reader
-from trustrl.engines.refusals.verl import ACTOR, LOSS, ROWS, WHOLE_VOCABULARY, settings_needed
+from trustrl.engines.refusals.verl import ROWS, WHOLE_VOCABULARY
+from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, settings_needed
 from trustrl.errors import ConfigError
 from trustrl.recording import Recording
 
@@ -45,6 +46,10 @@ class RegionLossConfig(PolicyLossConfig):
 
     startup_checks: bool = True
     """True to raise if the ratio is not 1 before the first step."""
+
+    max_kept: int | None = None
+    """Largest number of ids that top-p or top-k may keep at a token; more are an error. None if tokens are drawn from
+    the whole vocabulary. `python -m trustrl.engines.verl` sets it for truncated sampling."""
 
     recording: dict[str, Any] | None = None
     """The tokens to write to disk, in the form that `trustrl.recording.Recording.of` reads; None writes nothing."""
@@ -75,11 +80,19 @@ def recording_of(policy_loss: Any) -> Recording | None:
     """Returns the recording that verl's `policy_loss` requests, or None.
 
     Raises:
-        ConfigError: If its settings are invalid.
+        ConfigError: If its settings are invalid, or ask for routed experts.
         UnknownNameError: If a trigger is not registered.
     """
     given = policy_loss.get("recording", None)
-    return None if given is None else Recording.of(given)
+    if given is None:
+        return None
+    recording = Recording.of(given)
+    if recording.experts:
+        raise ConfigError(
+            "policy_loss.recording.experts must be False on verl, got True. verl carries routed experts to Megatron "
+            "workers for its own router replay, and trustrl does not read them there. TRL records them."
+        )
+    return recording
 
 
 def refuse_more_than_sampled_tokens(region: Region) -> None:
@@ -147,13 +160,16 @@ def fill_in(config: Any) -> dict[str, Any]:
     return wanted
 
 
-def check_engine(region: Region, *, strategy: str, sequence_parallel: int, fused_kernels: bool) -> None:
+def check_engine(
+    region: Region, *, strategy: str, sequence_parallel: int, fused_kernels: bool, max_kept: int | None
+) -> None:
     """Raises if the engine does not give access to whole hidden states and to the whole output layer.
 
     Raises:
         ConfigError: If a setting is refused; names the setting and the fix.
     """
-    actor = {"strategy": strategy, "ulysses_sequence_parallel_size": sequence_parallel}
+    actor: dict[str, Any] = {"strategy": strategy, "ulysses_sequence_parallel_size": sequence_parallel}
+    actor["policy_loss"] = {"max_kept": max_kept}
     model = {"use_fused_kernels": fused_kernels}
     check(WHOLE_VOCABULARY, reader({ACTOR.split(".")[0]: {"actor": actor, "model": model}}), region)
 

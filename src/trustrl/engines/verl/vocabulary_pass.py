@@ -12,6 +12,8 @@ from verl.utils import tensordict_utils as tu
 
 from trustrl.config.axes import Needs
 from trustrl.core.records import FullDivergence, TopK
+from trustrl.core.sampling import KeptSet
+from trustrl.engines.common.kept_policy import anchor_fields, policy_fields, sampled_logp
 from trustrl.engines.common.vocabulary_forward import KEYWORD, VocabularyForward, Wanted, refuse_adapted_head
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.response_layout import Places, like_responses, padded, places
@@ -28,8 +30,8 @@ class Seen(NamedTuple):
 class VocabularyPass:
     """Extension of one engine and its model that returns the part of the vocabulary that a region reads."""
 
-    def __init__(self, engine: Any, needs: Needs) -> None:
-        self.needs = needs
+    def __init__(self, engine: Any, needs: Needs, *, truncated: bool) -> None:
+        self.needs, self.truncated = needs, truncated
         self._engine = engine
         module = getattr(engine.module, "_fsdp_wrapped_module", engine.module)  # FSDP2 does not wrap
         self._model = module.get_base_model() if hasattr(module, "get_base_model") else module
@@ -40,12 +42,18 @@ class VocabularyPass:
         self._seen: Seen | None = None
 
     @classmethod
-    def of(cls, engine: Any, needs: Needs) -> "VocabularyPass":
-        """Returns the engine's pass, and creates it on the first call. A second pass would wrap the first."""
+    def of(cls, engine: Any, needs: Needs, *, truncated: bool) -> "VocabularyPass":
+        """Returns the engine's pass, and creates it on the first call. A second pass would wrap the first.
+
+        Args:
+            engine: verl's engine.
+            needs: The region's needs.
+            truncated: Whether tokens are drawn from a part of the vocabulary.
+        """
         found = getattr(engine.prepare_model_inputs, "__self__", None)
         if not isinstance(found, cls):
-            return cls(engine, needs)
-        found.needs = needs
+            return cls(engine, needs, truncated=truncated)
+        found.needs, found.truncated = needs, truncated
         return found
 
     def remember_head(self) -> None:
@@ -79,20 +87,29 @@ class VocabularyPass:
             )
         where = places(micro_batch)
         token_ids = where.rows(padded(micro_batch["responses"]))
-        more: dict[str, Any] = {"top_k": self.needs.topk, "hidden": self.needs.full}
+        more: dict[str, Any] = {}
+        if self.truncated:
+            more["kept_ids"] = where.rows(anchors.kept_ids(micro_batch))
+        elif what == "record":
+            more = {"top_k": self.needs.topk, "hidden": self.needs.full}
+        else:
+            more = self._read_by_loss(where, micro_batch)
         if what == "train":
-            more = {
-                "top_k": self.needs.topk if self.needs.own_topk == "fill" else 0,
-                "entropy_gradient": tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False),
-            }
-            if self.needs.topk:
-                more["gather_ids"] = where.rows(anchors.topk(self.needs, micro_batch).ids)
-            if self.needs.full:
-                more["anchor_hidden"] = where.rows(padded(micro_batch["trustrl_hidden"]))
-                more["anchor_logsumexp"] = where.rows(padded(micro_batch["trustrl_logsumexp"]))
+            entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
+            more["entropy_gradient"] = entropy
         inputs[KEYWORD] = Wanted(token_ids, where.states, float(temperature), **more)
         args["trustrl_places"] = where
         return inputs, args
+
+    def _read_by_loss(self, where: Places, micro_batch: Any) -> dict[str, Any]:
+        """Returns what the loss reads of the whole vocabulary."""
+        more: dict[str, Any] = {"top_k": self.needs.topk if self.needs.own_topk == "fill" else 0}
+        if self.needs.topk:
+            more["gather_ids"] = where.rows(anchors.topk(self.needs, micro_batch).ids)
+        if self.needs.full:
+            more["anchor_hidden"] = where.rows(padded(micro_batch["trustrl_hidden"]))
+            more["anchor_logsumexp"] = where.rows(padded(micro_batch["trustrl_logsumexp"]))
+        return more
 
     def _prepare_outputs(
         self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
@@ -115,6 +132,13 @@ class VocabularyPass:
 
     def _recorded(self, output: Any, where: Places, data: Any) -> dict[str, Tensor]:
         """Returns π' as fields to add to the batch."""
+        if self.truncated:
+            kept, token_ids = self._kept(output, where, data)
+            fields = anchor_fields(kept, self.needs, token_ids)
+            return {
+                f"trustrl_{name}": like_responses(where.padded(x, -1 if name == "topk_ids" else 0), data)
+                for name, x in fields.items()
+            }
         columns = {"trustrl_logp": (output.log_probs, 0)}
         if self.needs.topk:
             columns["trustrl_topk_ids"] = (output.topk_ids.int(), -1)
@@ -129,6 +153,10 @@ class VocabularyPass:
         rollout: dict[str, Any] = {}
         if self.needs.topk:
             rollout["topk"] = anchors.topk(self.needs, data)
+        if self.truncated:
+            rollout["kept_ids"] = anchors.kept_ids(data)
+            return Seen(rollout, policy | self._inside_kept(output, where, data, rollout.get("topk")))
+        if self.needs.topk:
             policy["topk_logp"] = where.padded(output.gathered_logp)
             policy["tail_logp"] = where.padded(output.tail_logp)
         if output.topk_ids is not None:
@@ -138,3 +166,18 @@ class VocabularyPass:
             tv, kl = where.padded(output.tv), where.padded(output.kl)
             policy["full_divergence"] = FullDivergence(tv=tv, kl=kl, of=self.needs.anchor)
         return Seen(rollout, policy)
+
+    def _inside_kept(self, output: Any, where: Places, data: Any, topk: TopK | None) -> dict[str, Any]:
+        """Returns the policy's log-probs inside the kept sets."""
+        kept, token_ids = self._kept(output, where, data)
+        found = policy_fields(kept, self.needs, None if topk is None else where.rows(topk.ids), token_ids)
+        own: TopK | None = found.pop("topk", None)
+        policy: dict[str, Any] = {name: where.padded(x) for name, x in found.items()}
+        if own is not None:
+            policy["topk"] = TopK(where.padded(own.ids, -1), where.padded(own.logp), of=self.needs.anchor)
+        return policy | {"logp": where.padded(sampled_logp(kept, token_ids))}
+
+    def _kept(self, output: Any, where: Places, data: Any) -> tuple[KeptSet, Tensor]:
+        """Returns the policy inside the kept sets, and the sampled tokens, one row per token in the loss."""
+        ids = where.rows(anchors.kept_ids(data))
+        return KeptSet(ids, output.kept_logp), where.rows(padded(data["responses"]))

@@ -1,6 +1,7 @@
 """verl's actor worker with everything that a region needs: both anchors, the vocabulary, and sums over a whole step.
 
-Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this; `TrainingWorker`'s `set_loss_fn`,
+Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this, and its `update_weights`, which is
+          called unchanged and numbers the weights that the sampler has; `TrainingWorker`'s `set_loss_fn`,
           `train_mini_batch`, `train_batch`, `save_checkpoint`, and `load_checkpoint`, which all call super(); for
           regions on the vocabulary the engine's `prepare_model_inputs` and `prepare_model_outputs`, which call verl's
           for every other pass
@@ -22,7 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
-from trustrl.config.axes import Region
+from trustrl.config.axes import Region, reads_ages
 from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import rates
 from trustrl.core.policy_loss import LossOutput
@@ -35,7 +36,7 @@ from trustrl.engines.verl.losses import clip_metrics
 from trustrl.engines.verl.response_layout import padded
 from trustrl.engines.verl.verl_config import check_engine, recording_of, region_of
 from trustrl.engines.verl.vocabulary_pass import VocabularyPass
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, MissingDataError
 from trustrl.recording import Recorder, sequence_ids
 
 
@@ -45,6 +46,9 @@ class RegionWorker(TrainingWorker):
     _region: Region | None = None
     _vocabulary: VocabularyPass | None = None
     _recorder: Recorder | None = None
+    _truncated = False
+    """True if tokens are drawn from a part of the vocabulary."""
+
     _num_steps = 0
     """The number of training steps, including those of a checkpoint. verl does not pass it to its workers."""
 
@@ -78,15 +82,18 @@ class RegionWorker(TrainingWorker):
         )
         self._bypass = True
         self._vocabulary = None
-        if self._needs.topk or self._needs.full:
+        self._sent: dict[int, int] = {}
+        self._truncated = policy_loss.get("max_kept", None) is not None
+        if self._needs.topk or self._needs.full or self._truncated:
             check_engine(
                 self._region,
                 strategy=self.engine_config.strategy,
                 # Only FSDP engines have this attribute.
                 sequence_parallel=getattr(self.engine, "ulysses_sequence_parallel_size", 1),
                 fused_kernels=self.engine_config.use_fused_kernels,
+                max_kept=policy_loss.get("max_kept", None),
             )
-            self._vocabulary = VocabularyPass.of(self.engine, self._needs)
+            self._vocabulary = VocabularyPass.of(self.engine, self._needs, truncated=self._truncated)
         settings = recording_of(policy_loss)
         self._recorder = None
         if settings is not None and self.engine.is_mp_src_rank_with_outputs():  # other ranks hold the same tokens
@@ -105,10 +112,21 @@ class RegionWorker(TrainingWorker):
             return super().train_mini_batch(data)
         anchors.check(self._needs, data)
         self._bypass = self._everywhere(anchors.bypassed(data))
-        if anchors.own_forward(self._needs, bypass=self._bypass):
+        if self._truncated:
+            data.update(anchors.kept(data))
+        if anchors.own_forward(self._needs, bypass=self._bypass, truncated=self._truncated):
             if self._vocabulary is not None:
                 self._vocabulary.remember_head()
             data.update(anchors.record(self, data, distribution=self._vocabulary is not None))
+        versions = anchors.versions(data, self._sent)
+        if self._everywhere(bool(versions)):  # ranks add up the same sums
+            data.update(versions)
+        elif reads_ages(self._region):
+            raise MissingDataError(
+                f"The sampler must record the version of its weights at each token for {self._region.kind} with "
+                "max_staleness, got none. Set actor_rollout_ref.rollout.agent.default_agent_loop="
+                "trustrl_single_turn_agent (or trustrl_tool_agent), or set region.max_staleness=null."
+            )
         if self._vocabulary is not None:
             tu.assign_non_tensor(data, **{anchors.PASS: "train"})
         self._step = StepSums()
@@ -127,6 +145,11 @@ class RegionWorker(TrainingWorker):
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
         return out
+
+    def weights_sent(self, version: int) -> None:
+        """Notes that the sampler now has the current weights, under this version."""
+        if self._region is not None:
+            self._sent[version] = self._num_steps
 
     @functools.wraps(TrainingWorker.train_batch)
     def train_batch(self, data: Any) -> Any:
@@ -168,6 +191,10 @@ class RegionWorker(TrainingWorker):
         assert self._region is not None
         rollout: dict[str, Any] = {"token_ids": padded(data["responses"])}
         policy: dict[str, Any] = {}
+        if anchors.VERSION in data.keys():  # noqa: SIM118 - a TensorDict
+            rollout["version"], policy["version"] = padded(data[anchors.VERSION]), self._num_steps
+        if anchors.TURN in data.keys():  # noqa: SIM118 - a TensorDict
+            rollout["turn"] = padded(data[anchors.TURN])
         if self._vocabulary is not None:
             seen = self._vocabulary.take()
             rollout |= seen.rollout
@@ -176,7 +203,7 @@ class RegionWorker(TrainingWorker):
             policy["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
         context = loss_context.LossContext(
             self._region,
-            anchors.logps(data, bypass=self._bypass),
+            anchors.logps(data, bypass=self._bypass, truncated=self._truncated),
             functools.partial(self._receive, data["dp_size"], data.get("trustrl_sequence", None)),
             rollout,
             policy,
@@ -199,17 +226,31 @@ class RegionWorker(TrainingWorker):
             assert sequences is not None
             update = max(self._step.updates - 1, 0)
             self._recorder.add(out, policy, rollout, sequences=sequences, step=self._num_steps, update=update)
-        if self._first_loss and rollout.in_loss.any():
+        fresh = rollout.in_loss
+        if rollout.version is not None:  # a resumed asynchronous run may begin with tokens of older weights
+            fresh = fresh & (rollout.version == policy.version)
+        if self._first_loss and fresh.any():
             anchor = self._needs.anchor
             logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
             assert logp is not None
             recorded_by = "sampler" if anchor == "behavior" else "trainer"
-            check_initial_ratio(policy.logp, logp, rollout.in_loss, recorded_by, "policy_loss.startup_checks=False")
+            check_initial_ratio(policy.logp, logp, fresh, recorded_by, "policy_loss.startup_checks=False")
             self._first_loss = False
 
 
+def _noting_versions(send: Any) -> Any:
+    @functools.wraps(send)  # keeps verl's mark of how to call it on a group of workers
+    async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
+        sent = await send(self, global_steps=global_steps, mode=mode)
+        if global_steps is not None and isinstance(self.actor, RegionWorker):
+            self.actor.weights_sent(global_steps)
+        return sent
+
+    return update_weights
+
+
 def install() -> None:
-    """Makes `RegionWorker` the actor of verl's workers.
+    """Makes `RegionWorker` the actor of verl's workers, and tells it when weights are sent to the sampler.
 
     Raises:
         EngineError: If verl calls its workers in a way that this adapter does not support.
@@ -231,4 +272,6 @@ def install() -> None:
             f"Derive that class from {RegionWorker.__module__}.RegionWorker."
         )
     if given is TrainingWorker:
+        seam.require_parameters(ActorRolloutRefWorker, "update_weights", ("self", "global_steps", "mode"))
         ActorRolloutRefWorker.actor_worker_cls = RegionWorker
+        ActorRolloutRefWorker.update_weights = _noting_versions(ActorRolloutRefWorker.update_weights)

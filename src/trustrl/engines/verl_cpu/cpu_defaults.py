@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from trustrl.world.verl_dataset import PLAIN_CHAT, REWARD
 
 PLUGIN = "trustrl.engines.verl_cpu.plugin"
+RAY_ENGINE = "trustrl.engines.verl_cpu.ray_checkpoint_engine"
 
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
@@ -39,7 +40,7 @@ _MICRO_BATCHES = (
 )  # fmt: skip
 UNLESS: dict[tuple[str, ...], Collection[str]] = {
     # verl passes these only to its own replay buffers.
-    ("algorithm.filter_groups", "trainer.v1.sampler", "trainer.v1.trainer_mode"): _REPLAY.keys(),
+    ("algorithm.filter_groups", "trainer.v1.sampler"): _REPLAY.keys(),
     _MICRO_BATCHES: [_DYNAMIC],
 }
 """Defaults that contradict settings of the user: prefixes of such settings, and the defaults that they remove."""
@@ -72,6 +73,9 @@ DEFAULTS: dict[str, str] = {
     "critic.model.enable_gradient_checkpointing": "False",
     "+critic.model.override_config.attn_implementation": "eager",
     "actor_rollout_ref.rollout.dtype": "float32",
+    # Used only by trainers with separate samplers; the others always pass weights directly.
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "ray_cpu",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module": RAY_ENGINE,
     "actor_rollout_ref.rollout.enforce_eager": "True",
     "actor_rollout_ref.rollout.free_cache_engine": "False",
     # Every process costs seconds of start-up.

@@ -189,9 +189,10 @@ def quick_replay_buffer(**kwargs: Any) -> Any:
     verl polls every 2 s, which dominates the step time of tiny models. verl calls this function as
     `trainer.v1.sampler.custom_sampler`; the buffer's choice of samples is verl's own.
     """
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-    return ReplayBuffer(**{"poll_interval": POLL_SECONDS, **kwargs})
+    buffer = ReplayBuffer if kwargs["trainer_mode"] == "sync" else ReplayBufferAsync
+    return buffer(**{"poll_interval": POLL_SECONDS, **kwargs})
 
 
 register_platform()

@@ -4,7 +4,7 @@ One server serves `rollout.tensor_model_parallel_size` trainer ranks. On a CPU, 
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, Iterable
 from typing import Any
 
 import ray
@@ -15,7 +15,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from trustrl.engines.verl_cpu.sampler_server import BUCKET_BYTES, Limits, buckets
 from trustrl.engines.verl_cpu.transformers_server import TransformersServer
 from trustrl.engines.verl_cpu.vllm_server import VLLMServer, runtime_env
-from trustrl.errors import EngineError
+from trustrl.errors import ConfigError, EngineError
 
 
 def server_name(replica_rank: int) -> str:
@@ -24,9 +24,17 @@ def server_name(replica_rank: int) -> str:
 
 
 class WeightSender(BaseRollout):
-    """The trainer rank's end. Sends the policy's weights to the server of its replica."""
+    """The end of a trainer's rank, or of a separate sampler's worker. Sends weights to the server of its replica.
+
+    Args:
+        replica_rank: The replica of a separate sampler; None on a trainer's rank, whose own rank tells.
+    """
 
     sleep_level = 2
+
+    def __init__(self, *args: Any, replica_rank: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.replica_rank = replica_rank
 
     async def resume(self, tags: list[str]) -> None:
         """Does nothing: the CPU's memory is not shared."""
@@ -36,7 +44,7 @@ class WeightSender(BaseRollout):
 
     async def update_weights(
         self,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
         wire_format: str = "named_tensors",
         global_steps: int | None = None,
         **_: Any,
@@ -47,10 +55,16 @@ class WeightSender(BaseRollout):
             EngineError: If verl sends differences instead of weights.
         """
         if wire_format != "named_tensors":
-            raise EngineError(f"wire_format must be 'named_tensors', got {wire_format!r}. Use checkpoint_engine=naive.")
+            raise EngineError(
+                f"wire_format must be 'named_tensors', got {wire_format!r}. Set rollout.checkpoint_engine.backend to "
+                "naive or ray_cpu."
+            )
+        if isinstance(weights, AsyncIterable):
+            weights = [one async for one in weights]
         size = self.config.tensor_model_parallel_size * self.config.data_parallel_size
         size *= self.config.pipeline_model_parallel_size
         replica, place = divmod(distributed.get_rank() if distributed.is_initialized() else 0, size)
+        replica = replica if self.replica_rank is None else self.replica_rank
         if place:
             for _name, _tensor in weights:
                 pass
@@ -71,7 +85,16 @@ class CPUReplica(RolloutReplica):
         """Starts the server and returns the actor's handle."""
 
     async def launch_servers(self) -> None:
-        """Starts the server and waits until its model is loaded."""
+        """Starts the server and waits until its model is loaded.
+
+        Raises:
+            ConfigError: If the run wants the sampler's routing.
+        """
+        if self.config.enable_rollout_routing_replay:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay must be False with a sampler on the CPU, got "
+                "True. These servers return no routing, and verl replays it only on Megatron and VeOmni."
+            )
         prompt, response = self.config.prompt_length, self.config.response_length
         limits = Limits(prompt, response, self.config.max_model_len or prompt + response)
         options = {
@@ -96,10 +119,12 @@ class CPUReplica(RolloutReplica):
 class TransformersReplica(CPUReplica):
     """`rollout.name=transformers_cpu`."""
 
+    server_class = TransformersServer
+
     def started(self, limits: Limits, options: dict[str, Any]) -> Any:
         """Starts the server in verl's own environment."""
         return (
-            ray.remote(TransformersServer)
+            ray.remote(self.server_class)
             .options(**options)
             .remote(
                 self.path,

@@ -5,6 +5,7 @@ large byte arrays, which Ray passes without a copy.
 """
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trustrl.engines.common.sampler_fields import KEPT, TOPK
 from trustrl.errors import ConfigError, EngineError
 
 BUCKET_BYTES = 32 << 20
@@ -41,6 +43,12 @@ class Request:
     prompt_logprobs: int | None = None
     """If given, the request scores the prompt: K most probable ids per position, or 0 for only the prompt's tokens."""
 
+    topk: int = 0
+    """The number of most probable ids to return at each sampled token."""
+
+    max_kept: int = 0
+    """The largest number of kept ids to return at each sampled token, if truncation keeps only some."""
+
     options: Mapping[str, Any] = field(default_factory=dict)
     """The other entries of verl's `sampling_params`, for samplers that support more than temperature."""
 
@@ -62,6 +70,10 @@ def request_of(prompt_ids: list[int], sampling_params: Mapping[str, Any], limits
     """
     ids, options = list(prompt_ids), dict(sampling_params)
     options.pop("logprobs", None)  # every answer contains them
+    extra = dict(options.pop("extra_args", None) or {})
+    topk, max_kept = (int(extra.pop(name, 0)) for name in (TOPK, KEPT))
+    if extra:
+        options["extra_args"] = extra
     temperature = options.pop("temperature", None)
     temperature = 1.0 if temperature is None else float(temperature)
     asked = options.pop("max_tokens", options.pop("max_new_tokens", None))
@@ -77,7 +89,7 @@ def request_of(prompt_ids: list[int], sampling_params: Mapping[str, Any], limits
                 f"A sequence to score must have 1 to {limits.total} tokens, got {len(ids)}. Raise "
                 "actor_rollout_ref.rollout.max_model_len."
             )
-        return Request(ids, 1, temperature, int(scored), options)
+        return Request(ids, 1, temperature, int(scored), options=options)
     room = limits.total - len(ids)
     if room < 1:
         raise ConfigError(
@@ -86,7 +98,7 @@ def request_of(prompt_ids: list[int], sampling_params: Mapping[str, Any], limits
         )
     if asked is None:
         asked = min(limits.response, limits.prompt + limits.response - len(ids))
-    return Request(ids, max(1, min(int(asked), room)), temperature, None, options)
+    return Request(ids, max(1, min(int(asked), room)), temperature, topk=topk, max_kept=max_kept, options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +112,21 @@ class Answer:
 
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
+    stop_reason: str = "completed"
+    """"aborted" if a weight update interrupted the response: verl asks for the rest afterwards."""
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return token_output, (self.token_ids, self.log_probs, self.extra_fields)
+        return token_output, (self.token_ids, self.log_probs, self.extra_fields, self.stop_reason)
 
 
-def token_output(token_ids: list[int], log_probs: list[float], extra_fields: dict[str, Any]) -> Any:
+def token_output(
+    token_ids: list[int], log_probs: list[float], extra_fields: dict[str, Any], stop_reason: str = "completed"
+) -> Any:
     """Returns verl's `TokenOutput`."""
     from verl.workers.rollout.replica import TokenOutput
 
     return TokenOutput(
-        token_ids=token_ids, log_probs=log_probs, stop_reason="completed", extra_fields=dict(extra_fields)
+        token_ids=token_ids, log_probs=log_probs, stop_reason=stop_reason, extra_fields=dict(extra_fields)
     )
 
 
@@ -176,7 +193,7 @@ def _packed(held: list[tuple[str, Tensor]]) -> Bucket:
 
 
 class NothingToFree:
-    """Methods with which verl frees a GPU's memory between rollouts and aborts requests. On a CPU they do nothing."""
+    """Methods with which verl frees a GPU's memory between rollouts. On a CPU they do nothing."""
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Does nothing: the server never sleeps."""
@@ -192,13 +209,6 @@ class NothingToFree:
 
     async def resume_kv_cache(self) -> None:
         """Does nothing."""
-
-    async def resume_generation(self) -> None:
-        """Does nothing: generation is never interrupted."""
-
-    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Does nothing: requests are short and run to completion."""
-        return {}
 
     async def start_profile(self, **_: Any) -> None:
         """Does nothing."""
@@ -225,6 +235,9 @@ class BatchingServer(NothingToFree, ABC):
         self._answering: asyncio.Task[None] | None = None
         self._model_thread = ThreadPoolExecutor(max_workers=1)
         self._global_steps: int | None = None
+        self._open, self._rejects = asyncio.Event(), False
+        self._open.set()
+        self._interrupted = threading.Event()
 
     @abstractmethod
     def _start(self) -> None:
@@ -262,6 +275,8 @@ class BatchingServer(NothingToFree, ABC):
         if given:
             raise ConfigError(f"A prompt must be only text with this sampler, got {', '.join(given)} too.")
         request = request_of(prompt_ids, sampling_params, self._limits)
+        if self._rejects:
+            return self._nothing_yet()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
         self._arrived.set()
@@ -271,7 +286,10 @@ class BatchingServer(NothingToFree, ABC):
 
     async def _answer_all(self) -> None:
         while self._waiting:
+            await self._open.wait()
             await self._until_quiet()
+            if not self._open.is_set():
+                continue
             batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
             try:
                 found = await self._on_model_thread(self._stamped_answers, [request for request, _ in batch])
@@ -292,6 +310,32 @@ class BatchingServer(NothingToFree, ABC):
             except TimeoutError:
                 return
 
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Ends the running batch early, which answers with the tokens it has, and holds later requests.
+
+        Args:
+            reject_request: True to answer requests with no tokens until `resume_generation`, instead of holding them.
+        """
+        self._open.clear()
+        self._interrupted.set()
+        self._rejects = reject_request
+        if reject_request:
+            held, self._waiting = self._waiting, []
+            for _, answer in held:
+                if not answer.done():
+                    answer.set_result(self._nothing_yet())
+        await self._on_model_thread(lambda: None)  # returns after the running batch
+        return {}
+
+    async def resume_generation(self) -> None:
+        """Answers requests again, the held ones first."""
+        self._rejects = False
+        self._interrupted.clear()
+        self._open.set()
+
+    def _nothing_yet(self) -> Answer:
+        return Answer(extra_fields={"global_steps": self._global_steps}, stop_reason="aborted")
+
     def _stamped_answers(self, requests: list[Request]) -> list[Answer]:
         answers = self._answers(requests)
         for answer in answers:
@@ -307,9 +351,14 @@ class BatchingServer(NothingToFree, ABC):
         await self._on_model_thread(self._load_weights, bucket)
 
     async def end_weights(self, global_steps: int | None) -> None:
-        """Finishes a weight update. Later answers carry this step."""
-        await self._on_model_thread(self._end_weights)
-        self._global_steps = global_steps
+        """Finishes a weight update. Later answers carry this step; None repeats the weights of the last one."""
+        await self._on_model_thread(self._end_and_stamp, global_steps)
+
+    def _end_and_stamp(self, global_steps: int | None) -> None:
+        # On the model's thread, so that no batch runs between the new weights and their number.
+        self._end_weights()
+        if global_steps is not None:
+            self._global_steps = global_steps
 
     async def _on_model_thread(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._model_thread, call, *args)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trustrl.engines.common.sampler_fields import TOPK_IDS, TOPK_LOGP
 from trustrl.engines.verl_cpu.sampler_server import Answer, BatchingServer, Bucket, Limits, Request, scores
 from trustrl.errors import ConfigError, EngineError
 
@@ -74,32 +75,43 @@ class TransformersServer(BatchingServer):
         most_B = torch.tensor([request.max_tokens for request in requests])
         going_B = torch.ones(len(requests), dtype=torch.bool)
         position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
-        drawn, logps, cache = [], [], None
+        drawn, logps, tops, cache = [], [], [], None
+        k = max(request.topk for request in requests)
         for length in range(1, int(most_B.max()) + 1):
             out = self._model(
                 input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache,
                 use_cache=True, logits_to_keep=1,
             )  # fmt: skip
             cache = out.past_key_values
-            token_B1, logp_B1 = self._draw(out.logits[:, -1].float(), temperature_B1)
+            token_B1, logp_B1, logp_BV = self._draw(out.logits[:, -1].float(), temperature_B1)
             # A finished response stays in the batch; its further tokens are cut off below.
             drawn.append(token_B1.masked_fill(~going_B[:, None], -1))
             logps.append(logp_B1)
+            tops.append(logp_BV.topk(k))
             going_B &= ~torch.isin(token_B1[:, 0], self._ends) & (length < most_B)
-            if not going_B.any():
+            if not going_B.any() or self._interrupted.is_set():
                 break
             ids_BT, position_BT = token_B1, position_BT[:, -1:] + 1
             mask_BT = torch.cat([mask_BT, torch.ones_like(token_B1)], -1)
         token_BT = torch.cat(drawn, -1)
         rows = zip(token_BT.tolist(), torch.cat(logps, -1).tolist(), (token_BT >= 0).sum(-1).tolist(), strict=True)
-        return [Answer(token[:n], logp[:n]) for token, logp, n in rows]
+        answers = [
+            Answer(token[:n], logp[:n], stop_reason="aborted" if going else "completed")
+            for (token, logp, n), going in zip(rows, going_B.tolist(), strict=True)
+        ]
+        for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+            if request.topk:
+                best = [(top.indices[row, : request.topk], top.values[row, : request.topk]) for top in tops]
+                ids, logp = (torch.stack(part)[: len(answer.token_ids)] for part in zip(*best, strict=True))
+                answer.extra_fields.update({TOPK_IDS: ids.int().numpy(), TOPK_LOGP: logp.numpy()})
+        return answers
 
-    def _draw(self, logits_BV: Tensor, temperature_B1: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits_BV: Tensor, temperature_B1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         greedy_B1 = temperature_B1 == 0
         logp_BV = torch.log_softmax(logits_BV / torch.where(greedy_B1, 1.0, temperature_B1), -1)
         token_B1 = torch.multinomial(logp_BV.exp(), 1, generator=self._random)
         token_B1 = torch.where(greedy_B1, logits_BV.argmax(-1, keepdim=True), token_B1)
-        return token_B1, logp_BV.gather(-1, token_B1)
+        return token_B1, logp_BV.gather(-1, token_B1), logp_BV
 
     @torch.inference_mode()
     def _scored(self, requests: list[Request]) -> Iterator[Answer]:
@@ -160,8 +172,8 @@ def _refuse_other_distributions(request: Request, vocabulary: int) -> None:
                 f"{name} must be {neutral} with rollout.name=transformers_cpu, got {value}. Use "
                 "rollout.name=vllm_cpu to change it."
             )
-    if (request.prompt_logprobs or 0) > vocabulary:
+    if max(request.prompt_logprobs or 0, request.topk) > vocabulary:
         raise ConfigError(
-            f"prompt_logprobs must be at most the vocabulary's size {vocabulary}, got {request.prompt_logprobs}. "
+            f"K must be at most the vocabulary's size {vocabulary}, got {request.prompt_logprobs or request.topk}. "
             "Lower the region's K."
         )

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import trustrl
+from trustrl.engines.common.sampler_fields import KEPT, TOPK
 from trustrl.engines.verl_cpu.sampler_server import Answer, BatchingServer, Bucket, Limits, Request, scores
+from trustrl.engines.vllm.decode_record import install
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT, cpu_options
+from trustrl.engines.vllm.recorded_requests import recorded_fields, recording_parameters
 from trustrl.engines.vllm.scoring import score
 from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
 from trustrl.errors import ConfigError, EngineError
 
 VARIABLE = "TRUSTRL_VLLM_PYTHON"
 """The environment variable with the Python of vLLM's environment."""
-
-MAX_LOGPROBS = 64
-"""The largest K of a scoring request, unless `engine_kwargs.vllm_cpu.max_logprobs` sets it."""
 
 _QUESTION = """
 import importlib.metadata, importlib.util, json, platform
@@ -130,7 +130,7 @@ class VLLMServer(BatchingServer):
 
     def _start(self) -> None:
         options = {
-            "max_logprobs": MAX_LOGPROBS,
+            "max_logprobs": -1,  # the region sets how many ids are recorded
             "max_model_len": self._limits.total + 1,  # scoring a sequence also samples a token
             "max_num_seqs": self._batch_size,
             "disable_log_stats": True,
@@ -139,6 +139,7 @@ class VLLMServer(BatchingServer):
             # The ratio needs the log-probs of the sampling distribution, at every temperature.
             "logprobs_mode": "processed_logprobs",
         }
+        install()
         self._llm = import_module("vllm").LLM(model=self._path, **options)
 
     def _answers(self, requests: list[Request]) -> list[Answer]:
@@ -155,21 +156,16 @@ class VLLMServer(BatchingServer):
 
     def _sampled(self, requests: list[Request]) -> list[Answer]:
         make: Any = import_module("vllm").SamplingParams
-        parameters = [
-            make(**(
-                {"detokenize": False, **request.options, "max_tokens": request.max_tokens}
-                | {"temperature": request.temperature, "logprobs": 0, "flat_logprobs": True}
-            ))
-            for request in requests
-        ]  # fmt: skip
+        vocabulary = self._llm.llm_engine.model_config.get_vocab_size()
+        parameters = []
+        for request in requests:
+            given = {"detokenize": False, **request.options, "temperature": request.temperature}
+            extra = {**(given.pop("extra_args", None) or {}), TOPK: request.topk}
+            extra[KEPT] = min(request.max_kept, vocabulary - 1)
+            parameters.append(make(**{**given, **recording_parameters(extra), "max_tokens": request.max_tokens}))
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         found = self._llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
-        outputs = [output.outputs[0] for output in found]
-        return [
-            # The entries of a position begin with the sampled token.
-            Answer(list(output.token_ids), [output.logprobs.logprobs[start] for start in output.logprobs.start_indices])
-            for output in outputs
-        ]
+        return [_answer(output.outputs[0]) for output in found]
 
     def _scored(self, requests: list[Request], k: int) -> list[Answer]:
         sequences = [request.prompt_ids for request in requests]
@@ -207,3 +203,8 @@ class VLLMServer(BatchingServer):
             )
         reload.close()
         forget_prefixes(self._llm)
+
+
+def _answer(output: Any) -> Answer:
+    record = output.logprobs
+    return Answer(list(output.token_ids), record.table()[1][:, 0].tolist(), dict(recorded_fields(record)))

@@ -1,13 +1,13 @@
-"""The sampler's own log-probs of finished sequences: at the sampled token, and at its K most probable ids.
+"""The sampler's log-probs of finished sequences, for checks: at the sampled token, and at its K most probable ids.
 
-vLLM returns them as `prompt_logprobs`, from one prefill of the whole sequence. They are raw, that is before temperature
-and truncation, regardless of the engine's `logprobs_mode` and the request's temperature (prompt tokens do not pass a
-sampling step). `tempered` converts them to the temperature that the tokens were drawn at. A request for them never
-reads the prefix cache, so no position is missing.
+They are not μ: a prefill rounds differently from decoding (see `trustrl.engines.trl.sampler_check`). `decode_record`
+records μ. vLLM returns them as `prompt_logprobs`, from one prefill of the whole sequence. They are raw, that is before
+temperature and truncation, regardless of the engine's `logprobs_mode` and the request's temperature (prompt tokens do
+not pass a sampling step). A request for them never reads the prefix cache, so no position is missing.
 """
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trustrl.config.validators import real, whole
+from trustrl.config.validators import whole
 from trustrl.errors import ConfigError, EngineError, RecordError
 
 
@@ -70,9 +70,7 @@ def score(llm: Any, sequences: list[list[int]], prompt_lengths: list[int], k: in
     return _padded([_table(output.prompt_logprobs, p, k) for output, p in zip(outputs, prompt_lengths, strict=True)], k)
 
 
-def score_on_server(
-    client: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int, *, chunk_size: int = 0
-) -> Scores:
+def score_on_server(client: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int) -> Scores:
     """Returns the result of `score`, computed by a vLLM server through TRL's `VLLMClient`.
 
     Args:
@@ -80,7 +78,6 @@ def score_on_server(
         sequences: As for `score`.
         prompt_lengths: As for `score`.
         k: As for `score`.
-        chunk_size: The number of sequences per request; 0 sends all in one.
 
     Raises:
         ConfigError: If the server was not started for this K.
@@ -91,7 +88,7 @@ def score_on_server(
     if not sequences:
         return _padded([], k)
     try:
-        answer = client.get_sequence_logprobs(sequences, prompt_lengths, top_logprobs=k, chunk_size=chunk_size)
+        answer = client.get_sequence_logprobs(sequences, prompt_lengths, top_logprobs=k)
     except Exception as error:
         if "greater than max allowed" in str(error):
             raise ConfigError(
@@ -106,42 +103,6 @@ def score_on_server(
         ids_TK = ids_TK.masked_fill(logp_TK == -torch.inf, -1)  # the client pads with id 0
         tables.append((ids_TK, torch.cat([own_T1, logp_TK], -1)))
     return _padded(tables, k)
-
-
-def tempered(scores: Scores, recorded_logp: Float[Tensor, "b t"], temperature: float) -> Scores:
-    r"""Returns the scores under the distribution that the tokens were drawn from, at temperature T.
-
-        log μ_T(k) = (l_k − l_a)/T + log μ_T(a),   l = raw log-probs, a = the sampled token
-
-    The normalizer over the vocabulary cancels, so the record of the sampled token is enough. The order of the ids does
-    not change. This holds only for temperature: after top-p, top-k, or min-p, the removed ids have no log-prob. Values
-    above 0, which only rounding can cause, become 0.
-
-    Args:
-        scores: Raw scores, from `score`.
-        recorded_logp: log μ_T(a) as the sampler recorded it while decoding, with `processed_logprobs`.
-        temperature: T.
-
-    Raises:
-        ConfigError: If the temperature is not a finite number above 0.
-        RecordError: If `recorded_logp` has another shape than the scores.
-    """
-    real(
-        "temperature",
-        temperature,
-        rule="a finite number > 0",
-        low=0.0,
-        high=1e6,
-        advice="Greedy decoding does not draw from a distribution.",
-    )
-    if recorded_logp.shape != scores.logp.shape:
-        raise RecordError(
-            f"recorded_logp must be of shape {tuple(scores.logp.shape)}, got {tuple(recorded_logp.shape)}. "
-            "Pass the record of the same completions, padded on the right."
-        )
-    recorded = recorded_logp.to(scores.logp).masked_fill(~scores.valid, 0.0)
-    top_logp = (scores.top_logp - scores.logp[..., None]) / temperature + recorded[..., None]
-    return replace(scores, logp=recorded, top_logp=top_logp.clamp(max=0.0))
 
 
 def score_rollout(generation: Any, sequences: list[list[int]], prompt_lengths: list[int], k: int) -> Scores:

@@ -12,13 +12,14 @@ one id, the rest of its mass may lie where the anchor has none.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trustrl.config.axes import AnchoredRegion, Needs, Region, TrustRegion
+from trustrl.config.axes import AnchoredRegion, Needs, Region, TrustRegion, reads_ages
 from trustrl.config.loading import config_from_dict
 from trustrl.config.statistics import BinaryKL, BinaryTV, Divergence, FullKL, FullTV, TopKKL, TopKTV
 from trustrl.core.clean import CleanTokens, clean_tokens
@@ -79,6 +80,9 @@ def arm(name: str, region: Region) -> Arm:
         return Arm(name, region, "left out", why)
     if not (needs.topk or needs.full):
         return Arm(name, region, "replayed", "")
+    if reads_ages(region):
+        why = "needs the anchor's top-K and tokens' ages, so it is neither replayed nor bounded. Use its binary form"
+        return Arm(name, region, "left out", why)
     what = "π over the whole vocabulary" if needs.full else f"π at the anchor's top {needs.topk}"
     if token_mask(region) is None:
         why = f"needs {what} and decides by sequence, so it is neither replayed nor bounded. Use its binary form"
@@ -118,6 +122,8 @@ class Replay:
     def missing(self, region: Region) -> list[str]:
         """Returns the columns a region reads that are null in this piece."""
         wanted = [f"{anchor}_logp" for anchor in sorted(region.needs().anchors)]
+        if reads_ages(region):
+            wanted.append("sampler_version")
         return [name for name in wanted if name not in self._columns]
 
     def verdict(self, given: Arm) -> RegionVerdict | None:
@@ -142,7 +148,11 @@ class Replay:
         key = needs.anchors, needs.anchor
         if key not in self._clean:
             reads = Needs(anchors=needs.anchors, anchor=needs.anchor, sequences=True)
-            self._clean[key] = clean_tokens(self._policy, self._rollout, reads)
+            clean = clean_tokens(self._policy, self._rollout, reads)
+            if "sampler_version" in self._columns:  # a piece may hold several steps, so ages are not one number's
+                ages = (self._columns["step"] - self._columns["sampler_version"]).to(clean.log_ratio.dtype)
+                clean = replace(clean, staleness=ages.where(clean.usable, 0.0))
+            self._clean[key] = clean
         return self._clean[key]
 
     def _certified(self, tokens: CleanTokens, axes: TrustRegion) -> tuple[Tensor, Tensor]:

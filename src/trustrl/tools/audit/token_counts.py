@@ -103,13 +103,15 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def age(columns: dict[str, Tensor]) -> Int[Tensor, " n"]:
-    """Returns the age of each rollout in updates; 0 while the weights are those that sampled it.
+    """Returns the age of each token in updates; 0 while the weights are those that sampled it.
 
-    Uses the sampler's version if it is recorded (TRL, whose steps are updates), else the update within the step (verl).
+    Adds the steps since the sampler's version, if it is recorded, and the updates within the step (verl, whose steps
+    have several; in TRL steps are updates).
     """
-    if "sampler_version" in columns:
-        return (columns["step"] - columns["sampler_version"]).long().clamp(min=0)
-    return columns["update"].long()
+    update = columns["update"].long()
+    if "sampler_version" not in columns:
+        return update
+    return (columns["step"] - columns["sampler_version"]).long().clamp(min=0) + update
 
 
 def _places(piece: Piece) -> dict[str, Int[Tensor, " n"]]:

@@ -12,6 +12,9 @@ WHAT_TO_DO = {
     "temperature.",
     "truncation": "Disable top-p, top-k, and min-p for training, or renormalize the trainer over the kept ids "
     "(trustrl.core.sampling.within_kept).",
+    "routing": "The sampler's rounding sends some tokens to other experts. Replay the sampler's routing in the trainer "
+    "(verl on Megatron: router_replay.mode=R3), or run the sampler in float32. A region anchored on the sampler's "
+    "log-probs includes the gap of these tokens in its ratio.",
     "weights": "Sync the weights and probe again. Likely causes: stale weights, a tied output layer that was not "
     "synced, another checkpoint, adapters on one side, dropout.",
 }

@@ -53,6 +53,9 @@ class Completion:
     tokens: list[int]
     logp: list[float]
 
+    experts: Any = None
+    """(T, layers × experts per token) array of the sampler's routed experts, if it returns them."""
+
 
 def require_sampler(sampler: str) -> None:
     """Checks that a sampler is installed, before a model is built for it.
@@ -83,16 +86,13 @@ def sample_completions(
 
 def _by_vllm(model: str, prompts: Sequence[list[int]], settings: ProbeSampling) -> list[Completion]:
     from trustrl.engines.vllm.options import cpu_options, set_cpu_environment
+    from trustrl.engines.vllm.routed_experts import at_tokens, routed_llm
 
     set_cpu_environment()
     vllm: Any = import_module("vllm")
     longest = max(map(len, prompts)) + settings.length
-    llm = vllm.LLM(
-        model,
-        logprobs_mode=f"{settings.logprobs}_logprobs",
-        max_model_len=longest + 1,
-        **{"dtype": settings.dtype} | cpu_options(dtype=settings.dtype),
-    )
+    options = {"logprobs_mode": f"{settings.logprobs}_logprobs", "max_model_len": longest + 1, "dtype": settings.dtype}
+    llm, routes = routed_llm(model, options | cpu_options(dtype=settings.dtype))
     parameters = vllm.SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -106,7 +106,7 @@ def _by_vllm(model: str, prompts: Sequence[list[int]], settings: ProbeSampling) 
     for prompt, output in zip(prompts, outputs, strict=True):
         (made,) = output.outputs
         logp = [position[token].logprob for position, token in zip(made.logprobs, made.token_ids, strict=True)]
-        found.append(Completion(prompt, list(made.token_ids), logp))
+        found.append(Completion(prompt, list(made.token_ids), logp, at_tokens(made) if routes else None))
     return found
 
 

@@ -1,7 +1,7 @@
 """Trainer log-probs of sampled tokens, as configured and under each common mistake."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ class Readings:
 
     rounding: Tensor
     """2⁻⁸ times the standard deviation of the logits: the size of bf16 rounding in a log-prob."""
+
+    routes: bool = False
+    """True if the model is a mixture of experts."""
+
+    rerouted: Tensor | None = None
+    """Number of layers in which sampler and trainer sent the token to different experts, if both are known."""
 
 
 def of_logits(logits: Tensor, tokens: Tensor, temperature: float) -> Readings:
@@ -60,10 +66,13 @@ def _within(own: Tensor, place: Tensor, last: Tensor, mass: Tensor) -> Tensor:
 
 def joined(parts: Sequence[Readings]) -> Readings:
     """Concatenates the readings of several completions."""
+    rerouted = [part.rerouted for part in parts if part.rerouted is not None]
     return Readings(
         torch.cat([part.as_set for part in parts]),
         {name: torch.cat([part.otherwise[name] for part in parts]) for name in parts[0].otherwise},
         torch.cat([part.rounding for part in parts]),
+        any(part.routes for part in parts),
+        torch.cat(rerouted) if len(rerouted) == len(parts) else None,
     )
 
 
@@ -77,5 +86,21 @@ def by_transformers(model: str, completions: Sequence[Completion], temperature: 
 @torch.no_grad()
 def _of_completion(network: Any, completion: Completion, temperature: float) -> Readings:
     ids = torch.tensor([completion.prompt + completion.tokens])
-    logits = network(input_ids=ids).logits[0, len(completion.prompt) - 1 : -1].double()
-    return of_logits(logits, torch.tensor(completion.tokens), temperature)
+    at = slice(len(completion.prompt) - 1, -1)
+    routes = int(getattr(network.config, "num_experts_per_tok", None) or 0)
+    out = network(input_ids=ids, **({"output_router_logits": True} if routes else {}))
+    found = of_logits(out.logits[0, at].double(), torch.tensor(completion.tokens), temperature)
+    if not routes:
+        return found
+    routers = getattr(out, "router_logits", None) or ()
+    own = [x.topk(routes, -1).indices[at] for x in routers if x is not None]
+    return replace(found, routes=True, rerouted=_rerouted(own, completion.experts))
+
+
+def _rerouted(own: Sequence[Tensor], experts: Any) -> Tensor | None:
+    """Returns the number of layers with other experts at each token; None if a side is unknown or has other layers."""
+    if experts is None or not own or experts.shape[1] != len(own) * own[0].shape[-1]:
+        return None
+    mine = torch.stack(list(own), 1).sort(-1).values
+    theirs = torch.as_tensor(experts).long().view(mine.shape).sort(-1).values
+    return (mine != theirs).any(-1).sum(-1)

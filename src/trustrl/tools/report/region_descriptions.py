@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trustrl.config import regions as settings
-from trustrl.config.axes import AnchoredRegion, PrefixBudget, Region, TrustRegion
+from trustrl.config.axes import AnchoredRegion, PrefixBudget, Region, TrustRegion, reads_ages
 from trustrl.config.statistics import Divergence, Statistic
 from trustrl.config.terms import MIS, TIS
 
@@ -62,7 +62,16 @@ def region_in_words(region: Region | None, plain: Mapping[str, Any]) -> str:
     else:
         return f"{region.kind}: {_listed(plain)}."
     correction = getattr(region, "correction", None)
-    return text if correction is None else f"{text} {_correction(correction)}"
+    if correction is not None:
+        text = f"{text} {_correction(correction)}"
+    return f"{text}{_staleness(region)}"
+
+
+def _staleness(region: Region) -> str:
+    if not reads_ages(region):
+        return ""
+    older = f" Tokens older than {region.max_staleness} weight versions"
+    return f"{older} are dropped." if region.when_stale == "drop" else f"{older} have a tighter bound."
 
 
 def _listed(plain: Mapping[str, Any]) -> str:

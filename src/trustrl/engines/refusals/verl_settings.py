@@ -1,0 +1,54 @@
+"""Names of verl's settings that the adapter reads, and the settings that a region needs.
+
+Imports neither torch nor verl.
+"""
+
+from typing import Any
+
+from trustrl.config.axes import Region
+from trustrl.engines.refusals.rows import SAMPLER_TOPK, Given
+
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+LOSS = f"{ACTOR}.policy_loss"
+MAX_KEPT, DEFAULT_MAX_KEPT = f"{LOSS}.max_kept", 4096
+THEIR_LOSS, OUR_LOSS = "verl.workers.config.PolicyLossConfig", "trustrl.engines.verl.RegionLossConfig"
+AGENT_LOOP, MAX_LOGPROBS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
+
+RECORDING = {"single_turn_agent": "trustrl_single_turn_agent", "tool_agent": "trustrl_tool_agent"}
+"""Maps verl's agent loops to the ones that record the sampler's side."""
+
+VLLM_MAX_LOGPROBS = 20
+"""The largest number of ids that vLLM returns by default."""
+
+
+def settings_needed(given: Given, region: Region) -> dict[str, Any]:
+    """Returns the settings that the region needs and that still have verl's values, with the values to set.
+
+    Every region gets the recording loop: it records the version of the weights and the turn of each token.
+    """
+    wanted: dict[str, Any] = {}
+    if truncated(given) and given(MAX_KEPT, None) is None:
+        wanted[MAX_KEPT] = DEFAULT_MAX_KEPT
+        if given(f"{LOSS}._target_", THEIR_LOSS) == THEIR_LOSS:
+            wanted[f"{LOSS}._target_"] = OUR_LOSS
+    loop = given(AGENT_LOOP, "single_turn_agent")
+    if loop in RECORDING:  # for every region: the loop records versions too
+        wanted[AGENT_LOOP] = RECORDING[loop]
+    num_ids = recorded_ids(lambda path, default: wanted.get(path, given(path, default)), region)
+    on_vllm = given(f"{ROLLOUT}.name", None) == "vllm"
+    if on_vllm and given(MAX_LOGPROBS, None) is None and num_ids > VLLM_MAX_LOGPROBS:
+        wanted[MAX_LOGPROBS] = num_ids
+    return wanted
+
+
+def truncated(given: Given) -> bool:
+    """Returns whether tokens are drawn from a part of the vocabulary."""
+    return bool(given(f"{ROLLOUT}.top_p", 1.0) < 1.0 or given(f"{ROLLOUT}.top_k", -1) > 0)
+
+
+def recorded_ids(given: Given, region: Region) -> int:
+    """Returns how many ids the sampler must return at each token; 0 if the sampled one is enough."""
+    needs = region.needs()
+    topk = needs.topk if SAMPLER_TOPK.holds(needs) else 0
+    kept = given(MAX_KEPT, None)
+    return topk if kept is None else max(topk, kept + 1)

@@ -1,0 +1,21 @@
+"""Settings of stale tokens that mean nothing."""
+
+import pytest
+
+import trustrl
+from trustrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: trustrl.DPPO(max_staleness=-1), "dppo.max_staleness must be"),
+        (lambda: trustrl.MiniRL(max_staleness=1.5), "minirl.max_staleness must be"),
+        (lambda: trustrl.PPO(when_stale="tighten"), "ppo.max_staleness must be given with when_stale='tighten'"),
+        (lambda: trustrl.PPO(max_staleness=1, when_stale="mask"), "ppo.when_stale must be"),
+    ],
+    ids=["negative", "fraction", "no limit", "unknown"],
+)
+def test_settings_without_a_meaning_raise(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make()
