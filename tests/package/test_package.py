@@ -30,12 +30,17 @@ TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl
 NEED_MORE = {
     "trustrl.kernels.triton_kernels": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",
+    "trustrl.engines.common.kept_columns": "numpy, which every engine has",
+    "trustrl.engines.common.kept_policy": "numpy, which every engine has",
     "trustrl.engines.common.vocabulary_forward": "transformers",
     "trustrl.engines.skyrl": "skyrl",
     "trustrl.engines.trl": "trl and transformers",
     "trustrl.engines.verl": "verl",
     "trustrl.engines.verl_cpu": "verl and ray",
+    "trustrl.engines.vllm.decode_record": "numpy, which vLLM has",
     "trustrl.engines.vllm.gloo_transfer": "vLLM",
+    "trustrl.engines.vllm.recorded_requests": "numpy, which vLLM has",
+    "trustrl.engines.vllm.routed_experts": "numpy, which vLLM has",
 }
 """What cannot be imported with the core alone, and why."""
 
