@@ -22,6 +22,7 @@ from verl.workers.rollout.replica import TokenOutput
 from support.tiny_models import character_tokenizer
 from trustrl.engines.common.kept_columns import KeptColumn, column_of
 from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.common.seam import version_of
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.agent_loop import ToolTopK
 
@@ -95,6 +96,7 @@ def loop_of(server, tokenizer):
     )  # fmt: skip
 
 
+@pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's loop tokenizes by other settings")
 @pytest.mark.filterwarnings("ignore")
 def test_three_turns_of_verls_own_tool_loop_are_recorded_as_the_sampler_said():
     tokenizer = character_tokenizer()
