@@ -8,7 +8,7 @@ import pytest
 import trustrl
 from support.recipes import SMALL
 from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
-from trustrl.engines.refusals import rows, verl, verl_settings
+from trustrl.engines.refusals import rows, trl, verl, verl_settings
 from trustrl.engines.refusals.rows import Refusal, Scope
 from trustrl.errors import ConfigError
 from trustrl.runner.plan import plan
@@ -97,6 +97,18 @@ def test_no_row_of_verl_refuses_a_preset_with_settings_that_work(name):
     if rows.EXACT_ON_SAMPLER.holds(region.needs()):
         region = trustrl.preset(name, anchor="proximal")
     rows.check(verl.ROWS, flat(settings), region)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"top_p": 0.9}, {"top_k": 50}, {"min_p": 0.1}, {"repetition_penalty": 1.1}],
+    ids=lambda one: next(iter(one)),
+)
+def test_trls_asynchronous_trainer_refuses_every_change_of_the_distribution(setting):
+    rows.check(trl.ASYNC, rows.reader({}), trustrl.preset("dppo-binary-tv"))
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"^{name} must be"):
+        rows.check(trl.ASYNC, rows.reader(setting), trustrl.preset("dppo-binary-tv"))
 
 
 def test_a_reader_finds_settings_in_mappings_and_attributes():
