@@ -116,6 +116,7 @@ class KeptSet:
         keys, order = torch.where(ids < 0, PADDING, ids.long()).sort(dim=-1)
         self._keys, self._logp = keys, logp.gather(-1, order)
         self._kept = keys != PADDING
+        self._log_mass = _log_mass(self._logp, self._kept, empty=0.0)
 
     @property
     def known(self) -> Bool[Tensor, "*batch"]:
@@ -124,20 +125,18 @@ class KeptSet:
 
     def within(self, logp: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """Returns renormalized log-probs of kept ids. See `within_kept`."""
-        return within_kept(logp, self._logp, self._kept)
+        return logp - self._log_mass
 
     def at(self, ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
         """Returns the renormalized log-probs of any ids; −inf for ids that were removed."""
         place, found = self._find(ids)
-        logp = self._logp.gather(-1, place) - _log_mass(self._logp, self._kept, empty=0.0).unsqueeze(-1)
-        return torch.where(found, logp, -torch.inf)
+        return torch.where(found, self._logp.gather(-1, place) - self._log_mass.unsqueeze(-1), -torch.inf)
 
     def outside(self, ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
         """Returns the log of the renormalized mass of all kept ids that are not in `ids`; −inf if there are none."""
         place, found = self._find(ids)
         listed = torch.zeros_like(self._keys).scatter_add_(-1, place, found.long()) > 0
-        rest = _log_mass(self._logp, self._kept & ~listed, empty=-torch.inf)
-        return rest - _log_mass(self._logp, self._kept, empty=0.0)
+        return _log_mass(self._logp, self._kept & ~listed, empty=-torch.inf) - self._log_mass
 
     def top(self, k: int) -> tuple[Int[Tensor, "*batch k"], Float[Tensor, "*batch k"]]:
         """Returns the k most probable kept ids and their renormalized log-probs; −1 and −inf if fewer were kept."""

@@ -115,9 +115,8 @@ def mask_by(
     sign = tokens.log_ratio if side is None else side
     distance = acting_end(interval, statistic)
     if tokens.tightening is not None:
-        distance = (
-            distance * tokens.tightening
-        )  # a factor on D is a divisor of δ, and 1 leaves fresh tokens as they are
+        # A factor on D is a divisor of δ, and 1 leaves fresh tokens as they are.
+        distance = distance * tokens.tightening
     bounds = {"max_increase": max_increase, "max_decrease": max_decrease}
     if direction == "symmetric":
         masked = outside(distance, sign, **bounds)

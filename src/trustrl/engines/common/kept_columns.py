@@ -10,9 +10,6 @@ import numpy as np
 
 from trustrl.errors import EngineError, MissingDataError
 
-MAX_KEPT = 4096
-"""The default of `max_kept`, the largest number of ids that truncation may keep at a token."""
-
 
 class KeptColumn(NamedTuple):
     """Kept ids of one sequence."""

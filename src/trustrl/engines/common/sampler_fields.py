@@ -9,5 +9,8 @@ TOPK_IDS, TOPK_LOGP = "trustrl_topk_ids", "trustrl_topk_logp"
 KEPT = "trustrl_kept"
 """The key of `extra_args` that asks for the ids that truncation kept. Its value is the largest number to record."""
 
+MAX_KEPT = 4096
+"""The default of that number."""
+
 KEPT_IDS, KEPT_COUNTS = "trustrl_kept_ids", "trustrl_kept_counts"
 """The answer in `extra_fields`: (n,) int32 ids, one token after the other, and the (T,) int32 number at each token."""

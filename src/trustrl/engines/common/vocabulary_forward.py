@@ -75,6 +75,7 @@ class VocabularyOutput(ModelOutput):
     kl: Tensor | None = None
     hidden: Tensor | None = None
     logsumexp: Tensor | None = None
+    kept_ids: Tensor | None = None
     kept_logp: Tensor | None = None
 
 
@@ -143,6 +144,7 @@ class VocabularyForward:
                 "kl": out.kl,
                 "hidden": states.detach() if wanted.hidden else None,
                 "logsumexp": out.logsumexp.detach() if wanted.hidden else None,
+                "kept_ids": kept_ids,
                 "kept_logp": None if kept_ids is None else _inside(states, head, kept_ids, wanted.temperature),
             }.items()
         }

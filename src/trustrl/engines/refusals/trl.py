@@ -66,7 +66,7 @@ def _truthy(got: Any, given: Given, region: Region) -> bool:
 
 
 def _samples_itself(given: Given) -> bool:
-    """Returns whether the user's code generates. It may record log-probs, and it cannot score sequences."""
+    """Returns whether the user's code generates. It may record log-probs."""
     return bool(given("rollout_func", False) or (given("own_generation", False) and not given("use_vllm", False)))
 
 

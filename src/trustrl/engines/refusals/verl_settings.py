@@ -6,11 +6,12 @@ Imports neither torch nor verl.
 from typing import Any
 
 from trustrl.config.axes import Region
+from trustrl.engines.common import sampler_fields
 from trustrl.engines.refusals.rows import SAMPLER_TOPK, Given
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 LOSS = f"{ACTOR}.policy_loss"
-MAX_KEPT, DEFAULT_MAX_KEPT = f"{LOSS}.max_kept", 4096
+MAX_KEPT = f"{LOSS}.max_kept"
 THEIR_LOSS, OUR_LOSS = "verl.workers.config.PolicyLossConfig", "trustrl.engines.verl.RegionLossConfig"
 AGENT_LOOP, MAX_LOGPROBS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
 
@@ -28,7 +29,7 @@ def settings_needed(given: Given, region: Region) -> dict[str, Any]:
     """
     wanted: dict[str, Any] = {}
     if truncated(given) and given(MAX_KEPT, None) is None:
-        wanted[MAX_KEPT] = DEFAULT_MAX_KEPT
+        wanted[MAX_KEPT] = sampler_fields.MAX_KEPT
         if given(f"{LOSS}._target_", THEIR_LOSS) == THEIR_LOSS:
             wanted[f"{LOSS}._target_"] = OUR_LOSS
     loop = given(AGENT_LOOP, "single_turn_agent")

@@ -23,6 +23,7 @@ from trustrl.engines.trl.forward_capture import AskingModel, Score
 from trustrl.engines.trl.sampled_rows import (
     NOT_RECORDED,
     SampledRows,
+    in_loss_of,
     kept_columns,
     topk_tensors,
     turn_tensor,
@@ -127,10 +128,7 @@ class AnchorRecorder:
                 "log-probs, set anchor='proximal' on the region; a rollout_func that records none returns "
                 "'logprobs': None."
             )
-        in_loss = rollout["completion_mask"].bool()
-        if rollout.get("tool_mask") is not None:
-            in_loss = in_loss & rollout["tool_mask"].bool()
-        check_recorded(recorded, in_loss)
+        check_recorded(recorded, in_loss_of(rollout))
         return {"trustrl_behavior_logp": recorded}
 
     @torch.no_grad()
@@ -147,7 +145,7 @@ class AnchorRecorder:
             chunks = _Chunks(kept, rollout["completion_ids"])
             asking = AskingModel(model, lambda x: at_completions(x, kept_ids=chunks.next(x), **request))
             self._logps(asking, *sequences)
-            return self._within_kept(chunks, asking.outputs, rollout["completion_ids"])
+            return self._within_kept(asking.outputs, rollout["completion_ids"])
         asking = None
         if self.distribution_from == "trainer":
             request |= {"top_k": self.needs.topk, "hidden": self.needs.full}
@@ -161,13 +159,13 @@ class AnchorRecorder:
                 found["trustrl_topk_ids"] = found["trustrl_topk_ids"].int()
         return found
 
-    def _within_kept(self, chunks: "_Chunks", outputs: list[Any], token_ids: Tensor) -> dict[str, Tensor]:
+    def _within_kept(self, outputs: list[Any], token_ids: Tensor) -> dict[str, Tensor]:
         """Returns the trainer's side inside the kept sets."""
-        parts, start = [], 0
-        for ids, out in zip(chunks.seen, outputs, strict=True):
-            here = slice(start, start + len(ids))
-            parts.append(anchor_fields(KeptSet(ids, out.kept_logp), self.needs, token_ids[here]))
-            start = here.stop
+        tokens = token_ids.split([len(out.kept_ids) for out in outputs])
+        parts = [
+            anchor_fields(KeptSet(out.kept_ids, out.kept_logp), self.needs, ids)
+            for out, ids in zip(outputs, tokens, strict=True)
+        ]
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         if self.distribution_from != "trainer":
             return {"logp": joined["logp"]}
@@ -180,14 +178,12 @@ class _Chunks:
     def __init__(self, columns: list[KeptColumn], like: Tensor) -> None:
         self._columns, self._like = columns, like
         self._start = 0
-        self.seen: list[Tensor] = []
 
     def next(self, labels: Tensor) -> Tensor:
         """Returns the padded kept ids of the next rows, as many as there are labels."""
         here = slice(self._start, self._start + len(labels))
-        self.seen.append(padded_kept(self._columns[here], self._like[here]))
         self._start = here.stop
-        return self.seen[-1]
+        return padded_kept(self._columns[here], self._like[here])
 
 
 def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampling: Sampling) -> RolloutTokens:

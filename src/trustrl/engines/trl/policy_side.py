@@ -46,9 +46,9 @@ def policy_tokens(needs: Needs, inputs: dict[str, Any], seen: Seen, sampling: Sa
         version: The version of the weights.
     """
     more: dict[str, Any] = {}
-    logp, out, kept_ids = seen.logp, seen.output, inputs.get("trustrl_kept_ids")
-    if kept_ids is not None:
-        kept = KeptSet(kept_ids, out.kept_logp)
+    logp, out = seen.logp, seen.output
+    if out is not None and out.kept_ids is not None:
+        kept = KeptSet(out.kept_ids, out.kept_logp)
         logp = sampled_logp(kept, inputs["completion_ids"])
         more = policy_fields(kept, needs, inputs.get("trustrl_topk_ids"), inputs["completion_ids"])
     elif out is not None:

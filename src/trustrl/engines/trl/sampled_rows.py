@@ -1,5 +1,4 @@
-"""Per-token data that the sampler recorded in addition to log μ: its top-K, the ids that
-truncation kept, and the version of its weights.
+"""Per-token data that the sampler recorded besides log μ: its top-K, the ids that truncation kept, and its version.
 
 vLLM's records travel through TRL's lists inside the log-probs themselves, as `RecordedLogprob`, so multi-turn loops
 need no code here. A `rollout_func` returns them as fields, one entry per completion:
@@ -89,9 +88,7 @@ def kept_columns(rows: SampledRows, rollout: dict[str, Any]) -> list[KeptColumn]
         EngineError: If truncation kept more ids than are recorded.
         MissingDataError: If the sampler did not record them.
     """
-    in_loss = rollout["completion_mask"].bool()
-    if "tool_mask" in rollout:
-        in_loss = in_loss & rollout["tool_mask"].bool()
+    in_loss = in_loss_of(rollout)
     found = rows.kept if rows.kept is not None else [_kept_of(values) for values in rows.logp or []]
     columns = [column_of(row) for row in found] or [column_of([])] * len(in_loss)
     if len(columns) != len(in_loss):
@@ -146,11 +143,16 @@ def version_tensor(rows: SampledRows, like: Tensor, version: int) -> Tensor:
     return versions.to(like.device)
 
 
+def in_loss_of(rollout: dict[str, Any]) -> Tensor:
+    """Returns the (B, T) mask of the tokens that the policy produced: neither padding nor a tool's result."""
+    in_loss = rollout["completion_mask"].bool()
+    tools = rollout.get("tool_mask")
+    return in_loss if tools is None else in_loss & tools.bool()
+
+
 def turn_tensor(rollout: dict[str, Any]) -> Tensor:
     """Returns the (B, T) number of the turn that sampled each token, from 0; −1 at tool results and padding."""
-    sampled = rollout["completion_mask"].bool()
-    if "tool_mask" in rollout:
-        sampled = sampled & rollout["tool_mask"].bool()
+    sampled = in_loss_of(rollout)
     begins = sampled & ~torch.nn.functional.pad(sampled, (1, -1))
     return torch.where(sampled, begins.cumsum(-1) - 1, -1)
 

@@ -11,6 +11,7 @@ import torch
 
 from trustrl.config.validators import whole
 from trustrl.engines.trl.anchors import RECORDED
+from trustrl.engines.trl.sampled_rows import in_loss_of
 from trustrl.engines.vllm.scoring import score_rollout
 
 GAP = "trustrl/decode_prefill_gap"
@@ -83,8 +84,5 @@ def _beginning(rollout: dict[str, Any], turn: int, room: int) -> tuple[list[list
 
 
 def _gap(rollout: dict[str, Any], row: int, scored: torch.Tensor) -> torch.Tensor:
-    sampled = rollout["completion_mask"][row].bool()
-    if rollout.get("tool_mask") is not None:
-        sampled = sampled & rollout["tool_mask"][row].bool()
-    at = sampled[: len(scored)].cpu()
+    at = in_loss_of(rollout)[row, : len(scored)].cpu()
     return (rollout[RECORDED][row][: len(scored)].cpu() - scored).abs()[at]

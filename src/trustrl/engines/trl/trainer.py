@@ -24,9 +24,9 @@ from trustrl.core.clean import OnNonFinite
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.kept_columns import MAX_KEPT
 from trustrl.engines.common.kept_policy import padded_kept
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
+from trustrl.engines.common.sampler_fields import MAX_KEPT
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
 from trustrl.engines.common.vocabulary_forward import Head, VocabularyForward, Wanted, adapted_head
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
@@ -220,9 +220,7 @@ class TrustRegionMixin(_Trainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         self._num_losses += 1
         _check_inputs(inputs, type(self))
-        in_loss = inputs["completion_mask"].bool()
-        if "tool_mask" in inputs:
-            in_loss = in_loss & inputs["tool_mask"].bool()
+        in_loss = sampled_rows.in_loss_of(inputs)
         if self.use_vllm and self.vllm_importance_sampling_correction:
             inputs = _corrected(inputs, in_loss)
         if self._vocabulary is not None:

@@ -1,11 +1,10 @@
 """verl's policy losses with a trust region: `VERL_USE_EXTERNAL_MODULES=trustrl.engines.verl` and one `loss_mode`.
 
 Importing this package registers every region, the recording agent loops and the recording vLLM server with verl, once.
-It also adds the region's
-check to verl's own `validate_config`, which verl's drivers call before they start Ray. The import raises if a name is
-already registered, or if verl calls its losses in a different way. verl imports the modules of that variable in the
-driver and in every worker, and does not catch their errors. (It does catch the errors of its entry points: a plugin
-that fails there is only logged at DEBUG.)
+It also adds the region's check to verl's own `validate_config`, which verl's drivers call before they start Ray. The
+import raises if a name is already registered, or if verl calls its losses in a different way. verl imports the modules
+of that variable in the driver and in every worker, and does not catch their errors. (It does catch the errors of its
+entry points: a plugin that fails there is only logged at DEBUG.)
 """
 
 from trustrl.engines.verl import agent_loop as agent_loop  # registers the recording agent loops

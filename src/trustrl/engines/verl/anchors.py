@@ -110,9 +110,20 @@ def _check_scored(ids: Any, data: Any) -> None:
 
 def _faults(data: Any) -> list[str]:
     """Returns the reasons why agent loops could not record sequences of this batch."""
+    return sorted({one[FAULT] for one in _extra_fields(data) if FAULT in one})
+
+
+def _extra_fields(data: Any) -> list[dict[str, Any]]:
+    """Returns each sequence's `extra_fields`; empty ones for the samples that verl pads batches with."""
     extra = data.get("extra_fields", None)
-    known = extra.tolist() if hasattr(extra, "tolist") else extra or []
-    return sorted({one[FAULT] for one in known if isinstance(one, dict) and FAULT in one})
+    known = extra.tolist() if hasattr(extra, "tolist") else extra or [None] * len(data["response_mask"])
+    return [one if isinstance(one, dict) else {} for one in known]
+
+
+def _lengths(data: Any) -> list[int]:
+    """Returns the number of response tokens of each sequence."""
+    mask = data["response_mask"]
+    return mask.offsets().diff().tolist() if mask.is_nested else [mask.shape[1]] * len(mask)
 
 
 def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:
@@ -141,19 +152,13 @@ def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:
 
 def _per_token(data: Any, key: str) -> Tensor | None:
     """Returns a number per response token from `extra_fields`, (B, R); None if a token in the loss lacks it."""
-    extra = data.get("extra_fields", None)
-    known = extra.tolist() if hasattr(extra, "tolist") else extra
-    if not known:
-        return None
-    mask = data["response_mask"]
-    lengths = mask.offsets().diff().tolist() if mask.is_nested else [mask.shape[1]] * len(mask)
+    lengths = _lengths(data)
     rows = torch.full((len(lengths), max(lengths)), NOT_SCORED, dtype=torch.int64)
-    for row, (one, length) in enumerate(zip(known, lengths, strict=True)):
-        numbers = one.get(key) if isinstance(one, dict) else None
-        if numbers is not None:  # verl's padding has none, and no token in the loss
-            found = torch.as_tensor(numbers[:length], dtype=torch.int64)
+    for row, (one, length) in enumerate(zip(_extra_fields(data), lengths, strict=True)):
+        if one.get(key) is not None:
+            found = torch.as_tensor(one[key][:length], dtype=torch.int64)
             rows[row, : len(found)] = found
-    lacking = (rows == NOT_SCORED) & padded(mask).bool().cpu()  # a server may not report its version
+    lacking = (rows == NOT_SCORED) & padded(data["response_mask"]).bool().cpu()  # a server may not report its version
     return None if bool(lacking.any()) else rows
 
 
@@ -172,25 +177,22 @@ def kept(data: Any) -> dict[str, Tensor]:
         MissingDataError: If the sampler did not record them.
     """
     mask = data["response_mask"]
-    lengths = mask.offsets().diff().tolist() if mask.is_nested else [mask.shape[1]] * len(mask)
-    extra = data.get("extra_fields", None)
-    known = extra.tolist() if hasattr(extra, "tolist") else extra or [None] * len(lengths)
-    columns = [_kept_column(one, length) for one, length in zip(known, lengths, strict=True)]
+    columns = [_kept_column(one, length) for one, length in zip(_extra_fields(data), _lengths(data), strict=True)]
     advice = "Start the run with `python -m trustrl.engines.verl`, or set rollout.top_p=1 and rollout.top_k=-1."
     require_kept(columns, padded(mask).bool().cpu().numpy(), advice)
-    return {
-        name: torch.nested.nested_tensor([torch.from_numpy(x.copy()) for x in parts], layout=torch.jagged).to(
-            mask.device
-        )
-        for name, parts in zip((KEPT_IDS, KEPT_COUNTS), zip(*columns, strict=True), strict=True)
-    }
+    fields = {KEPT_IDS: [column.ids for column in columns], KEPT_COUNTS: [column.counts for column in columns]}
+    return {name: _jagged(arrays).to(mask.device) for name, arrays in fields.items()}
 
 
-def _kept_column(extra: Any, length: int) -> KeptColumn:
+def _jagged(arrays: list[np.ndarray]) -> Tensor:
+    return torch.nested.nested_tensor([torch.from_numpy(x) for x in arrays], layout=torch.jagged)
+
+
+def _kept_column(extra: dict[str, Any], length: int) -> KeptColumn:
     """Returns the kept ids of one response; none for the samples that verl pads batches with."""
-    if not isinstance(extra, dict) or extra.get(KEPT_IDS) is None:
+    if extra.get(KEPT_IDS) is None:
         return column_of([()] * length)
-    return column_of(KeptColumn(np.asarray(extra[KEPT_IDS]), np.asarray(extra[KEPT_COUNTS])).rows()[:length])
+    return column_of(KeptColumn(extra[KEPT_IDS], extra[KEPT_COUNTS]).rows()[:length])
 
 
 def kept_ids(data: Any) -> Tensor:

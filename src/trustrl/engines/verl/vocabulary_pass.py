@@ -154,7 +154,7 @@ class VocabularyPass:
         if self.needs.topk:
             rollout["topk"] = anchors.topk(self.needs, data)
         if self.truncated:
-            rollout["kept_ids"] = anchors.kept_ids(data)
+            rollout["kept_ids"] = where.padded(output.kept_ids, -1)
             return Seen(rollout, policy | self._inside_kept(output, where, data, rollout.get("topk")))
         if self.needs.topk:
             policy["topk_logp"] = where.padded(output.gathered_logp)
@@ -179,5 +179,4 @@ class VocabularyPass:
 
     def _kept(self, output: Any, where: Places, data: Any) -> tuple[KeptSet, Tensor]:
         """Returns the policy inside the kept sets, and the sampled tokens, one row per token in the loss."""
-        ids = where.rows(anchors.kept_ids(data))
-        return KeptSet(ids, output.kept_logp), where.rows(padded(data["responses"]))
+        return KeptSet(output.kept_ids, output.kept_logp), where.rows(padded(data["responses"]))
