@@ -21,6 +21,11 @@ def test_a_sharded_head_gives_what_the_whole_head_gives(ranks, tmp_path):
     on_ranks(work.agree, ranks, tmp_path)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kept_ids_of_a_sharded_head_have_the_whole_heads_log_probs(ranks, tmp_path):
+    on_ranks(work.kept_agree, ranks, tmp_path)
+
+
 def test_no_collective_carries_logits(tmp_path):
     on_ranks(work.count, 2, tmp_path)
 

@@ -64,15 +64,15 @@ ROLLOUT = "engine.settings.actor_rollout_ref.rollout"
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        pytest.param([f"{ACTOR}.strategy=megatron"], "strategy must be fsdp2 or fsdp", id="Megatron"),
-        pytest.param(["engine.settings.model_engine=megatron"], "strategy must be fsdp2 or fsdp", id="Megatron by its group"),
+        pytest.param([f"{ACTOR}.strategy=torchtitan"], "strategy must be fsdp2, fsdp, veomni or megatron", id="torchtitan"),
+        pytest.param(["engine.settings.model_engine=torchtitan"], "got 'torchtitan'", id="torchtitan by its group"),
         pytest.param(
-            ["engine.device=cuda", "sampler.kind=vllm", "engine.settings.model_engine=megatron"], "got 'megatron'", id="Megatron on GPUs"
+            ["engine.settings.model_engine=megatron", f"{ACTOR}.megatron.use_megatron_fsdp=true"],
+            "use_megatron_fsdp must be False", id="Megatron-FSDP",
         ),
         pytest.param(["engine.settings.async_training={}"], "async_training must be absent", id="the legacy asynchronous trainer"),
         pytest.param([f"{ROLLOUT}.repetition_penalty=1.1"], "repetition_penalty must be 1.0", id="a penalty"),
         pytest.param([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs=5"], "at least 20", id="few ids"),
-        pytest.param([f"{ACTOR}.ulysses_sequence_parallel_size=2"], "must be 1", id="sequence parallelism"),
     ],
 )  # fmt: skip
 def test_a_plan_refuses_what_verl_with_a_region_would_refuse(overrides, says):

@@ -34,6 +34,8 @@ class Batch(NamedTuple):
     reference_logp: Tensor
     behavior_top_ids: Tensor
     behavior_top_logp: Tensor
+    kept: Tensor | None = None
+    """(B, R, V): the ids that truncated sampling kept; None if it drew from the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     same_on_rank: int | None = None
     """A rank whose sampler happens to have the trainer's very log-probs."""
+
+    truncated: bool = False
+    """True if tokens were drawn from a part of the vocabulary."""
 
 
 def _tight(divergence, anchor="behavior", **settings):
@@ -68,6 +73,14 @@ CASES = {
     "both anchors, one rank's the same": Case(trustrl.preset("minirl"), same_on_rank=1),
     "both anchors, bypassed": Case(trustrl.preset("minirl"), settings={"bypass": True}),
 }
+TRUNCATED = {
+    "binary on μ, truncated": Case(_tight(trustrl.BinaryTV), truncated=True),
+    "top-K on μ, truncated": Case(_tight(trustrl.TopKTV, k=K), truncated=True),
+    "TROLL on π', truncated": Case(trustrl.preset("troll", k=K, bound=0.01), truncated=True),
+    "both anchors, truncated": Case(trustrl.preset("minirl"), truncated=True),
+}
+"""Cases for engines that renormalize the policy over the sampler's kept ids."""
+
 LOOSE = {
     "sampled": Case(trustrl.DPPO(trustrl.BinaryTV(max_increase=1.0, max_decrease=1.0))),
     "top-K": Case(trustrl.DPPO(trustrl.TopKTV(k=K, max_increase=1.0, max_decrease=1.0))),
@@ -81,7 +94,6 @@ def tiny_model(folder: Path, **more: Any) -> str:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    make = torch.Generator().manual_seed(0)
     shape = {
         "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
@@ -90,11 +102,16 @@ def tiny_model(folder: Path, **more: Any) -> str:
     words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCABULARY)}, unk_token="w2"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
     model = Qwen3ForCausalLM(Qwen3Config(**shape | more))
-    with torch.no_grad():
-        for _, p in sorted(model.named_parameters()):
-            p.copy_(0.2 * torch.randn(p.shape, generator=make) if p.ndim > 1 else torch.ones(p.shape))
+    fill(model)
     model.save_pretrained(folder)
     return str(folder)
+
+
+@torch.no_grad()
+def fill(model: Any) -> None:
+    make = torch.Generator().manual_seed(0)
+    for _, p in sorted(model.named_parameters()):
+        p.copy_(0.2 * torch.randn(p.shape, generator=make) if p.ndim > 1 else torch.ones(p.shape))
 
 
 def model_of(folder: str, growth: float = 1.0) -> Any:
@@ -114,7 +131,7 @@ def distribution(model: Any, prompts: Tensor, responses: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def batch(folder: str, rank: int, same: bool = False) -> Batch:
+def batch(folder: str, rank: int, case: Case = CASES["binary on μ"]) -> Batch:
     """Each rank's own; the first micro-batch of rank 0 has no token in the loss, and one answer of a tool."""
     make = torch.Generator().manual_seed(10 + rank)
     prompts = torch.randint(3, VOCABULARY, (ROWS, PROMPT), generator=make)
@@ -127,6 +144,12 @@ def batch(folder: str, rank: int, same: bool = False) -> Batch:
     in_loss[3, 1] = False
     policy = distribution(model_of(folder), prompts, responses)
     sampler = (policy + 0.3 * torch.randn(policy.shape, generator=make)).log_softmax(-1)
+    kept = None
+    if case.truncated:  # from K + 1 to 3 K ids: each row keeps another number
+        count = K + 1 + torch.randint(0, 2 * K, (ROWS, RESPONSE, 1), generator=make)
+        kept = sampler.argsort(-1, descending=True).argsort(-1) < count
+        kept.scatter_(-1, responses.unsqueeze(-1), True)
+        sampler, policy = inside(sampler, kept), inside(policy, kept)
     top = sampler.topk(K, -1)
 
     def at_token(logp):
@@ -134,9 +157,14 @@ def batch(folder: str, rank: int, same: bool = False) -> Batch:
 
     return Batch(
         prompts, responses, in_sequence, in_loss, torch.randn(ROWS, 1, generator=make).expand(ROWS, RESPONSE),
-        at_token(policy if same else sampler), at_token(policy), at_token(policy) + 0.2 * torch.randn(ROWS, RESPONSE, generator=make),
-        top.indices, top.values,
+        at_token(policy if case.same_on_rank == rank else sampler), at_token(policy), at_token(policy) + 0.2 * torch.randn(ROWS, RESPONSE, generator=make),
+        top.indices, top.values, kept,
     )  # fmt: skip
+
+
+def inside(logp: Tensor, kept: Tensor | None) -> Tensor:
+    """Log-probs renormalized over the kept ids."""
+    return logp if kept is None else logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
 def _support(logp: Tensor, ids: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,16 +186,20 @@ class Found(NamedTuple):
 
     weight: list[float]
     topk: TopK | None
+    by_name: dict[str, Tensor]
+    """The gradient by each parameter."""
 
 
 def expected(folder: str, ranks: int, case: Case) -> Found:
     """One update's gradient and verdicts, with the policy moved."""
-    parts = [batch(folder, rank, same=case.same_on_rank == rank) for rank in range(ranks)]
-    all_ranks = Batch(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    parts = [batch(folder, rank, case) for rank in range(ranks)]
+    columns = zip(*parts, strict=True)
+    all_ranks = Batch(*(None if column[0] is None else torch.cat(column) for column in columns))
     model = model_of(folder, GROWTH)
-    logp = distribution(model, all_ranks.prompts, all_ranks.responses)
+    whole = distribution(model, all_ranks.prompts, all_ranks.responses)
+    logp = inside(whole, all_ranks.kept)
     with torch.no_grad():
-        before = distribution(model_of(folder), all_ranks.prompts, all_ranks.responses)
+        before = inside(distribution(model_of(folder), all_ranks.prompts, all_ranks.responses), all_ranks.kept)
     tokens, needs = all_ranks.responses, case.region.needs()
     policy: dict[str, Any] = {"logp": logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)}
     rollout: dict[str, Any] = {}
@@ -189,7 +221,7 @@ def expected(folder: str, ranks: int, case: Case) -> Found:
         else trustrl.SequenceMeanTokenMean(num_sequences=len(tokens))
     )
     out = trustrl.policy_loss(
-        PolicyTokens(**policy, entropy=-(logp.exp() * logp).sum(-1).detach()),
+        PolicyTokens(**policy, entropy=-(whole.exp() * whole).sum(-1).detach()),
         RolloutTokens(
             advantage=all_ranks.advantages, in_loss=all_ranks.in_loss, token_ids=tokens,
             behavior_logp=all_ranks.behavior_logp, proximal_logp=all_ranks.proximal_logp, **rollout,
@@ -203,10 +235,11 @@ def expected(folder: str, ranks: int, case: Case) -> Found:
         entropy = -(logp.exp() * logp).sum(-1)
         loss = loss + 0.3 * (on * (gap.exp() - 1 - gap)).sum() - 0.2 * (on * entropy).sum()
     loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    by_name = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    gradient = torch.cat([x.flatten() for x in by_name.values()])
     on = all_ranks.in_loss
     verdicts = out.decision.keep[on].tolist(), out.decision.weight[on].tolist()
-    return Found(gradient, trustrl.rates(out.sums), *verdicts, rollout.get("topk"))
+    return Found(gradient, trustrl.rates(out.sums), *verdicts, rollout.get("topk"), by_name)
 
 
 AGREED = Path(__file__).with_name("agreed_decisions.json")

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trustrl
 from trustrl.core.token_logprobs import AnchorStates, VocabShard
+from trustrl.kernels.kept_logprobs import kept_logprobs
 
 N, D, V, K = 13, 6, 53, 5
 CASES = {
@@ -95,6 +96,31 @@ def agree(rank, ranks, folder):
         for key, want in whole.items():
             want = want[lo:hi] if key in ("d head", "d bias") else want
             torch.testing.assert_close(mine[key], want, msg=lambda text, at=(name, key): f"{at}: {text}")
+    dist.destroy_process_group()
+
+
+def kept_results(part, shard):
+    """Log-probs inside kept ids, and their gradients, with the rows `part` of the head."""
+    hidden, head, bias, token, ids, _ = world()
+    ids = torch.cat([token.unsqueeze(-1), ids[:, 1:]], -1)  # different ones, as kept ids are
+    ids[5] = -1
+    leaves = [x.clone().requires_grad_() for x in (hidden, head[part], bias[part])]
+    logp = kept_logprobs(leaves[0], leaves[1], ids, temperature=0.8, bias=leaves[2], softcap=3.0, shard=shard)
+    g = torch.Generator().manual_seed(1)
+    (torch.where(ids >= 0, logp, 0.0) * torch.randn(ids.shape, generator=g)).sum().backward()
+    return {"logp": logp.detach()} | {f"d {n}": x.grad for n, x in zip(("hidden", "head", "bias"), leaves, strict=True)}
+
+
+def kept_agree(rank, ranks, folder):
+    start(rank, ranks, folder)
+    lo, hi = edges(ranks)[rank : rank + 2]
+    whole = kept_results(slice(0, V), None)
+    with Payloads() as payloads:
+        mine = kept_results(slice(lo, hi), VocabShard(None, lo))
+    for key, want in whole.items():
+        torch.testing.assert_close(mine[key], want[lo:hi] if key in ("d head", "d bias") else want)
+    num_ids = int((whole["logp"] > -torch.inf).sum())
+    assert [size for _, size in payloads.sizes] == [8 * num_ids, 8 * N * D]  # in float64: forward, backward
     dist.destroy_process_group()
 
 

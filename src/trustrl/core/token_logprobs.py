@@ -125,7 +125,7 @@ def token_logprobs(
     given = given_ids(token_ids_N, gather_ids)
     ids_NC, counts_NC, inside_NC = given.ids_NC, given.counts_NC, None
     if shard is not None:
-        ids_NC, inside_NC = vocab_parallel.local_ids(given, shard, len(head_VD))
+        ids_NC, inside_NC = vocab_parallel.local_ids(given.ids_NC, shard, len(head_VD))
         counts_NC = counts_NC & inside_NC
     inputs = PassInputs(
         hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, block_rows, block_vocab

@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from trustrl.kernels import vocab_parallel
+from trustrl.kernels.vocab_parallel import VocabShard
+
 PAIR_ELEMENTS = 1 << 24
 """Largest number of gathered elements of the head at a time."""
 
@@ -26,6 +29,7 @@ def kept_logprobs(
     temperature: float = 1.0,
     bias: Float[Tensor, " V"] | None = None,
     softcap: float | None = None,
+    shard: VocabShard | None = None,
 ) -> Float[Tensor, "N K"]:
     """Returns the log-probs of a softmax over each row's ids, with gradient.
 
@@ -36,13 +40,19 @@ def kept_logprobs(
         temperature: The number that divides the logits.
         bias: The output layer's bias.
         softcap: Bends logits into ±softcap, as in Gemma.
+        shard: Set it if the head is this rank's part of a sharded vocabulary. Ranks then add up 4 bytes per id.
     """
     there_NK = ids_NK >= 0
     rows_P, columns_P = there_NK.nonzero(as_tuple=True)
     ids_P = ids_NK[rows_P, columns_P].long()
-    logits_P = _dots(hidden_ND, head_VD, rows_P, ids_P)
-    if bias is not None:
-        logits_P = logits_P + bias[ids_P].to(logits_P.dtype)
+    if shard is None:
+        logits_P = _logits(hidden_ND, head_VD, bias, rows_P, ids_P)
+    else:
+        if shard.reduce_hidden_gradient:
+            hidden_ND = vocab_parallel.summed_gradient(hidden_ND, shard)
+        ids_P, inside_P = vocab_parallel.local_ids(ids_P, shard, len(head_VD))
+        own = _logits(hidden_ND, head_VD, bias, rows_P[inside_P], ids_P[inside_P])
+        logits_P = vocab_parallel.summed(own.new_zeros(len(ids_P)).index_put((inside_P,), own), shard)
     if softcap is not None:
         logits_P = softcap * torch.tanh(logits_P / softcap)
     # A row without ids would have a NaN gradient, so it gets a finite filling.
@@ -52,9 +62,11 @@ def kept_logprobs(
     return torch.where(there_NK, torch.log_softmax(logits_NK, dim=-1), -torch.inf)
 
 
-def _dots(hidden_ND: Tensor, head_VD: Tensor, rows_P: Tensor, ids_P: Tensor) -> Tensor:
+def _logits(hidden_ND: Tensor, head_VD: Tensor, bias: Tensor | None, rows_P: Tensor, ids_P: Tensor) -> Tensor:
+    """Returns hidden[row] · head[id] + bias[id] of P pairs."""
     function: Any = _PairDots
-    return function.apply(hidden_ND, head_VD, rows_P, ids_P)
+    dots_P = function.apply(hidden_ND, head_VD, rows_P, ids_P)
+    return dots_P if bias is None else dots_P + bias[ids_P].to(dots_P.dtype)
 
 
 class _PairDots(torch.autograd.Function):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trustrl.kernels.given_ids import GivenIds
 from trustrl.kernels.logprob_outputs import LogitSummary
 
 
@@ -33,11 +32,11 @@ class VocabShard(NamedTuple):
     """Set to False if the engine sums the ranks' gradients of the hidden states itself (sequence parallelism)."""
 
 
-def local_ids(given: GivenIds, shard: VocabShard, size: int) -> tuple[Tensor, Tensor]:
+def local_ids(ids: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, Tensor]:
     """Returns (ids relative to this rank's part, True where an id is in it). An id of another rank becomes 0."""
-    ids_NC = given.ids_NC - shard.start
-    inside_NC = (ids_NC >= 0) & (ids_NC < size)
-    return torch.where(inside_NC, ids_NC, 0), inside_NC
+    local = ids - shard.start
+    inside = (local >= 0) & (local < size)
+    return torch.where(inside, local, 0), inside
 
 
 def merge(shard: VocabShard, inside_NC: Tensor, local: LogitSummary) -> LogitSummary:
@@ -70,6 +69,11 @@ def sum_over_ranks(x: Tensor, shard: VocabShard | None) -> Tensor:
     return x
 
 
+def summed(x: Tensor, shard: VocabShard) -> Tensor:
+    """Returns the sum over ranks. All ranks compute the same loss of it, so its gradient is each rank's own."""
+    return _applied(_Sum, x, shard)
+
+
 def summed_gradient(x: Tensor, shard: VocabShard) -> Tensor:
     """Returns `x`; the backward pass sums its gradient over ranks."""
     return _applied(_SumGradient, x, shard)
@@ -78,6 +82,21 @@ def summed_gradient(x: Tensor, shard: VocabShard) -> Tensor:
 def _applied(function: Any, x: Tensor, shard: VocabShard) -> Tensor:
     """Returns `function.apply(x, group)`, with the type that torch does not declare."""
     return function.apply(x, shard.group)
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over ranks, whose gradient is passed on unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grads[0], None
 
 
 class _SumGradient(torch.autograd.Function):

@@ -18,7 +18,8 @@ import trustrl
 from support import trl_world as world
 from trustrl import DPPO, PPO, TROLL, FullTV
 from trustrl.engines.common import seam
-from trustrl.engines.common.vocabulary_forward import VocabularyForward, at_completions, refuse_adapted_head, softcap
+from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
+from trustrl.engines.common.vocabulary_read import at_completions
 from trustrl.engines.refusals.trl import ROWS
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, callbacks, sampler, trainer as engine
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings

@@ -7,11 +7,9 @@ import pytest
 
 pytest.importorskip("verl")
 
+from support.step_memory import LOGITS
 from support.verl_launch import on_ranks
 from trustrl.engines.common.seam import version_of
-
-LOGITS = 8 * 128 * 151_936 * 4
-"""Bytes of the responses' logits in float32: 622 MB."""
 
 pytestmark = [
     pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention"),

@@ -185,9 +185,8 @@ REFUSED = {
         [*RIGHT, "+rollout={nnodes: 1}"],
         ["rollout must be absent", "one-step-off-policy", "parameter_sync_step=1"],
     ),
-    "megatron": ([*RECORDED, f"{ACTOR}.strategy=megatron"], [f"{ACTOR}.strategy must be fsdp2 or fsdp", "not supported"]),
-    "sequence parallelism": (
-        [*RECORDED, f"{ACTOR}.ulysses_sequence_parallel_size=2"], ["ulysses_sequence_parallel_size must be 1", "got 2"]
+    "an engine whose output layer is not read": (
+        [*RECORDED, f"{ACTOR}.strategy=torchtitan"], [f"{ACTOR}.strategy must be fsdp2, fsdp, veomni or megatron", "got 'torchtitan'"]
     ),
     "another fused pass": (
         [*RECORDED, "actor_rollout_ref.model.use_fused_kernels=True"], ["use_fused_kernels must be False"]

@@ -24,6 +24,7 @@ SETUPS = {
     "two ranks": (2, {}),
     "no padding, recomputed activations": (1, {"remove_padding": True, "checkpointing": True}),
     "FSDP1": (2, {"strategy": "fsdp"}),
+    "Ulysses": (2, {"remove_padding": True, "ulysses": 2}),
     "LoRA": (2, {"lora_rank": 4, "checkpointing": True}),
 }
 
@@ -33,6 +34,8 @@ BYTES = {
     "top-K on π'": 8 * oracle.K + 8,
     "TROLL on π'": 8 * oracle.K + 8,
     "exact TV on π'": 4 * oracle.HIDDEN + 8,
+    "TROLL on π', truncated": 8 * oracle.K + 8,
+    "both anchors, truncated": 4,
 }
 """What a rank keeps for each response token it has, on any number of ranks; nothing of it leaves the rank."""
 
@@ -52,10 +55,12 @@ def test_a_worker_trains_with_every_kind_of_region(setup, model, tmp_path):
     """Micro-batches, one of them without a token in the loss; ranks; both anchors; verl's KL and entropy terms."""
     ranks, how = SETUPS[setup]
     found = run(model, tmp_path, ranks, how)
-    refused = {name for name, case in oracle.CASES.items() if setup == "FSDP1" and case.region.needs().full}
-    assert found.keys() == oracle.CASES.keys() - refused
+    ranks //= how.get("ulysses", 1)  # the others hold the same sequences
+    cases = oracle.CASES | oracle.TRUNCATED
+    refused = {name for name, case in cases.items() if setup == "FSDP1" and case.region.needs().full}
+    assert found.keys() == cases.keys() - refused
     for name, ours in found.items():
-        wanted = oracle.expected(model, ranks, oracle.CASES[name])
+        wanted = oracle.expected(model, ranks, cases[name])
         metrics = wanted.metrics
         assert world.error(ours["gradient"], wanted.gradient) <= 1e-5, name
         reported = {key: value for key, value in metrics.items() if key in ours["metrics"]}
@@ -63,7 +68,7 @@ def test_a_worker_trains_with_every_kind_of_region(setup, model, tmp_path):
         for key, value in reported.items():
             assert ours["metrics"][key] == [pytest.approx(value, rel=1e-4, abs=1e-5)], (name, key)
         assert ours["metrics"]["actor/pg_clipfrac"] == [pytest.approx(_stopped(metrics), abs=1e-6)]
-        if oracle.CASES[name].settings.get("use_kl_loss"):
+        if cases[name].settings.get("use_kl_loss"):
             assert {"kl_loss", "kl_coef", "actor/entropy_loss"} <= ours["metrics"].keys()
         assert ours["bytes_per_token"] == BYTES.get(name, 0), name
         if ranks == 1 and name in oracle.AGREEING:
@@ -97,19 +102,25 @@ def test_a_checkpoint_knows_its_region(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("preset", "strategy", "ranks", "fused", "says"),
+    ("preset", "engine", "says"),
     [
-        ("dppo-topk-tv", "megatron", 1, False, "strategy must be fsdp2 or fsdp"),
-        ("dppo-topk-tv", "fsdp2", 2, False, "ulysses_sequence_parallel_size must be 1"),
-        ("troll", "fsdp2", 1, True, "use_fused_kernels must be False"),
-        ("dppo-full-tv", "fsdp2", 1, False, "region.anchor must be proximal"),
+        ("dppo-topk-tv", {"strategy": "torchtitan"}, "strategy must be fsdp2, fsdp, veomni or megatron"),
+        ("dppo-topk-tv", {"strategy": "megatron", "use_megatron_fsdp": True}, "use_megatron_fsdp must be False"),
+        (
+            "dppo-binary-tv",
+            {"strategy": "megatron", "dynamic_context_parallel": True},
+            "dynamic_context_parallel must be False",
+        ),
+        ("troll", {"use_fused_kernels": True}, "use_fused_kernels must be False"),
+        ("dppo-full-tv", {}, "region.anchor must be proximal"),
     ],
 )
-def test_a_worker_refuses_what_the_launcher_would_have_refused(preset, strategy, ranks, fused, says):
+def test_a_worker_refuses_what_the_launcher_would_have_refused(preset, engine, says):
     """For runs that were started without it; the engine is made by hand, since none of these runs here."""
     worker = object.__new__(RegionWorker)
     worker._rank = 0  # verl's own __init__ sets it, and starts a process group
-    worker.engine = SimpleNamespace(ulysses_sequence_parallel_size=ranks)
-    worker.engine_config = SimpleNamespace(strategy=strategy, use_fused_kernels=fused)
+    worker.engine = SimpleNamespace(is_mp_src_rank_with_outputs=lambda: True, get_data_parallel_rank=lambda: 0)
+    worker.engine_config = SimpleNamespace(**{"strategy": "fsdp2", "use_fused_kernels": False} | engine)
+    worker.model_config = SimpleNamespace()
     with pytest.raises(trustrl.errors.ConfigError, match=says):
         worker.set_loss_fn(partial(ppo_loss, config=world.actor(f"trustrl-{preset}")))

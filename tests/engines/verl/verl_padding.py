@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from verl.trainer.ppo.padding_utils import construct_minimal_padding_template
 from verl.utils import tensordict_utils as tu
-from verl_regions import as_verl_carries, gradient_of, training_worker
+from verl_regions import training_worker, whole_gradient
 
 from support import regions_oracle as oracle
+from support.verl_step import as_verl_carries, gradient_of
 
 COMPUTED = {"advantages": 1.0, "old_log_probs": -1.0, "ref_log_prob": -2.0}
 """Fields that verl's trainer computes after it has padded, with a value that would be seen if it counted."""
@@ -35,10 +36,12 @@ def with_padding(batch, **meta):
 def main(folder, out):
     dist.init_process_group("gloo")
     worker = training_worker(folder)
-    batch, found = oracle.batch(folder, int(os.environ["RANK"]), same=False), {}
+    batch, found = oracle.batch(folder, int(os.environ["RANK"])), {}
     for name, case in oracle.CASES.items():
         found[name] = {
-            how: gradient_of(worker, case.region, batch, case.mode, carried=carried, **case.settings)
+            how: gradient_of(
+                worker, case.region, batch, case.mode, gradient=whole_gradient, carried=carried, **case.settings
+            )
             for how, carried in (("plain", as_verl_carries), ("padded", with_padding))
         }
     torch.save(found, out)

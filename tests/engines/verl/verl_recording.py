@@ -11,6 +11,7 @@ from verl.workers.utils.losses import ppo_loss
 
 import trustrl
 from support import regions_oracle as oracle, verl_world as world
+from support.verl_step import as_verl_carries
 from trustrl.engines.verl import losses
 
 
@@ -22,7 +23,7 @@ def trained(worker, batch, region, recording, *, steps):
     step, decide = type(worker.engine).optimizer_step, losses.policy_loss
 
     def watched():
-        gradients.append(regions.whole_gradient(worker.engine.module))
+        gradients.append(regions.whole_gradient(worker.engine))
         return step(worker.engine)
 
     def spied(policy, rollout, *args, **kwargs):
@@ -43,7 +44,7 @@ def trained(worker, batch, region, recording, *, steps):
     rows = len(batch.prompts) * dist.get_world_size()
     for _ in range(steps):
         worker.train_mini_batch(
-            regions.as_verl_carries(
+            as_verl_carries(
                 batch, global_batch_size=rows // 3, mini_batch_size=rows // 3, epochs=2, seed=0,
                 dataloader_kwargs={"shuffle": True},
             )

@@ -3,7 +3,7 @@
 Imports neither torch nor verl: `trustrl plan` reads the same rows as the adapter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trustrl.config.axes import Region
@@ -11,17 +11,16 @@ from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMea
 from trustrl.engines.refusals.rows import (
     DRAFTS_ON_CPU,
     EXACT,
-    EXACT_ON_SAMPLER,
     ON_SAMPLER,
     PER_SEQUENCE,
     VOCABULARY,
-    VOCABULARY_OR_TRUNCATED,
     Given,
     Refusal,
     Scope,
     other_than,
     plain_sampling,
 )
+from trustrl.engines.refusals.verl_engine import ENGINE
 from trustrl.engines.refusals.verl_settings import (
     ACTOR,
     AGENT_LOOP,
@@ -56,13 +55,6 @@ def fitting_reductions(region: Region) -> list[str]:
     """Returns the `loss_agg_mode`s that work with the region."""
     needed = region.needs().reduction
     return [name for name, reduction in REDUCTIONS.items() if needed is None or reduction is needed]
-
-
-def _where_vocabulary_is_read(refused: Callable[[Any], bool]) -> Callable[[Any, Given, Region], bool]:
-    """Returns a `Refusal.refused` for regions that read more than the sampled token, or their log-probs inside it."""
-    return lambda got, given, region: (
-        refused(got) and (VOCABULARY.holds(region.needs()) or given(MAX_KEPT, None) is not None)
-    )
 
 
 def _too_few_ids(most: int, given: Given, region: Region) -> bool:
@@ -180,62 +172,6 @@ SAMPLER_RECORD = (
     ),
 )
 """Rows about the log-probs that the sampler records."""
-
-WHOLE_VOCABULARY = (
-    Refusal(
-        setting=f"{ACTOR}.strategy",
-        must_be="fsdp2 or fsdp",
-        why="{region} reads the model's last hidden states and its whole output layer. Megatron's split vocabulary "
-        "and pipelines are not supported (only trustrl.token_logprobs(shard=...) exists), nor are other engines.",
-        refused=_where_vocabulary_is_read(lambda strategy: strategy not in ("fsdp2", "fsdp")),
-        default="fsdp",
-        scope=VOCABULARY_OR_TRUNCATED,
-        example={f"{ACTOR}.strategy": "megatron"},
-        preset="troll",
-    ),
-    Refusal(
-        setting="region.anchor",
-        must_be="proximal",
-        why="{region} needs the anchor's whole distribution, and a sampler records only some of its ids.",
-        refused=lambda anchor, given, region: True,
-        scope=EXACT_ON_SAMPLER,
-        facts=lambda given, region: {"got": "behavior"},
-        example={},
-        preset="dppo-full-tv",
-    ),
-    Refusal(
-        setting=f"{ACTOR}.strategy",
-        must_be="fsdp2",
-        why="{region} keeps a copy of the whole output layer, which FSDP1 shards.",
-        refused=other_than("fsdp2"),
-        default="fsdp",
-        scope=EXACT,
-        example={f"{ACTOR}.strategy": "fsdp"},
-        preset="dppo-full-tv",
-        region={"anchor": "proximal"},
-    ),
-    Refusal(
-        setting=f"{ACTOR}.ulysses_sequence_parallel_size",
-        must_be="1",
-        why="{region} would see only part of the tokens on each rank.",
-        refused=_where_vocabulary_is_read(lambda ranks: ranks > 1),
-        default=1,
-        scope=VOCABULARY_OR_TRUNCATED,
-        example={f"{ACTOR}.ulysses_sequence_parallel_size": 2},
-        preset="troll",
-    ),
-    Refusal(
-        setting="actor_rollout_ref.model.use_fused_kernels",
-        must_be="False",
-        why="{region} has its own fused pass, which verl's would replace.",
-        refused=_where_vocabulary_is_read(bool),
-        default=False,
-        scope=VOCABULARY_OR_TRUNCATED,
-        example={"actor_rollout_ref.model.use_fused_kernels": True},
-        preset="troll",
-    ),
-)
-"""Rows about access to the model's last hidden states and output layer. Workers check these rows again."""
 
 SAMPLER_DISTRIBUTION = (
     Refusal(
@@ -355,7 +291,7 @@ ROWS = (
     *SAMPLER_RECORD,
     _bypassed("rollout_is", "corrected"),
     _bypassed("rollout_rs", "rejected"),
-    *WHOLE_VOCABULARY,
+    *ENGINE,
     *SAMPLER_DISTRIBUTION,
     *SAMPLING,
 )

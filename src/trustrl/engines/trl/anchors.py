@@ -18,7 +18,7 @@ from trustrl.engines.common.kept_columns import KeptColumn
 from trustrl.engines.common.kept_policy import anchor_fields, padded_kept
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.step_check import check_recorded
-from trustrl.engines.common.vocabulary_forward import at_completions
+from trustrl.engines.common.vocabulary_read import at_completions
 from trustrl.engines.trl.forward_capture import AskingModel, Score
 from trustrl.engines.trl.sampled_rows import (
     NOT_RECORDED,

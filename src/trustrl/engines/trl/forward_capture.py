@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trustrl.engines.common.vocabulary_forward import KEYWORD, Wanted, gather_head
+from trustrl.engines.common.vocabulary_forward import KEYWORD, gather_head
+from trustrl.engines.common.vocabulary_read import Wanted
 from trustrl.errors import EngineError
 
 Score = Callable[..., tuple[Any, ...]]

@@ -28,7 +28,8 @@ from trustrl.engines.common.kept_policy import padded_kept
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
 from trustrl.engines.common.sampler_fields import MAX_KEPT
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
-from trustrl.engines.common.vocabulary_forward import Head, VocabularyForward, Wanted, adapted_head
+from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
+from trustrl.engines.common.vocabulary_read import Head, Wanted
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens

@@ -5,7 +5,8 @@ Bytes per token there: 4 for a log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) 
 with the rollout: 8 K bytes per response token through verl's queue.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,11 @@ VERSION, TURN = "trustrl_version", "trustrl_turn"
 
 NOT_SCORED, FAULT = -1, "trustrl_fault"
 """The ids of a sequence that the sampler could not score, and the key of the reason in its `extra_fields`."""
+
+
+def mark(data: Any) -> str | None:
+    """Returns the value of that key, or None for a batch that verl's own pass is enough for."""
+    return tu.get_non_tensor_data(data=data, key=PASS, default=None)
 
 
 def own_forward(needs: Needs, *, bypass: bool, truncated: bool) -> bool:
@@ -225,6 +231,8 @@ def topk(needs: Needs, data: Any) -> TopK:
 def record(worker: Any, data: Any, *, distribution: bool) -> dict[str, Tensor]:
     """Runs one pass at the current weights, and returns π' as fields to add to the batch.
 
+    Returns nothing on a pipeline stage without the output layer, which computes no loss.
+
     Args:
         worker: verl's `TrainingWorker`.
         data: This rank's part of the batch.
@@ -232,7 +240,26 @@ def record(worker: Any, data: Any, *, distribution: bool) -> dict[str, Tensor]:
     """
     copy = data.clone(recurse=False)
     tu.assign_non_tensor(copy, compute_loss=False, calculate_entropy=False, **{PASS: "record"} if distribution else {})
-    out = worker.infer_batch(copy)
-    if not distribution:
-        return {"trustrl_logp": like_responses(no_padding_2_padding(out["log_probs"], data), data)}
-    return {name: out[name] for name in out.keys() if name.startswith("trustrl_")}  # noqa: SIM118 - a TensorDict
+    with _own_outputs(worker.engine) as outputs:
+        worker.infer_batch(copy)
+    found = {name: x.to(data["response_mask"].device) for name, x in outputs.items()}
+    if distribution or not found:
+        return {name: x for name, x in found.items() if name.startswith("trustrl_")}
+    return {"trustrl_logp": like_responses(no_padding_2_padding(found["log_probs"], data), data)}
+
+
+@contextmanager
+def _own_outputs(engine: Any) -> Iterator[dict[str, Any]]:
+    """Collects the model's outputs on this rank. verl returns them only on one rank of a model-parallel group."""
+    run, found = engine.infer_batch, {}
+
+    def infer_batch(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        found.update(out.get("model_output", {}))  # empty on all but the last pipeline stage
+        return out
+
+    engine.infer_batch = infer_batch
+    try:
+        yield found
+    finally:
+        del engine.infer_batch

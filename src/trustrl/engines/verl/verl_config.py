@@ -18,7 +18,8 @@ from trustrl.engines.common.region_needs import by_trainer, more_than_sampled_to
 from trustrl.engines.common.region_settings import SettingNames, is_region_name, region_named
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, warn_if_it_cannot_act
 from trustrl.engines.refusals.rows import check, reader
-from trustrl.engines.refusals.verl import ROWS, WHOLE_VOCABULARY
+from trustrl.engines.refusals.verl import ROWS
+from trustrl.engines.refusals.verl_engine import ENGINE
 from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, settings_needed
 from trustrl.errors import ConfigError
 from trustrl.recording import Recording
@@ -160,18 +161,22 @@ def fill_in(config: Any) -> dict[str, Any]:
     return wanted
 
 
-def check_engine(
-    region: Region, *, strategy: str, sequence_parallel: int, fused_kernels: bool, max_kept: int | None
-) -> None:
-    """Raises if the engine does not give access to whole hidden states and to the whole output layer.
+def check_engine(region: Region, policy_loss: Any, engine: Any, model: Any) -> None:
+    """Raises if a worker's engine does not work with the region.
+
+    Args:
+        region: The region.
+        policy_loss: verl's `PolicyLossConfig`.
+        engine: verl's `EngineConfig`.
+        model: verl's `HFModelConfig`.
 
     Raises:
         ConfigError: If a setting is refused; names the setting and the fix.
     """
-    actor: dict[str, Any] = {"strategy": strategy, "ulysses_sequence_parallel_size": sequence_parallel}
-    actor["policy_loss"] = {"max_kept": max_kept}
-    model = {"use_fused_kernels": fused_kernels}
-    check(WHOLE_VOCABULARY, reader({ACTOR.split(".")[0]: {"actor": actor, "model": model}}), region)
+    actor = {"strategy": engine.strategy, "policy_loss": policy_loss, "megatron": engine}
+    given = {"use_fused_kernels": engine.use_fused_kernels, "mtp": getattr(model, "mtp", None)}
+    given["lora"] = getattr(model, "lora", None)
+    check(ENGINE, reader({ACTOR.split(".")[0]: {"actor": actor, "model": given}}), region)
 
 
 def install_check() -> None:

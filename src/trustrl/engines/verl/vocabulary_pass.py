@@ -1,11 +1,12 @@
-"""Forward passes of verl's engine for regions that read more of the vocabulary than the sampled token.
+"""Forward passes of verl's engines for regions that read more of the vocabulary than the sampled token.
 
-verl's engine prepares the model's inputs and reads its outputs. For batches marked `trustrl_pass`, this module extends
-both, and the model's forward pass ends in `token_logprobs`. Logits of tokens × vocabulary are never created, and the
-output layer skips prompts.
+verl's engine prepares the model's inputs and reads its outputs. For batches marked `trustrl_pass`, a pass extends both,
+and the model's forward pass ends in `token_logprobs`. Logits of tokens × vocabulary are never created, and the output
+layer skips prompts. `FSDPPass` and `MegatronPass` know how each engine runs its model.
 """
 
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -14,9 +15,9 @@ from trustrl.config.axes import Needs
 from trustrl.core.records import FullDivergence, TopK
 from trustrl.core.sampling import KeptSet
 from trustrl.engines.common.kept_policy import anchor_fields, policy_fields, sampled_logp
-from trustrl.engines.common.vocabulary_forward import KEYWORD, VocabularyForward, Wanted, refuse_adapted_head
+from trustrl.engines.common.vocabulary_read import Wanted
 from trustrl.engines.verl import anchors
-from trustrl.engines.verl.response_layout import Places, like_responses, padded, places
+from trustrl.engines.verl.response_layout import Places, like_responses, padded
 from trustrl.errors import EngineError
 
 
@@ -27,22 +28,19 @@ class Seen(NamedTuple):
     policy: dict[str, Any]
 
 
-class VocabularyPass:
+class VocabularyPass(ABC):
     """Extension of one engine and its model that returns the part of the vocabulary that a region reads."""
 
     def __init__(self, engine: Any, needs: Needs, *, truncated: bool) -> None:
         self.needs, self.truncated = needs, truncated
         self._engine = engine
-        module = getattr(engine.module, "_fsdp_wrapped_module", engine.module)  # FSDP2 does not wrap
-        self._model = module.get_base_model() if hasattr(module, "get_base_model") else module
-        refuse_adapted_head(self._model)
-        self._forward = VocabularyForward(self._model, float32_head=False)
-        self._inputs, self._outputs = engine.prepare_model_inputs, engine.prepare_model_outputs
-        engine.prepare_model_inputs, engine.prepare_model_outputs = self._prepare_inputs, self._prepare_outputs
+        self._inputs = engine.prepare_model_inputs
         self._seen: Seen | None = None
+        self._extend()
+        engine.prepare_model_inputs = self._prepare_inputs
 
     @classmethod
-    def of(cls, engine: Any, needs: Needs, *, truncated: bool) -> "VocabularyPass":
+    def of(cls, engine: Any, needs: Needs, *, truncated: bool) -> Self:
         """Returns the engine's pass, and creates it on the first call. A second pass would wrap the first.
 
         Args:
@@ -56,10 +54,17 @@ class VocabularyPass:
         found.needs, found.truncated = needs, truncated
         return found
 
+    @abstractmethod
     def remember_head(self) -> None:
         """Keeps a copy of the current output layer if exact divergences are measured against it."""
-        if self.needs.full:
-            self._forward.remember_head(self._model)
+
+    @abstractmethod
+    def _extend(self) -> None:
+        """Extends the engine's model and what reads its outputs. Raises if the region cannot read its vocabulary."""
+
+    @abstractmethod
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the engine's `prepare_model_inputs`."""
 
     def take(self) -> Seen:
         """Returns the results of the forward pass before this loss, once.
@@ -75,59 +80,58 @@ class VocabularyPass:
             )
         return seen
 
-    def _prepare_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        inputs, args = self._inputs(micro_batch=micro_batch)
-        what = tu.get_non_tensor_data(data=micro_batch, key=anchors.PASS, default=None)
-        if what is None:
-            return inputs, args
-        temperature = micro_batch["temperature"]
+    def _wanted(self, what: str, where: Places, data: Any) -> Wanted:
+        """Returns what to read at the N tokens in the loss of one micro-batch.
+
+        Args:
+            what: The mark of the batch, `record` or `train`.
+            where: The tokens.
+            data: The micro-batch.
+
+        Raises:
+            EngineError: If the micro-batch has several temperatures.
+        """
+        temperature = data["temperature"]
         if isinstance(temperature, Tensor):
             raise EngineError(
                 "temperature must be one number for a batch, got one for each sequence. Use one temperature per batch."
             )
-        where = places(micro_batch)
-        token_ids = where.rows(padded(micro_batch["responses"]))
         more: dict[str, Any] = {}
         if self.truncated:
-            more["kept_ids"] = where.rows(anchors.kept_ids(micro_batch))
+            more["kept_ids"] = where.rows(anchors.kept_ids(data))
         elif what == "record":
             more = {"top_k": self.needs.topk, "hidden": self.needs.full}
         else:
-            more = self._read_by_loss(where, micro_batch)
+            more = self._read_by_loss(where, data)
         if what == "train":
-            entropy = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
-            more["entropy_gradient"] = entropy
-        inputs[KEYWORD] = Wanted(token_ids, where.states, float(temperature), **more)
-        args["trustrl_places"] = where
-        return inputs, args
+            more["entropy_gradient"] = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
+        return Wanted(where.rows(padded(data["responses"])), where.states, float(temperature), **more)
 
-    def _read_by_loss(self, where: Places, micro_batch: Any) -> dict[str, Any]:
+    def _read_by_loss(self, where: Places, data: Any) -> dict[str, Any]:
         """Returns what the loss reads of the whole vocabulary."""
         more: dict[str, Any] = {"top_k": self.needs.topk if self.needs.own_topk == "fill" else 0}
         if self.needs.topk:
-            more["gather_ids"] = where.rows(anchors.topk(self.needs, micro_batch).ids)
+            more["gather_ids"] = where.rows(anchors.topk(self.needs, data).ids)
         if self.needs.full:
-            more["anchor_hidden"] = where.rows(padded(micro_batch["trustrl_hidden"]))
-            more["anchor_logsumexp"] = where.rows(padded(micro_batch["trustrl_logsumexp"]))
+            more["anchor_hidden"] = where.rows(padded(data["trustrl_hidden"]))
+            more["anchor_logsumexp"] = where.rows(padded(data["trustrl_logsumexp"]))
         return more
 
-    def _prepare_outputs(
-        self, output: Any, output_args: dict[str, Any], micro_batch: Any, logits_processor_func: Any
-    ) -> dict[str, Tensor]:
-        where: Places | None = output_args.get("trustrl_places")
-        if where is None:
-            return self._outputs(
-                output=output,
-                output_args=output_args,
-                micro_batch=micro_batch,
-                logits_processor_func=logits_processor_func,
-            )
+    def _results(self, what: str, output: Any, where: Places, data: Any) -> dict[str, Tensor]:
+        """Returns the model's output in verl's form. Keeps what only the region reads for `take`.
+
+        Args:
+            what: The mark of the batch, `record` or `train`.
+            output: A `VocabularyOutput` of the N tokens in the loss.
+            where: The tokens.
+            data: The micro-batch.
+        """
         found = {"log_probs": where.as_model_output(output.log_probs)}
-        if tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
+        if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False):
             found["entropy"] = where.as_model_output(output.entropy)
-        if tu.get_non_tensor_data(data=micro_batch, key=anchors.PASS, default=None) == "record":
-            return found | self._recorded(output, where, micro_batch)
-        self._seen = self._seen_by_loss(output, where, micro_batch)
+        if what == "record":
+            return found | self._recorded(output, where, data)
+        self._seen = self._seen_by_loss(output, where, data)
         return found
 
     def _recorded(self, output: Any, where: Places, data: Any) -> dict[str, Tensor]:

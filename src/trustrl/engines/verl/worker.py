@@ -3,8 +3,7 @@
 Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this, and its `update_weights`, which is
           called unchanged and numbers the weights that the sampler has; `TrainingWorker`'s `set_loss_fn`,
           `train_mini_batch`, `train_batch`, `save_checkpoint`, and `load_checkpoint`, which all call super(); for
-          regions on the vocabulary the engine's `prepare_model_inputs` and `prepare_model_outputs`, which call verl's
-          for every other pass
+          regions on the vocabulary the seams of `fsdp_pass` or `megatron_pass`, which call verl's for every other pass
 Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics, and its reduction, and
           finds the region's loss in its registry; `loss_context` passes the data that verl does not pass to a loss
 Inert:    if `loss_mode` does not name a region
@@ -12,6 +11,7 @@ Inert:    if `loss_mode` does not name a region
 
 import functools
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
-from trustrl.config.axes import Region, reads_ages
+from trustrl.config.axes import Needs, Region, reads_ages
 from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import rates
 from trustrl.core.policy_loss import LossOutput
@@ -74,26 +74,23 @@ class RegionWorker(TrainingWorker):
         self._needs = self._region.needs()
         self._first_loss = policy_loss.get("startup_checks", True)
         self._step = StepSums()
+        # The first rank that computes a loss; with pipeline stages, not rank 0.
+        speaks = self.engine.is_mp_src_rank_with_outputs() and self.engine.get_data_parallel_rank() == 0
         self._check = StepCheck(
             self._region,
             max_dropped_share=policy_loss.get("max_dropped_share", MAX_DROPPED_SHARE),
             setting="policy_loss.max_dropped_share",
-            warns=self.rank == 0,
+            warns=speaks,
         )
         self._bypass = True
         self._vocabulary = None
         self._sent: dict[int, int] = {}
         self._truncated = policy_loss.get("max_kept", None) is not None
+        check_engine(self._region, policy_loss, self.engine_config, self.model_config)
         if self._needs.topk or self._needs.full or self._truncated:
-            check_engine(
-                self._region,
-                strategy=self.engine_config.strategy,
-                # Only FSDP engines have this attribute.
-                sequence_parallel=getattr(self.engine, "ulysses_sequence_parallel_size", 1),
-                fused_kernels=self.engine_config.use_fused_kernels,
-                max_kept=policy_loss.get("max_kept", None),
-            )
-            self._vocabulary = VocabularyPass.of(self.engine, self._needs, truncated=self._truncated)
+            self._vocabulary = vocabulary_pass_of(self.engine, self._needs, truncated=self._truncated)
+        if speaks and self.engine_config.strategy == "megatron":
+            import_module("trustrl.engines.verl.megatron_pass").warn_of_padding(self.engine)
         settings = recording_of(policy_loss)
         self._recorder = None
         if settings is not None and self.engine.is_mp_src_rank_with_outputs():  # other ranks hold the same tokens
@@ -236,6 +233,14 @@ class RegionWorker(TrainingWorker):
             recorded_by = "sampler" if anchor == "behavior" else "trainer"
             check_initial_ratio(policy.logp, logp, fresh, recorded_by, "policy_loss.startup_checks=False")
             self._first_loss = False
+
+
+def vocabulary_pass_of(engine: Any, needs: Needs, *, truncated: bool) -> VocabularyPass:
+    """Returns the vocabulary pass of verl's engine, Megatron's or FSDP's. Megatron may not be installed."""
+    on_megatron = engine.engine_config.strategy == "megatron"
+    module, name = ("megatron_pass", "MegatronPass") if on_megatron else ("fsdp_pass", "FSDPPass")
+    kind: type[VocabularyPass] = getattr(import_module(f"trustrl.engines.verl.{module}"), name)
+    return kind.of(engine, needs, truncated=truncated)
 
 
 def _noting_versions(send: Any) -> Any:

@@ -1,0 +1,42 @@
+"""What a region on the vocabulary costs on Megatron: memory at a real vocabulary, bytes between ranks."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("megatron.core")
+
+from support.megatron_layouts import PLUGIN
+from support.regions_oracle import K
+from support.verl_launch import on_ranks
+
+
+def printed(script, *arguments):
+    said = on_ranks(script, 2, *arguments, folder="verl_megatron", plugins=[PLUGIN])
+    return json.loads(said.splitlines()[-1])
+
+
+def peak_beside_gradients(preset):
+    """Bytes that rank 0's step needs beyond weights, optimiser and gradients."""
+    found = printed("verl_megatron_memory.py", preset)
+    return found["peak"] - found["gradients"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_step_needs_a_fraction_of_verls_own_logits():
+    """Each rank's part of the logits is 311 MB: 1,024 tokens, 75,968 ids, float32."""
+    from support.step_memory import LOGITS
+
+    ours, theirs = peak_beside_gradients("dppo-topk-tv"), peak_beside_gradients("dppo-binary-tv")
+    assert theirs > LOGITS / 2, f"{theirs / 1e6:.0f} MB"  # the measurement sees logits where there are some
+    assert ours < LOGITS / 2 / 2, f"{ours / 1e6:.0f} MB"
+    assert ours < theirs / 3, f"{ours / 1e6:.0f} and {theirs / 1e6:.0f} MB"
+
+
+def test_ranks_send_k_plus_3_numbers_per_token_and_nothing_else():
+    sent = printed("verl_megatron_bytes.py")
+    assert sum(one["rows"] for one in sent) > 30
+    for one in sent:
+        assert [size for _, size in one["collectives"]] == [4 * (K + 3) * one["rows"]], one

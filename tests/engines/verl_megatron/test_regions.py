@@ -1,0 +1,46 @@
+"""Every kind of region in verl's real Megatron engine: gradients and verdicts against plain models of transformers."""
+
+import json
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("megatron.core")
+
+from support import regions_oracle as oracle
+from support.megatron_layouts import CONTROLS, LAYOUTS, PLUGIN, TOLERANCE
+from support.verl_launch import on_ranks
+
+
+def run(folder, layout, **more):
+    arguments = folder / "found.json", json.dumps(layout.settings | more)
+    on_ranks("verl_megatron.py", layout.ranks, *arguments, folder="verl_megatron", plugins=[PLUGIN])
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if one.quick else pytest.mark.long) for name, one in LAYOUTS.items()]
+)
+def test_every_region_has_the_plain_models_gradient(name, tmp_path):
+    layout = LAYOUTS[name]
+    found = run(tmp_path, layout)
+    assert found["cases"].keys() == (oracle.CASES | oracle.TRUNCATED).keys()
+    for case, ours in found["cases"].items():
+        assert ours["error"] <= TOLERANCE, case
+        assert ours["metrics"]["trustrl/tokens"] > 0
+        if found["replicas"] == 1:  # else the oracle's verdicts are those of all replicas
+            assert ours["keep"] == ours["wanted_keep"], case
+            assert ours["weight"] == pytest.approx(ours["wanted_weight"], rel=1e-4), case
+            if not layout.settings.get("moe") and case in oracle.AGREEING and not layout.settings.keys() & OTHER_MODEL:
+                oracle.check_agreement(case, ours["keep"], ours["weight"])  # the same as in TRL and on FSDP
+
+
+OTHER_MODEL = {"layers", "tied"}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_what_is_left_out_is_seen(name, tmp_path):
+    """Without the sum, the head's gradient is right and every other parameter's is not."""
+    case = "top-K on μ"
+    found = run(tmp_path, CONTROLS[name], only=case)
+    assert found["cases"][case]["error"] > 1000 * TOLERANCE
