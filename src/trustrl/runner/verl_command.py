@@ -145,10 +145,11 @@ def _engine_settings(recipe: Recipe) -> dict[str, Any]:
             f"{ACTOR}.fsdp_config.model_dtype": SHORT[recipe.model.dtype],
             f"{ACTOR}.fsdp_config.seed": seed,
         }
-    found: dict[str, Any] = {f"{ACTOR}.optim.lr_decay_style": decay, f"{MEGATRON}.seed": seed}
-    if recipe.engine.device != "cpu":  # the CPU command sets it itself
-        found[f"{MEGATRON}.dtype"] = recipe.model.dtype
-    return found
+    return {
+        f"{ACTOR}.optim.lr_decay_style": decay,
+        f"{MEGATRON}.dtype": recipe.model.dtype,
+        f"{MEGATRON}.seed": seed,
+    }
 
 
 def layout_of(recipe: Recipe) -> Layout:

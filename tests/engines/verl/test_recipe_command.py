@@ -58,7 +58,7 @@ def test_verl_reads_the_recipe_s_records(tmp_path):
 
 
 def test_verl_reads_the_layout_of_megatron(tmp_path):
-    recipe, config = composed(ROOT / "recipes/qwen3-moe-megatron.toml", ["layout.sequence_parallel=true"], tmp_path)
+    recipe, config = composed(ROOT / "recipes/qwen3-moe-megatron.toml", [], tmp_path)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     engine = actor.engine
     assert type(actor).__name__ == "McoreActorConfig"
