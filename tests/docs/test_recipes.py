@@ -53,6 +53,17 @@ def test_every_command_in_the_guide_parses_and_names_a_recipe_that_exists(comman
         assert main([verb, *rest]) == 0
 
 
+def test_the_guide_shows_the_plan_that_the_command_prints(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (shown,) = re.findall(r"<!-- begin plan -->\n```text\n(.*?)\n```\n<!-- end plan -->", GUIDE.read_text(), re.S)
+    assert main(["plan", "qwen3-moe-megatron"]) == 0
+    printed = capsys.readouterr().out
+    assert shown.startswith("Layout\n")
+    assert shown == printed[printed.index("Layout\n") : printed.index("\nCommand\n")].rstrip("\n")
+    (exact,) = re.findall(r"dppo-full-tv, proximal +\S+ KB +(\S+ GB)", shown)
+    assert f"exact divergences need {exact} of records" in GUIDE.read_text()
+
+
 def test_the_guide_lists_every_shipped_recipe():
     text = GUIDE.read_text()
     for file in (ROOT / "recipes").glob("*.toml"):

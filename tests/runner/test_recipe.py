@@ -19,7 +19,8 @@ EVIDENCE = [ARMS / f"{name}.toml" for name in ("on-policy", "stale", "mismatch",
 
 def test_the_shipped_recipes_are_the_known_ones():
     assert [file.stem for file in SHIPPED] == [
-        "mismatch", "qwen3-128gpu", "qwen3-8gpu", "sanity", "smollm2", "staleness", "tour", "verl-tour",
+        "mismatch", "qwen3-128gpu", "qwen3-8gpu", "qwen3-moe-megatron", "sanity", "smollm2", "staleness", "tour",
+        "verl-tour",
     ]  # fmt: skip
 
 

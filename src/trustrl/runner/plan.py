@@ -1,7 +1,7 @@
 """Plan of a recipe before anything is loaded: roles, counts, memory, cost, and the engine's own settings."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +9,12 @@ from trustrl.config.loading import config_to_dict
 from trustrl.recording.recording_settings import Recording
 from trustrl.recording.schema import bytes_per_token
 from trustrl.runner import trl_arguments, verl_command
-from trustrl.runner.plan_memory import memory, shape_of
+from trustrl.runner.layout import Layout
+from trustrl.runner.model_shape import shape_of
+from trustrl.runner.plan_memory import memory
 from trustrl.runner.policy_roles import Roles, roles
 from trustrl.runner.recipe import Recipe
+from trustrl.runner.region_costs import RegionCost, region_costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,12 @@ class Plan:
     records: dict[str, Any] | None
     """Directory of the token records, and the largest size of a token in memory. None if nothing is recorded."""
 
+    layout: Layout | None
+    """verl's layout, with `engine.settings` applied. None on TRL."""
+
+    region_costs: list[RegionCost]
+    """Costs of the region on verl next to those of other regions. Empty on TRL."""
+
     engine: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,6 +44,8 @@ class Plan:
             "counts": self.counts,
             "memory_bytes_per_rank": self.memory,
             "records": self.records,
+            "layout": None if self.layout is None else asdict(self.layout),
+            "region_costs": [one.to_dict() for one in self.region_costs],
             "engine": self.engine,
         }
 
@@ -48,18 +59,22 @@ def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
     """
     shape = shape_of(recipe.model)
     found = roles(recipe, shape.hidden_size)
-    counts = _counts(recipe)
+    engine = engine_settings(recipe, folder)
+    on_verl = recipe.engine.name == "verl"
+    layout = verl_command.layout_of(recipe) if on_verl else Layout()
     return Plan(
         recipe,
         found,
-        counts,
-        memory(recipe, shape, found, counts),
+        _counts(recipe, layout),
+        memory(recipe, shape, layout),
         _records(recipe.recording(folder), recipe.region.needs().topk),
-        engine_settings(recipe, folder),
+        layout if on_verl else None,
+        region_costs(recipe, layout, shape) if on_verl else [],
+        engine,
     )
 
 
-def _counts(recipe: Recipe) -> dict[str, int]:
+def _counts(recipe: Recipe, layout: Layout) -> dict[str, int]:
     """Counts steps, sequences and tokens. Token counts are upper bounds: every completion at full length."""
     schedule = recipe.schedule
     batches = schedule.steps // schedule.updates_per_batch
@@ -75,6 +90,7 @@ def _counts(recipe: Recipe) -> dict[str, int]:
         "completion_tokens_per_batch": per_batch * schedule.max_completion_tokens,
         "completion_tokens_sampled": per_batch * batches * schedule.max_completion_tokens,
         "ranks": recipe.engine.ranks,
+        "replicas": layout.replicas(recipe.engine.ranks),
         "checkpoint_every": schedule.save_every,
     }
 
@@ -137,17 +153,57 @@ def text(made: Plan) -> str:
         f"  total         {counts['steps']:,} updates, {counts['batches']:,} batches, "
         f"{counts['sequences_sampled']:,} sequences, {counts['completion_tokens_sampled']:,} completion tokens",
         "",
-        "Estimated memory on each rank (without activations and the sampler's cache)",
+        *_layout_text(made),
+        f"Estimated memory on each rank{_of_last_stage(made)} (without activations and the sampler's cache)",
         *(f"  {name.replace('_', ' '):<26}{_size(value):>12}" for name, value in made.memory.items()),
         f"  the region records {made.roles.bytes_per_token} bytes for each completion token",
         "",
         "Additional forward passes for each batch",
         *(f"  {one}" for one in made.roles.passes or ("none",)),
         "",
+        *_costs_text(made.region_costs),
         *_records_text(made),
         *_engine_text(made.engine),
     ]
     return "\n".join(lines)
+
+
+def _layout_text(made: Plan) -> list[str]:
+    if made.layout is None or not made.layout.chosen():
+        return []
+    chosen = made.layout.chosen() | {"replicas": made.counts["replicas"]}
+    return ["Layout", *(f"  {name.replace('_', ' '):<24}{value}" for name, value in chosen.items()), ""]
+
+
+def _of_last_stage(made: Plan) -> str:
+    return " of the last stage" if made.layout is not None and made.layout.pipeline_parallel > 1 else ""
+
+
+def _costs_text(costs: list[RegionCost]) -> list[str]:
+    if not costs:
+        return []
+    rows = [
+        (
+            one.region + " (this recipe)" * one.chosen,
+            _size(one.record_bytes_per_token),
+            _size(one.record_bytes),
+            _size(one.vocabulary_pass_bytes) if one.vocabulary_pass_bytes != 0 else "verl's",
+            _size(one.output_layer_copy_bytes),
+            _size(one.anchor_sends_per_token),
+            _size(one.update_sends_per_token),
+            _size(one.sends_per_step),
+        )
+        for one in costs
+    ]
+    titles = ("region", "record", "records", "pass", "copy", "anchor", "update", "step")
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    return [
+        "Estimated costs of regions on a rank with the output layer",
+        *("  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (titles, *rows)),
+        "  Memory: record for each completion token, records for a batch, pass over the vocabulary, copy of the output",
+        "  layer. Sent to tensor-parallel ranks: anchor and update for each completion token, step in total.",
+        "",
+    ]
 
 
 def _records_text(made: Plan) -> list[str]:

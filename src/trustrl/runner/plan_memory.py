@@ -1,98 +1,80 @@
-"""Memory estimate of a plan, and the model's size that it needs: from the recipe or from the model's files."""
+"""Memory estimate of a plan, by purpose."""
 
-import json
-import math
-import struct
-from dataclasses import dataclass
-from pathlib import Path
-
-from trustrl.runner.policy_roles import Roles
+from trustrl.runner.layout import Layout
+from trustrl.runner.model_shape import BYTES, Shape
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.recipe_tables import Model
+from trustrl.runner.region_costs import micro_batch_tokens, region_cost, words
 
-KNOWN = {
-    "tiny": (722_304, 128, 512),
-    "tiny-tied": (656_768, 128, 512),
-    "tiny-long": (426_752, 128, 512),
-    "tiny-long-llama": (426_624, 128, 512),
-    "smollm2-135m": (134_515_008, 576, 49_152),
-}
-"""Parameters, hidden size and vocabulary size of the models that `trustrl.world.models` creates."""
-
-
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 VERL_LOGITS = 4.4
-"""Memory of verl's own pass over whole logits, in float32 arrays of tokens × vocabulary. We measured 2,724 MB at
+"""Memory of FSDP's own pass over whole logits, in float32 arrays of tokens × vocabulary. We measured 2,724 MB at
 1,024 × 151,936 (docs/engines/verl.md)."""
 
-DYNAMIC_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens in one of verl's micro-batches if the recipe sets no micro-batch."""
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a model; None if unknown."""
-
-    parameters: int | None
-    hidden_size: int | None
-    vocab_size: int | None
-
-
-def shape_of(model: Model) -> Shape:
-    """Returns the model's sizes: from the recipe if given, else from the known models or a directory's files."""
-    folder = Path(model.name)
-    parameters, hidden, vocabulary = KNOWN.get(model.name, (None, None, None))
-    if model.name not in KNOWN and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        hidden, vocabulary = config.get("hidden_size"), config.get("vocab_size")
-        files = sorted(folder.glob("*.safetensors"))
-        parameters = sum(map(_count, files)) if files else None
-    return Shape(model.parameters or parameters, model.hidden_size or hidden, model.vocab_size or vocabulary)
-
-
-def _count(file: Path) -> int:
-    """Counts the parameters in a safetensors file from its header."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-def memory(recipe: Recipe, shape: Shape, found: Roles, counts: dict[str, int]) -> dict[str, int | None]:
+def memory(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None]:
     """Estimates the bytes on each rank, without activations and the sampler's KV cache.
+
+    With several pipeline stages, this is a rank of the last one, and the stages are taken to be of equal size.
 
     Returns:
         Bytes by purpose, and their total. None stands for an unknown size.
     """
-    ranks = recipe.engine.ranks
     width, on_trl = BYTES[recipe.model.dtype], recipe.engine.name == "trl"
-    split = 1 if on_trl else ranks  # each TRL rank holds everything, unless accelerate's configuration shards it
-    total = shape.parameters
     sampler_copies = not on_trl or recipe.sampler.kind == "vllm"
-    needs = recipe.region.needs()
-    tokens = -(-counts["completion_tokens_per_batch"] // ranks)
-    found_bytes: dict[str, int | None] = {
-        "weights": _times(total, width / split),
-        "gradients": _times(total, width / split),
-        "adam": _times(total, 2 * width / split),
-        "sampler_weights": _times(total, BYTES[recipe.sampler.dtype] / recipe.sampler.ranks) if sampler_copies else 0,
-        "logits": 0 if on_trl or needs.topk or needs.full else _verl_logits(recipe, shape.vocab_size),
-        "region_records": _times(found.record_bytes, tokens),
+    # Each TRL rank holds everything, unless accelerate's configuration shards it.
+    share = 1 if on_trl else recipe.engine.ranks
+    model = _on_megatron(recipe, shape, layout) if layout.megatron else {
+        name: _times(shape.parameters, arrays * width / share)
+        for name, arrays in {"weights": 1, "gradients": 1, "adam": 2}.items()
+    }  # fmt: skip
+    parts = {
+        **model,
+        "sampler_weights": _times(shape.parameters, BYTES[recipe.sampler.dtype] / recipe.sampler.ranks)
+        if sampler_copies
+        else 0,
+        **_of_region(recipe, shape, layout),
     }
+    known = [value for value in parts.values() if value is not None]
+    return parts | {"total": sum(known) if len(known) == len(parts) else None}
+
+
+def _on_megatron(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None]:
+    """Returns the model's own memory with verl's defaults: float32 gradients, and an optimizer split over all ranks."""
+    width, ranks = BYTES[recipe.model.dtype], recipe.engine.ranks
+    on_rank = _parameters_on_rank(shape, layout)
+    copy = 4 if width < 4 else 0  # a float32 copy of the weights next to Adam's two moments
+    return {
+        "weights": _times(on_rank, width),
+        "gradients": _times(on_rank, 4),
+        "adam": _times(shape.parameters, (8 + copy) / ranks),
+    }
+
+
+def _parameters_on_rank(shape: Shape, layout: Layout) -> int | None:
+    experts, split = shape.expert_parameters, layout.expert_ranks
+    if shape.parameters is None or (experts is None and split != layout.tensor_parallel):
+        return None
+    experts = experts or 0
+    per_stage = (shape.parameters - experts) / layout.tensor_parallel + experts / split
+    return round(per_stage / layout.pipeline_parallel)
+
+
+def _of_region(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None]:
+    """Returns the memory of the region, and of the logits or the vocabulary pass that it reads."""
+    needs, cost = recipe.region.needs(), region_cost(recipe, recipe.region.kind, layout, shape, chosen=True)
+    found: dict[str, int | None] = {}
+    if recipe.engine.name == "trl":
+        found["logits"] = 0
+    elif needs.topk or needs.full:
+        found["vocabulary_pass"] = cost.vocabulary_pass_bytes
+    elif layout.megatron:  # not measured: at least one float32 array
+        found["logits_at_least"] = _times(words(layout, shape), 4 * micro_batch_tokens(recipe, layout))
+    else:
+        found["logits"] = _times(shape.vocab_size, VERL_LOGITS * 4 * micro_batch_tokens(recipe, layout))
+    found["region_records"] = cost.record_bytes
     if needs.full:
-        head = None if shape.hidden_size is None or shape.vocab_size is None else shape.hidden_size * shape.vocab_size
-        found_bytes["copy_of_the_output_layer"] = _times(head, width)
-    known = [value for value in found_bytes.values() if value is not None]
-    return found_bytes | {"total": sum(known) if len(known) == len(found_bytes) else None}
+        found["copy_of_the_output_layer"] = cost.output_layer_copy_bytes
+    return found
 
 
 def _times(count: int | None, factor: float) -> int | None:
     return None if count is None else round(count * factor)
-
-
-def _verl_logits(recipe: Recipe, vocabulary: int | None) -> int | None:
-    rows = recipe.engine.micro_batch
-    length = recipe.schedule.max_prompt_tokens + recipe.schedule.max_completion_tokens
-    share = recipe.schedule.sequences_per_step // recipe.engine.ranks * length
-    tokens = rows * length if rows else min(share, DYNAMIC_TOKENS[recipe.engine.device])
-    return _times(vocabulary, VERL_LOGITS * 4 * tokens)

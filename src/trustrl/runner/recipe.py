@@ -16,6 +16,7 @@ from trustrl.recording.record_files import RECORDS
 from trustrl.recording.recording_settings import Recording
 from trustrl.registry import nearest
 from trustrl.runner import recipe_files, recipe_tables
+from trustrl.runner.layout import Layout
 from trustrl.runner.recipe_tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -38,6 +39,7 @@ class Recipe:
 
     optimiser: Optimiser
     schedule: Schedule
+    layout: Layout = field(default_factory=Layout)
     sampler: Sampler = field(default_factory=Sampler)
     evaluation: Evaluation = field(default_factory=Evaluation)
     records: Recording | None = None
@@ -46,15 +48,16 @@ class Recipe:
     def __post_init__(self) -> None:
         recipe_tables.folder_name("name", self.name)
         validators.instance("region", self.region, (Region,))
-        ranks, sequences = self.engine.ranks, self.schedule.sequences_per_step
-        if sequences % ranks:
+        replicas, sequences = self.layout.replicas(self.engine.ranks), self.schedule.sequences_per_step
+        if sequences % replicas:
+            share = "ranks" if replicas == self.engine.ranks else "replicas of the model"
             raise ConfigError(
-                f"schedule.prompts_per_step × completions_per_prompt must be a multiple of the {ranks} ranks, got "
+                f"schedule.prompts_per_step × completions_per_prompt must be a multiple of the {replicas} {share}, got "
                 f"{sequences}."
             )
-        if self.engine.micro_batch is not None and (sequences // ranks) % self.engine.micro_batch:
+        if self.engine.micro_batch is not None and (sequences // replicas) % self.engine.micro_batch:
             raise ConfigError(
-                f"engine.micro_batch must divide a rank's share of a step, {sequences // ranks} sequences, got "
+                f"engine.micro_batch must divide a rank's share of a step, {sequences // replicas} sequences, got "
                 f"{self.engine.micro_batch}."
             )
         if self.engine.ranks_per_node % self.sampler.ranks:
@@ -69,6 +72,10 @@ class Recipe:
             )
         if self.engine.name == "verl":
             self._check_verl()
+        elif self.layout.chosen():
+            raise ConfigError(
+                f"[layout] must be left out on TRL, got {', '.join(self.layout.chosen())}. Only verl reads it."
+            )
         elif self.sampler.kind == "transformers" and self.sampler.dtype != self.model.dtype:
             raise ConfigError(
                 f"sampler.dtype must be the model's, {self.model.dtype!r}, when TRL samples with transformers, got "
@@ -90,6 +97,11 @@ class Recipe:
         if self.sampler.kind == "transformers" and self.engine.device != "cpu":
             raise ConfigError(
                 "sampler.kind must be 'vllm' for verl on GPUs, got 'transformers', which verl supports on CPUs only."
+            )
+        if self.layout.megatron and self.engine.device != "cpu" and self.model.dtype == "float32":
+            raise ConfigError(
+                "model.dtype must be 'bfloat16' or 'float16' for Megatron on GPUs, got 'float32'. Its optimizer keeps "
+                "a float32 copy."
             )
 
     def recording(self, folder: Path) -> Recording | None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from trustrl.config import validators
 from trustrl.errors import ConfigError
+from trustrl.runner.layout import Layout
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,6 +24,9 @@ class Model:
     parameters: int | None = None
     """Used only for the plan's memory estimate, if the model is not on this machine."""
 
+    expert_parameters: int | None = None
+    """The part of `parameters` that is in experts. Used only for the plan."""
+
     hidden_size: int | None = None
     """Used only for the plan."""
 
@@ -32,9 +36,14 @@ class Model:
     def __post_init__(self) -> None:
         text("model.name", self.name)
         validators.one_of("model.dtype", self.dtype, DTYPES)
-        for name in ("parameters", "hidden_size", "vocab_size"):
+        for name in ("parameters", "expert_parameters", "hidden_size", "vocab_size"):
             if getattr(self, name) is not None:
                 validators.whole(f"model.{name}", getattr(self, name), low=1)
+        if self.expert_parameters is not None and self.expert_parameters >= (self.parameters or 0):
+            raise ConfigError(
+                f"model.expert_parameters must be less than model.parameters, {self.parameters}, got "
+                f"{self.expert_parameters}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,8 +255,8 @@ class Evaluation:
 
 
 TABLES: dict[str, type] = {
-    "model": Model, "task": TaskChoice, "engine": Engine, "sampler": Sampler, "optimiser": Optimiser,
-    "schedule": Schedule, "evaluation": Evaluation,
+    "model": Model, "task": TaskChoice, "engine": Engine, "layout": Layout, "sampler": Sampler,
+    "optimiser": Optimiser, "schedule": Schedule, "evaluation": Evaluation,
 }  # fmt: skip
 """All tables except [region] and [records], which have the settings of regions and `trustrl.recording.Recording`."""
 

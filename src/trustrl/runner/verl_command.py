@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trustrl.engines.refusals.verl import ROWS
 from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, ROLLOUT, settings_needed
 from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.errors import ConfigError
+from trustrl.runner.layout import MEGATRON, STRATEGIES, VERL_KEYS, Layout
 from trustrl.runner.recipe import Recipe
 from trustrl.world.verl_dataset import REWARD
 
@@ -22,6 +24,7 @@ CHECKPOINTS = "checkpoints"
 CHOSEN_HERE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
 """Settings that would make verl load a checkpoint that trustrl has not verified."""
 
+MAX_TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -77,13 +80,12 @@ def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
     Raises:
         ConfigError: If `engine.settings` choose the checkpoint to load.
     """
-    theirs = dict(_flat(recipe.engine.settings))
     for key in CHOSEN_HERE:
-        if key in {name.lstrip("+") for name in theirs}:
+        if key in engine_settings(recipe):
             raise ConfigError(
                 f"engine.settings must leave out {key}. `trustrl run` chooses the checkpoint to load. See --resume."
             )
-    return {**_from_recipe(recipe, folder, model), **theirs}
+    return {**_from_recipe(recipe, folder, model), **dict(_flat(recipe.engine.settings))}
 
 
 def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
@@ -112,12 +114,11 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
         f"{ACTOR}.ppo_mini_batch_size": schedule.prompts_per_step,
         f"{ACTOR}.ppo_epochs": updates if schedule.update_sees == "batch" else 1,
         f"{ACTOR}.optim.lr": optimiser.learning_rate,
-        f"{ACTOR}.optim.lr_scheduler_type": optimiser.schedule,
         f"{ACTOR}.optim.lr_warmup_steps": optimiser.warmup_steps // updates,
         f"{ACTOR}.optim.weight_decay": optimiser.weight_decay,
         f"{ACTOR}.optim.clip_grad": optimiser.max_grad_norm,
-        f"{ACTOR}.fsdp_config.model_dtype": SHORT[recipe.model.dtype],
-        f"{ACTOR}.fsdp_config.seed": schedule.seed,
+        **_engine_settings(recipe),
+        **recipe.layout.verl_settings(),
     }
     if engine.micro_batch is not None:
         found |= {
@@ -133,6 +134,44 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
             "reward.custom_reward_function.name": REWARD["name"],
         }
     return found | _trainer_settings(recipe, folder)
+
+
+def _engine_settings(recipe: Recipe) -> dict[str, Any]:
+    """Returns the settings that FSDP and Megatron name differently."""
+    decay, seed = recipe.optimiser.schedule, recipe.schedule.seed
+    if not layout_of(recipe).megatron:
+        return {
+            f"{ACTOR}.optim.lr_scheduler_type": decay,
+            f"{ACTOR}.fsdp_config.model_dtype": SHORT[recipe.model.dtype],
+            f"{ACTOR}.fsdp_config.seed": seed,
+        }
+    return {
+        f"{ACTOR}.optim.lr_decay_style": decay,
+        f"{MEGATRON}.dtype": recipe.model.dtype,
+        f"{MEGATRON}.seed": seed,
+    }
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """Returns the layout that verl gets: [layout], unless `engine.settings` override it.
+
+    Raises:
+        ConfigError: If the result is not a valid layout.
+    """
+    theirs = engine_settings(recipe)
+    strategy, ulysses = VERL_KEYS["strategy"], VERL_KEYS["ulysses_parallel"]
+    if (engine := theirs.get("model_engine", "dp")) != "dp":  # verl's group of that name sets the same strategy
+        theirs.setdefault(strategy, engine)
+    if theirs.get(strategy, "fsdp") not in STRATEGIES:
+        del theirs[strategy]  # verl's other engines have no layout here
+    if (size := theirs.get(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")) is not None:
+        theirs.setdefault(ulysses, size)  # verl accepts both
+    return replace(recipe.layout, **{name: theirs[key] for name, key in VERL_KEYS.items() if key in theirs})
+
+
+def engine_settings(recipe: Recipe) -> dict[str, Any]:
+    """Returns the recipe's `engine.settings` by verl's dotted names."""
+    return {key.lstrip("+"): value for key, value in _flat(recipe.engine.settings)}
 
 
 def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:

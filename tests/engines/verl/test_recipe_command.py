@@ -8,10 +8,12 @@ pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from trustrl.engines.verl.verl_config import recording_of, region_of
 from trustrl.engines.verl_cpu.cpu_defaults import with_defaults
+from trustrl.runner.layout import VERL_KEYS
 from trustrl.runner.recipe import load
 from trustrl.runner.verl_command import command
 
@@ -53,6 +55,39 @@ def test_verl_reads_the_recipe_s_records(tmp_path):
     assert recording_of(policy_loss) == recipe.recording(tmp_path)
     assert recording_of(omega_conf_to_dataclass(policy_loss)) == recipe.recording(tmp_path)
     assert region_of(policy_loss.loss_mode, policy_loss) == recipe.region
+
+
+def test_verl_reads_the_layout_of_megatron(tmp_path):
+    recipe, config = composed(ROOT / "recipes/qwen3-moe-megatron.toml", [], tmp_path)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    engine = actor.engine
+    assert type(actor).__name__ == "McoreActorConfig"
+    assert actor.strategy == config.actor_rollout_ref.ref.strategy == "megatron"
+    assert (engine.tensor_model_parallel_size, engine.pipeline_model_parallel_size) == (4, 2)
+    assert (engine.context_parallel_size, engine.sequence_parallel) == (2, True)
+    assert (engine.expert_model_parallel_size, engine.expert_tensor_parallel_size) == (8, 1)
+    assert engine.router_replay.mode == "R3"
+    assert engine.dtype == recipe.model.dtype
+    assert actor.optim.lr_decay_style == recipe.optimiser.schedule
+    assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 4
+
+
+def test_verl_reads_the_layout_of_ulysses(tmp_path):
+    overrides = ["layout.ulysses_parallel=4", "region.preset=dppo-binary-tv"]
+    _, config = composed(ROOT / "recipes/qwen3-8gpu.toml", overrides, tmp_path)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert (actor.engine.strategy, actor.engine.ulysses_sequence_parallel_size) == ("fsdp2", 4)
+    assert config.actor_rollout_ref.model.use_remove_padding
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_verl_has_every_setting_of_a_layout(engine):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[f"model_engine={engine}"])
+    keys = [key for name, key in VERL_KEYS.items() if (name == "ulysses_parallel") == (engine == "dp")]
+    missing = object()
+    assert [key for key in keys if OmegaConf.select(config, key, default=missing) is missing] == []
 
 
 def test_a_setting_that_verl_does_not_have_is_refused_by_verl(tmp_path):

@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason='needs "trustrl[models]"')
 
 import trustrl
-from trustrl.runner.plan_memory import KNOWN
+from trustrl.runner.model_shape import KNOWN
 from trustrl.world import models
 from trustrl.world.models import pretrain, tiny
 from trustrl.world.models.pretrain import Pretraining, greedy_accuracy, sampled_accuracy

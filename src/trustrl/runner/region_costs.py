@@ -1,0 +1,160 @@
+"""Costs of regions on verl with one layout: memory, and bytes between the ranks that share the vocabulary.
+
+N: tokens of a micro-batch on a rank, K: ids that the region reads, D: hidden size, V: vocabulary ids on a rank, w:
+bytes of a weight. Sizes are estimates for a rank of the last pipeline stage, the only one with the output layer.
+
+    vocabulary pass ≈ w V D + N ((4 + w) D + 31 K) + 1,024 × 4,096 w   (+ 4 · 4,096 D beyond 1,024 tokens)
+
+This is the fit of docs/vocabulary-cost.md, measured on a CPU in bfloat16: the gradients of the output layer and of the
+hidden states, and a tile of logits. In float32 the second term is N (4 D + 31 K). Exact divergences use two tiles.
+
+    sent per token = 4 (K + 3) + 12 T + 8 E   forward,   4 D   backward
+
+T is the number of the policy's own most probable ids, E is 1 for exact divergences. Megatron's sequence parallelism
+sums the hidden states' gradient itself, so the region sends nothing backward.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trustrl.config.axes import Needs
+from trustrl.config.presets import preset
+from trustrl.runner.layout import Layout
+from trustrl.runner.model_shape import BYTES, Shape
+from trustrl.runner.policy_roles import roles
+from trustrl.runner.recipe import Recipe
+from trustrl.runner.verl_command import MAX_TOKENS, engine_settings
+
+TILE_ROWS, TILE_COLUMNS = 1024, 4096
+"""Block sizes of the chunked pass. `trustrl.kernels.chunked_pass` needs torch; a test compares them."""
+
+BYTES_PER_ID = 31
+"""Bytes that the pass holds for each token and given id (fitted, docs/vocabulary-cost.md)."""
+
+DYNAMIC_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""Tokens in one of verl's micro-batches on a rank if the recipe sets no micro-batch."""
+
+COMPARED = {
+    "dppo-binary-tv": preset("dppo-binary-tv"),
+    "dppo-topk-tv": preset("dppo-topk-tv"),
+    "troll": preset("troll"),
+    "dppo-full-tv, proximal": preset("dppo-full-tv", anchor="proximal"),
+}
+"""Regions that stand for the sampled token, a Top-K of the sampler, one of the trainer, and exact divergences."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionCost:
+    """Cost of one region. None stands for an unknown size."""
+
+    region: str
+    """Name of the region, or the kind of the recipe's region."""
+
+    chosen: bool
+    """True for the recipe's own region."""
+
+    record_bytes_per_token: int | None
+    """Bytes that each rank keeps for a completion token of its replica."""
+
+    record_bytes: int | None
+    """The same for a whole batch."""
+
+    vocabulary_pass_bytes: int | None
+    """Bytes that one pass over the vocabulary holds; 0 if the region uses verl's own log-probs."""
+
+    output_layer_copy_bytes: int | None
+    """Bytes of the rank's part of the rollout weights' output layer, for exact divergences."""
+
+    anchor_sends_per_token: int
+    """Bytes that a rank contributes per token to the anchor's pass, once for each batch."""
+
+    update_sends_per_token: int | None
+    """Bytes that a rank contributes per token to the passes of an update, forward and backward."""
+
+    sends_per_step: int | None
+    """Bytes that a rank contributes per step, with the anchor's pass spread over the updates of a batch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the cost as plain data."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def region_costs(recipe: Recipe, layout: Layout, shape: Shape) -> list[RegionCost]:
+    """Returns the cost of the recipe's region, and of one region of each kind."""
+    known = recipe.region in COMPARED.values()
+    regions = [*([] if known else [(recipe.region.kind, recipe.region)]), *COMPARED.items()]
+    return [
+        region_cost(replace(recipe, region=region), name, layout, shape, chosen=region == recipe.region)
+        for name, region in regions
+    ]
+
+
+def region_cost(recipe: Recipe, name: str, layout: Layout, shape: Shape, *, chosen: bool) -> RegionCost:
+    """Returns the cost of the recipe's region, under a name."""
+    needs, schedule = recipe.region.needs(), recipe.schedule
+    replicas = layout.replicas(recipe.engine.ranks)
+    step_tokens = schedule.sequences_per_step * schedule.max_completion_tokens // replicas
+    batch_tokens = step_tokens * (schedule.prompts_per_batch // schedule.prompts_per_step)
+    per_token = roles(recipe, shape.hidden_size).record_bytes
+    anchor, update = _sent(needs, layout, shape.hidden_size)
+    # Ranks that share a sequence send only their part of it, but each of them keeps the records of all of it.
+    sent = None if update is None else update * step_tokens + anchor * batch_tokens // schedule.updates_per_batch
+    return RegionCost(
+        region=name,
+        chosen=chosen,
+        record_bytes_per_token=per_token,
+        record_bytes=None if per_token is None else per_token * batch_tokens,
+        vocabulary_pass_bytes=vocabulary_pass(recipe, layout, shape),
+        output_layer_copy_bytes=_head(layout, shape, BYTES[recipe.model.dtype]) if needs.full else 0,
+        anchor_sends_per_token=anchor,
+        update_sends_per_token=update,
+        sends_per_step=None if sent is None else sent // layout.sequence_ranks,
+    )
+
+
+def micro_batch_tokens(recipe: Recipe, layout: Layout) -> int:
+    """Returns the largest number of tokens, prompts included, that a rank holds in one forward pass."""
+    length = recipe.schedule.max_prompt_tokens + recipe.schedule.max_completion_tokens
+    sequences = recipe.schedule.sequences_per_step // layout.replicas(recipe.engine.ranks)
+    if recipe.engine.micro_batch is not None:
+        return -(-recipe.engine.micro_batch * length // layout.sequence_ranks)
+    largest = engine_settings(recipe).get(MAX_TOKENS, DYNAMIC_TOKENS[recipe.engine.device])
+    return min(-(-sequences * length // layout.sequence_ranks), largest)
+
+
+def vocabulary_pass(recipe: Recipe, layout: Layout, shape: Shape) -> int | None:
+    """Returns the bytes that one pass over the vocabulary holds; 0 if the region uses verl's own log-probs."""
+    needs = recipe.region.needs()
+    if not (needs.topk or needs.full):
+        return 0
+    width, tokens = BYTES[recipe.model.dtype], micro_batch_tokens(recipe, layout)
+    head, columns = _head(layout, shape, width), words(layout, shape)
+    if head is None or columns is None or shape.hidden_size is None:
+        return None
+    narrow = width if width < 4 else 0  # the gradient is summed in float32, and then rounded
+    per_token = (4 + narrow) * shape.hidden_size + BYTES_PER_ID * needs.topk
+    tile = min(tokens, TILE_ROWS) * min(columns, TILE_COLUMNS) * width * (2 if needs.full else 1)
+    sums = 4 * min(columns, TILE_COLUMNS) * shape.hidden_size if tokens > TILE_ROWS else 0
+    return head + tokens * per_token + tile + sums
+
+
+def words(layout: Layout, shape: Shape) -> int | None:
+    """Returns the number of vocabulary ids on a rank of the last stage, without Megatron's padding."""
+    return None if shape.vocab_size is None else -(-shape.vocab_size // layout.tensor_parallel)
+
+
+def _head(layout: Layout, shape: Shape, width: int) -> int | None:
+    rows = words(layout, shape)
+    return None if rows is None or shape.hidden_size is None else rows * shape.hidden_size * width
+
+
+def _sent(needs: Needs, layout: Layout, hidden: int | None) -> tuple[int, int | None]:
+    """Returns the bytes per token that a rank contributes to the anchor's pass and to an update."""
+    if layout.tensor_parallel == 1 or not (needs.topk or needs.full):
+        return 0, 0
+    anchor = 4 * 3 + 12 * needs.topk if needs.anchor == "proximal" else 0
+    own = needs.topk if needs.own_topk == "fill" else 0
+    forward = 4 * (needs.topk + 3) + 12 * own + (8 if needs.full else 0)
+    if not layout.sums_hidden_gradient:
+        return anchor, forward
+    return anchor, None if hidden is None else forward + 4 * hidden

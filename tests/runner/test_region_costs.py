@@ -1,0 +1,205 @@
+"""Costs of regions under verl's layouts, against formulas by hand and against what the vocabulary pass sends."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import trustrl
+from support.recipes import SHIPPED, small
+from trustrl.core.token_logprobs import AnchorStates, VocabShard, token_logprobs
+from trustrl.kernels import chunked_pass, vocab_parallel
+from trustrl.runner import region_costs as costs
+from trustrl.runner.layout import Layout
+from trustrl.runner.model_shape import shape_of
+from trustrl.runner.plan import plan, text
+from trustrl.runner.plan_memory import memory
+from trustrl.runner.recipe import load
+
+(MOE,) = (file for file in SHIPPED if file.stem == "qwen3-moe-megatron")
+V, D, TOKENS = 151_936, 2048, 64 * 16 * 16_384
+"""Vocabulary, hidden size, and completion tokens of a step of the recipe, of which a batch has two."""
+
+REGIONS = {
+    "sampled token": trustrl.preset("dppo-binary-tv"),
+    "Top-K on the sampler": trustrl.preset("dppo-topk-tv"),
+    "TROLL": trustrl.preset("troll"),
+    "TROLL that fills": trustrl.preset("troll", rest="fill"),
+    "exact": trustrl.preset("dppo-full-tv", anchor="proximal"),
+}
+
+
+def cost(region, layout=None, *overrides, file=MOE):
+    recipe = replace(load(file, overrides), region=REGIONS.get(region, region))
+    layout = layout or recipe.layout
+    return costs.region_cost(recipe, "it", layout, shape_of(recipe.model), chosen=True)
+
+
+def memory_of(region, *overrides, file=MOE):
+    recipe = replace(load(file, overrides), region=REGIONS[region])
+    return memory(recipe, shape_of(recipe.model), recipe.layout)
+
+
+@pytest.mark.parametrize(
+    ("region", "kept", "anchor", "update"),
+    [
+        ("sampled token", 0, 0, 0),
+        ("Top-K on the sampler", 8 * 20, 0, 4 * 23),
+        ("TROLL", 8 * 64 + 8, 12 + 12 * 64, 4 * 67),
+        ("TROLL that fills", 8 * 64 + 8, 12 + 12 * 64, 4 * 67 + 12 * 64),
+        ("exact", 2 * D + 8, 12, 12 + 8),
+    ],
+)
+def test_the_formulas_of_each_kind_of_region(region, kept, anchor, update):
+    found = cost(region)
+    assert found.record_bytes_per_token == kept
+    assert found.record_bytes == kept * 2 * TOKENS // 2, "of a batch, on each rank of one of two replicas"
+    assert (found.anchor_sends_per_token, found.update_sends_per_token) == (anchor, update)
+    assert found.sends_per_step == (anchor + update) * TOKENS // 2 // 2, "two replicas, and two ranks share a sequence"
+
+
+class Wire:
+    """Counts what a rank contributes to collectives, as the only rank of its group."""
+
+    def __init__(self, monkeypatch):
+        self.bytes = 0
+        monkeypatch.setattr(vocab_parallel, "_all_gather", lambda x, group: self.count(x).unsqueeze(0))
+        monkeypatch.setattr(vocab_parallel.dist, "all_reduce", lambda x, group: self.count(x))
+        monkeypatch.setattr(vocab_parallel.dist, "get_rank", lambda group: 0)
+
+    def count(self, x):
+        self.bytes += x.numel() * x.element_size()
+        return x
+
+    def take(self):
+        found, self.bytes = self.bytes, 0
+        return found
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["sequence parallelism", "without it"])
+@pytest.mark.parametrize("region", [one for one in REGIONS if one != "sampled token"])
+def test_a_pass_sends_what_the_plan_says(region, sums, monkeypatch):
+    tokens, size, words = 3, 16, 200
+    needs, wire = REGIONS[region].needs(), Wire(monkeypatch)
+    torch.manual_seed(0)
+    hidden, head = torch.randn(tokens, size), torch.randn(words, size)
+    ids, shard = torch.randint(words, (tokens,)), VocabShard(None, 0, reduce_hidden_gradient=sums)
+    layout = Layout(strategy="megatron", tensor_parallel=2, sequence_parallel=not sums)
+    planned = cost(region, layout, f"model.hidden_size={size}")
+    with torch.no_grad():
+        recorded = token_logprobs(hidden, head, ids, top_k=needs.topk, shard=shard)
+    sent = wire.take()
+    if needs.anchor == "proximal":  # the sampler records its own
+        assert sent == tokens * planned.anchor_sends_per_token
+    out = token_logprobs(
+        hidden.requires_grad_(), head.requires_grad_(), ids, shard=shard, entropy="detached",
+        gather_ids=recorded.topk.ids if needs.topk else None, top_k=needs.topk if needs.own_topk == "fill" else 0,
+        against=AnchorStates(hidden.detach(), head.detach(), None, recorded.logsumexp) if needs.full else None,
+    )  # fmt: skip
+    out.logp.sum().backward()
+    assert wire.take() == tokens * planned.update_sends_per_token
+
+
+def test_without_tensor_parallelism_nothing_is_sent():
+    for region in REGIONS:
+        found = cost(region, Layout(strategy="fsdp2", ulysses_parallel=4))
+        assert (found.anchor_sends_per_token, found.update_sends_per_token, found.sends_per_step) == (0, 0, 0)
+
+
+def test_a_pass_holds_the_shard_s_gradient_and_tiles():
+    assert (costs.TILE_ROWS, costs.TILE_COLUMNS) == (chunked_pass.BLOCK_ROWS, chunked_pass.BLOCK_VOCAB)
+    shard, tile, sums = 2 * V // 4 * D, 2 * 1024 * 4096, 4 * 4096 * D
+    tokens = 16_384  # what verl puts into a micro-batch of one rank
+    assert cost("sampled token").vocabulary_pass_bytes == 0
+    assert cost("TROLL").vocabulary_pass_bytes == shard + tokens * (6 * D + 31 * 64) + tile + sums
+    assert cost("exact").vocabulary_pass_bytes == shard + tokens * 6 * D + 2 * tile + sums
+    assert cost("exact").output_layer_copy_bytes == shard
+    assert cost("TROLL").output_layer_copy_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        pytest.param([], 16_384, id="verl's own limit"),
+        pytest.param(["engine.settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000"], 9000, id="another limit"),
+        pytest.param(["engine.micro_batch=1"], (1024 + 16_384) // 2, id="one sequence, shared by two ranks"),
+        pytest.param(["schedule.max_completion_tokens=26"], 16_384, id="many short sequences"),
+        pytest.param(
+            ["schedule.max_completion_tokens=26", "schedule.max_prompt_tokens=4", "schedule.prompts_per_step=2"],
+            2 * 16 * 30 // 2 // 2, id="a step that is one micro-batch",
+        ),
+    ],
+)  # fmt: skip
+def test_the_tokens_of_a_micro_batch_on_a_rank(overrides, tokens):
+    recipe = load(MOE, overrides)
+    assert costs.micro_batch_tokens(recipe, recipe.layout) == tokens
+
+
+def test_megatron_splits_experts_and_other_weights_differently():
+    found = memory_of("TROLL")
+    experts, total = 28_991_029_248, 30_532_122_624
+    on_rank = round(((total - experts) / 4 + experts / 8) / 2)
+    assert found["weights"] == 2 * on_rank
+    assert found["gradients"] == 4 * on_rank
+    assert found["adam"] == 12 * total / 32
+    assert found["vocabulary_pass"] == cost("TROLL").vocabulary_pass_bytes
+    assert found["total"] == sum(value for name, value in found.items() if name != "total")
+
+
+def test_an_unknown_share_of_experts_is_said_and_not_guessed():
+    recipe = load(MOE)
+    recipe = replace(recipe, model=replace(recipe.model, expert_parameters=None))
+    assert memory(recipe, shape_of(recipe.model), recipe.layout)["weights"] is None
+    dense = replace(recipe.layout, expert_parallel=1, expert_tensor_parallel=None)
+    assert memory(recipe, shape_of(recipe.model), dense)["weights"] == 2 * 30_532_122_624 // 8
+
+
+def test_megatron_s_logits_are_a_lower_bound_and_fsdp_s_were_measured():
+    found = memory_of("sampled token")
+    assert found["logits_at_least"] == 4 * 16_384 * V // 4
+    assert "logits" not in found
+    on_fsdp = [
+        "layout.strategy=fsdp2", "layout.ulysses_parallel=2", "engine.micro_batch=1", "schedule.max_prompt_tokens=8",
+        "schedule.max_completion_tokens=2040",
+    ]  # fmt: skip
+    (file,) = (one for one in SHIPPED if one.stem == "qwen3-8gpu")
+    assert memory_of("sampled token", *on_fsdp, file=file)["logits"] == pytest.approx(2724e6, rel=0.01)
+    assert "vocabulary_pass" not in memory_of("sampled token", *on_fsdp, file=file)
+
+
+def test_ranks_that_share_a_sequence_keep_all_of_its_records():
+    alone, shared = (cost("TROLL", Layout(strategy="fsdp2", ulysses_parallel=size)) for size in (1, 4))
+    assert shared.record_bytes == 4 * alone.record_bytes
+    assert shared.record_bytes_per_token == alone.record_bytes_per_token
+
+
+def test_a_plan_compares_the_recipe_s_region_with_one_of_each_kind():
+    made = plan(load(MOE))
+    assert [(one.region, one.chosen) for one in made.region_costs] == [
+        ("dppo-binary-tv", True), ("dppo-topk-tv", False), ("troll", False), ("dppo-full-tv, proximal", False),
+    ]  # fmt: skip
+    assert made.counts["replicas"] == 2
+    assert json.loads(json.dumps(made.to_dict(), default=str))["layout"]["tensor_parallel"] == 4
+    said = text(made)
+    assert "on each rank of the last stage" in said
+    assert "tensor parallel         4" in said
+    names = {"dppo-topk-tv": "Top-K on the sampler", "troll": "TROLL", "dppo-full-tv, proximal": "exact"}
+    for one in made.region_costs[1:]:
+        assert one == replace(cost(names[one.region]), region=one.region, chosen=False)
+
+
+def test_another_setting_of_a_compared_region_is_listed_first():
+    overrides = ["engine.name=verl", "region.preset=troll", "region.k=32"]
+    made = plan(small(*overrides))
+    assert [one.region for one in made.region_costs] == ["troll", *costs.COMPARED]
+    assert [one.chosen for one in made.region_costs] == [True, False, False, False, False]
+    assert [one.record_bytes_per_token for one in made.region_costs[::3]] == [8 * 32 + 8, 8 * 64 + 8]
+    assert "troll (this recipe)" in text(made)
+
+
+def test_trl_has_no_layout():
+    made = plan(small())
+    assert (made.layout, made.region_costs) == (None, [])
+    assert "Layout" not in text(made)
+    assert "costs of regions" not in text(made)
