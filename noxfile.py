@@ -166,6 +166,14 @@ def verl_long(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def verl_veomni(session: nox.Session) -> None:
+    """Tests every kind of region on verl's VeOmni engine. Not in CI: each of five tests starts two ranks anew."""
+    install_engine(session, "verl")
+    session.install("--no-deps", "-r", "environments/verl-veomni.txt")
+    session.run("pytest", "tests/engines/verl_veomni", *session.posargs)
+
+
+@nox.session(python="3.11")
 def verl_pins(session: nox.Session) -> None:
     """Tests verl at its own pins, `verl[cpu]==0.9.1` with torch 2.11. Not in CI: it needs 6 GB for CUDA packages."""
     install_engine(session, "verl-pins", torch="torch==2.11.0")
