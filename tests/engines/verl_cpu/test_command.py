@@ -146,8 +146,10 @@ def test_an_installed_trustrl_does_not_bring_verls_packages_along(monkeypatch, t
     assert vllm_server.source_root() == ""
 
 
-def test_a_sampler_on_the_cpu_refuses_to_return_its_routing():
+def test_the_transformers_sampler_refuses_to_return_its_routing():
     replica = object.__new__(TransformersReplica)
     replica.config = SimpleNamespace(enable_rollout_routing_replay=True)
-    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay must be False with a sampler on the CPU"):
+    with pytest.raises(
+        ConfigError, match=r"enable_rollout_routing_replay must be False with rollout.name=transformers_cpu"
+    ):
         asyncio.run(replica.launch_servers())

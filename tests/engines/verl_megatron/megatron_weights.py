@@ -61,8 +61,8 @@ def main(folder, out, how):
     worker = training_worker(folder, **how)
     exported = {name: weight.detach().clone() for name, weight in worker.engine.get_per_tensor_param()[0]}
     logp = log_probs(worker, torch.load(f"{out}-sequences"))
-    names = {name for module in worker.engine.module for name, _ in module.named_parameters()}
-    torch.save({"weights": exported, "logp": logp, "names": names}, f"{out}-{os.environ['RANK']}")
+    vocabulary = worker.engine.bridge.padded_vocab_size
+    torch.save({"weights": exported, "logp": logp, "vocabulary": vocabulary}, f"{out}-{os.environ['RANK']}")
     dist.barrier()
     dist.destroy_process_group()
 

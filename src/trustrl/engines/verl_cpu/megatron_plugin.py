@@ -79,7 +79,8 @@ def install_precision() -> None:
 check_machine()
 # Megatron sets it on a GPU and raises without it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Megatron compiles small functions for a GPU. Its modules are imported before this one, too early for a variable.
+torch.compiler.set_stance("force_eager")
 megatron_device.install()
 megatron_layers.install()
 megatron_weights.install()
