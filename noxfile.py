@@ -174,7 +174,7 @@ def verl_megatron(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def verl_megatron_long(session: nox.Session) -> None:
-    """Tests long runs on verl's Megatron engine. Not in CI. Run `nox -s trl_vllm` first: it makes vLLM's environment."""
+    """Tests long runs on verl's Megatron engine. Not in CI. Run `nox -s trl_vllm` first, as for `verl_long`."""
     install_megatron(session)
     session.run("pytest", *VERL_MEGATRON, "-m", "long", *session.posargs)
 

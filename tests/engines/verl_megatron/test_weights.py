@@ -34,7 +34,9 @@ SETUPS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, id=name, marks=pytest.mark.xdist_group(name)) for name in SETUPS]
+)
 def run(request, tmp_path_factory):
     """The model's folder and all that the ranks found; every weight, norms too, is different from every other."""
     ranks, model, how = SETUPS[request.param]

@@ -225,8 +225,8 @@ def _answer(output: Any, *, routing: bool) -> Answer:
     rows = len(output.prompt_token_ids) + len(tokens) - 1
     if routing and (experts is None or len(experts) != rows):
         raise EngineError(
-            f"vLLM must return the experts of {rows} tokens, got {'none' if experts is None else len(experts)}. Install "
-            "a vllm version listed in trustrl's documentation, or set enable_rollout_routing_replay=False."
+            f"vLLM must return the experts of {rows} tokens, got {0 if experts is None else len(experts)}. Install a "
+            "vllm version listed in trustrl's documentation, or set enable_rollout_routing_replay=False."
         )
     logps = record.table()[1][:, 0].tolist()
     return Answer(tokens, logps, dict(recorded_fields(record)), routed_experts=experts)
