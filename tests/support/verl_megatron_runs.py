@@ -29,7 +29,7 @@ def prepare(folder, *, experts=0):
     verl_dataset.main(["arithmetic", str(folder / "held_out.parquet"), "--split", "held_out", "--count", "8"])
 
 
-def trained(folder, settings, seconds=900):
+def trained(folder, settings, seconds=900, **environment):
     """Trains in a prepared folder, or goes on there; returns the metrics of each step and what was said."""
     log = folder / "metrics.jsonl"
     log.unlink(missing_ok=True)
@@ -38,8 +38,8 @@ def trained(folder, settings, seconds=900):
         f"data.val_files={folder / 'held_out.parquet'}", f"actor_rollout_ref.model.path={folder / 'model'}",
         f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder / 'hydra'}", *settings,
     ]  # fmt: skip
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(log)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    given = os.environ | {"HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(log)} | environment
+    process = subprocess.Popen(command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         said, _ = process.communicate(timeout=seconds)
     finally:

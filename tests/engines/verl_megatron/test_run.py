@@ -10,6 +10,7 @@ pytest.importorskip("pyarrow")
 
 from safetensors.torch import load_file
 
+from support.rendezvous import python_path
 from support.verl_megatron_runs import ACTOR, REPLAY, ROLLOUT, prepare, trained
 from trustrl.engines.verl_cpu.vllm_server import VARIABLE
 
@@ -85,3 +86,16 @@ def test_twenty_steps_raise_the_reward_and_leave_no_gap(tmp_path):
     rewards = [row["data"]["critic/score/mean"] for row in rows]
     print("rewards", rewards, "largest gap", max(row["data"]["trustrl/gap_max"] for row in rows))
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+
+
+@pytest.mark.long
+def test_the_trainer_takes_other_routes_if_it_is_given_others(tmp_path):
+    """In float32 both sides choose the same experts, so a ratio of 1 alone does not show that anything is replayed."""
+    prepare(tmp_path, experts=4)
+    unchecked = [
+        f"{ACTOR}.policy_loss._target_=trustrl.engines.verl.RegionLossConfig",
+        f"+{ACTOR}.policy_loss.startup_checks=False", "trainer.total_training_steps=1",
+    ]  # fmt: skip
+    loaded = {"VERL_USE_EXTERNAL_MODULES": "support.verl_other_routes", "PYTHONPATH": python_path()}
+    rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, *unchecked], seconds=1800, **loaded)
+    assert rows[0]["data"]["trustrl/gap_abs_mean"] > 0.1
