@@ -12,8 +12,8 @@ nox.needs_version = ">=2026.1"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = [
-    "lint", "tests", "compiled", "real_model", "trl", "trl_vllm", "verl", "skyrl", "report", "docs",
-    "package", "pins",
+    "lint", "tests", "compiled", "real_model", "trl", "trl_vllm", "verl", "verl_megatron", "skyrl", "report",
+    "docs", "package", "pins",
 ]  # fmt: skip
 
 TORCH = "torch==2.13.0"
@@ -174,6 +174,30 @@ def verl_veomni(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def verl_megatron(session: nox.Session) -> None:
+    """Tests regions in verl's Megatron engine on the CPU: its worker on gloo, and `main_ppo` on Ray with vLLM."""
+    install_megatron(session)
+    session.run("pytest", *VERL_MEGATRON, "-m", "not long", *session.posargs)
+
+
+@nox.session(python="3.11")
+def verl_megatron_long(session: nox.Session) -> None:
+    """Tests long runs on verl's Megatron engine. Not in CI. Run `nox -s trl_vllm` first, as for `verl_long`."""
+    install_megatron(session)
+    session.run("pytest", *VERL_MEGATRON, "-m", "long", *session.posargs)
+
+
+VERL_MEGATRON = ("-n", "2", "--dist", "loadgroup", "tests/engines/verl_megatron")
+
+
+def install_megatron(session: nox.Session) -> None:
+    """Installs verl's environment with Megatron on top, and names vLLM's environment if it exists."""
+    install_engine(session, "verl")
+    session.install("--no-deps", "-r", "environments/verl-megatron.txt")
+    name_vllm(session)
+
+
+@nox.session(python="3.11")
 def verl_pins(session: nox.Session) -> None:
     """Tests verl at its own pins, `verl[cpu]==0.9.1` with torch 2.11. Not in CI: it needs 6 GB for CUDA packages."""
     install_engine(session, "verl-pins", torch="torch==2.11.0")
@@ -185,13 +209,18 @@ VERL = ("tests/engines/verl", "tests/engines/verl_cpu")
 
 def test_verl(session: nox.Session, *chosen: str) -> None:
     """Runs the tests of the verl adapter in an environment that has verl."""
-    vllm = Path(session.virtualenv.location).parent / "trl_vllm" / "bin" / "python"
-    if vllm.exists():  # vLLM needs another transformers than verl: its server runs in the environment made before
-        session.env["TRUSTRL_VLLM_PYTHON"] = str(vllm)
+    name_vllm(session)
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
     on_ray = "tests/tools/audit/test_mapreduce.py"  # audits through Ray Data, which no other environment has
     # Each run is trained once for all tests of its file.
     session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, on_ray, guide, *chosen, *session.posargs)
+
+
+def name_vllm(session: nox.Session) -> None:
+    """Sets the Python of vLLM's server, which needs another transformers than verl, if `trl_vllm` has installed it."""
+    vllm = Path(session.virtualenv.location).parent / "trl_vllm" / "bin" / "python"
+    if vllm.exists():
+        session.env["TRUSTRL_VLLM_PYTHON"] = str(vllm)
 
 
 @nox.session(python="3.11")

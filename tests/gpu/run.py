@@ -20,7 +20,8 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
-from support.megatron_layouts import CONTROLS, LAYOUTS, PLUGIN, TOLERANCE, Layout
+from support.megatron_layouts import CONTROLS, LAYOUTS, TOLERANCE, Layout
+from support.verl_launch import ON_MEGATRON
 
 SCRIPT = TESTS / "engines" / "verl_megatron" / "verl_megatron.py"
 BFLOAT16_TOLERANCE = 0.05
@@ -38,10 +39,9 @@ def settings_of(layout: Layout, cpu: bool) -> dict:
 
 def environment(cpu: bool) -> dict:
     more = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]), "HF_HUB_OFFLINE": "1"}
-    modules = ["trustrl.engines.verl"]
     if cpu:
         more |= {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        modules = ["trustrl.engines.verl_cpu.plugin", PLUGIN, *modules]
+    modules = ON_MEGATRON if cpu else ("trustrl.engines.verl",)
     return os.environ | more | {"VERL_USE_EXTERNAL_MODULES": ",".join(modules)}
 
 

@@ -2,9 +2,6 @@
 
 from typing import Any, NamedTuple
 
-PLUGIN = "trustrl.engines.verl_cpu.megatron_plugin"
-"""The module that makes Megatron run on a CPU."""
-
 
 class Layout(NamedTuple):
     ranks: int

@@ -14,19 +14,21 @@ VOCABULARY = 500  # no multiple of 64: vLLM pads embedding and head
 LONGEST = 256
 
 
-def save_model(path, *, tied, experts=0, seed=0):
+def save_model(path, *, tied, experts=0, seed=0, **shape):
     """A Qwen3 with head_dim 32 and weights large enough that its distributions are far from uniform.
 
-    With `experts`, every layer is a mixture of them and a token goes to two.
+    With `experts`, every layer is a mixture of them and a token goes to two. `shape` is settings that differ.
     """
     torch.manual_seed(seed)
     make, kind = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
     mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    config = make(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=LONGEST, tie_word_embeddings=tied,
-        initializer_range=0.3, bos_token_id=None, eos_token_id=1, pad_token_id=0, **mixture if experts else {},
-    )  # fmt: skip
+    usual = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": LONGEST,
+        "tie_word_embeddings": tied, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 1,
+        "pad_token_id": 0, **(mixture if experts else {}),
+    }  # fmt: skip
+    config = make(**usual | shape)
     kind(config).save_pretrained(path)
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(path)

@@ -5,15 +5,16 @@ import sys
 
 from support.rendezvous import TESTS, own_environment, python_path
 
-SCRIPTS = TESTS / "engines"
+ENGINES = TESTS / "engines"
+LOADED = ("trustrl.engines.verl_cpu.plugin", "trustrl.engines.verl")
+ON_MEGATRON = ("trustrl.engines.verl_cpu.plugin", "trustrl.engines.verl_cpu.megatron_plugin", "trustrl.engines.verl")
 
 
-def on_ranks(script, ranks, *arguments, folder="verl", plugins=()):
+def on_ranks(script, ranks, *arguments, folder="verl", modules=LOADED):
     """Runs a script of tests/engines/verl, or another folder, on so many ranks; returns what it printed."""
-    modules = ["trustrl.engines.verl_cpu.plugin", *plugins, "trustrl.engines.verl"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
     done = subprocess.run(
-        [*map(str, [*launcher, SCRIPTS / folder / script, *arguments])],
+        [*map(str, [*launcher, ENGINES / folder / script, *arguments])],
         env=own_environment(
             VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES=",".join(modules),
             OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="",

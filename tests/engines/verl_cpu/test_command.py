@@ -13,9 +13,9 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 
 from trustrl.engines.verl import check_settings
-from trustrl.engines.verl_cpu import vllm_server
+from trustrl.engines.verl_cpu import __main__ as command, vllm_server
 from trustrl.engines.verl_cpu.__main__ import main
-from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS, with_defaults
+from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, ENVIRONMENT, PLAIN_PROMPTS, with_defaults
 from trustrl.engines.verl_cpu.replicas import TransformersReplica
 from trustrl.errors import ConfigError
 from trustrl.world.verl_dataset import PLAIN_CHAT
@@ -43,6 +43,40 @@ def test_verl_knows_every_default_and_a_region_goes_with_them():
     for engine in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
         assert engine.strategy == "fsdp2"
     assert config.ray_kwargs.ray_init.include_dashboard is False
+
+
+@pytest.mark.parametrize("choice", ["actor_rollout_ref.actor.strategy=megatron", "model_engine=megatron"])
+def test_megatron_has_defaults_of_its_own_that_verl_knows(choice):
+    config = composed(choice, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2")
+    check_settings(config)
+    for engine in (config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic):
+        assert (engine.strategy, engine.megatron.dtype, engine.megatron.vanilla_mbridge) == (
+            "megatron",
+            "float32",
+            True,
+        )
+    assert config.actor_rollout_ref.ref.megatron.tensor_model_parallel_size == 2
+    assert config.trainer.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "plugins"),
+    [
+        ([], ["trustrl.engines.verl_cpu.plugin"]),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron"],
+            ["trustrl.engines.verl_cpu.plugin", "trustrl.engines.verl_cpu.megatron_plugin"],
+        ),
+    ],
+)
+def test_a_run_loads_megatrons_plugin_only_if_it_trains_on_megatron(given, plugins, monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "another")
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "x")  # so that what the command sets goes away with the test
+    monkeypatch.setattr(sys, "argv", ["verl_cpu"])
+    monkeypatch.setattr(command, "import_module", lambda _: SimpleNamespace(main=lambda: None))
+    main(["actor_rollout_ref.rollout.name=transformers_cpu", *given])
+    assert os.environ["VERL_USE_EXTERNAL_MODULES"].split(",") == [*plugins, "another"]
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -146,8 +180,10 @@ def test_an_installed_trustrl_does_not_bring_verls_packages_along(monkeypatch, t
     assert vllm_server.source_root() == ""
 
 
-def test_a_sampler_on_the_cpu_refuses_to_return_its_routing():
+def test_the_transformers_sampler_refuses_to_return_its_routing():
     replica = object.__new__(TransformersReplica)
     replica.config = SimpleNamespace(enable_rollout_routing_replay=True)
-    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay must be False with a sampler on the CPU"):
+    with pytest.raises(
+        ConfigError, match=r"enable_rollout_routing_replay must be False with rollout.name=transformers_cpu"
+    ):
         asyncio.run(replica.launch_servers())

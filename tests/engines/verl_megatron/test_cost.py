@@ -8,13 +8,12 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("megatron.core")
 
-from support.megatron_layouts import PLUGIN
 from support.regions_oracle import K
-from support.verl_launch import on_ranks
+from support.verl_launch import ON_MEGATRON, on_ranks
 
 
 def printed(script, *arguments):
-    said = on_ranks(script, 2, *arguments, folder="verl_megatron", plugins=[PLUGIN])
+    said = on_ranks(script, 2, *arguments, folder="verl_megatron", modules=ON_MEGATRON)
     return json.loads(said.splitlines()[-1])
 
 

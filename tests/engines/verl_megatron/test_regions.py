@@ -8,13 +8,13 @@ pytest.importorskip("verl")
 pytest.importorskip("megatron.core")
 
 from support import regions_oracle as oracle
-from support.megatron_layouts import CONTROLS, LAYOUTS, PLUGIN, TOLERANCE
-from support.verl_launch import on_ranks
+from support.megatron_layouts import CONTROLS, LAYOUTS, TOLERANCE
+from support.verl_launch import ON_MEGATRON, on_ranks
 
 
 def run(folder, layout, **more):
     arguments = folder / "found.json", json.dumps(layout.settings | more)
-    on_ranks("verl_megatron.py", layout.ranks, *arguments, folder="verl_megatron", plugins=[PLUGIN])
+    on_ranks("verl_megatron.py", layout.ranks, *arguments, folder="verl_megatron", modules=ON_MEGATRON)
     return json.loads((folder / "found.json").read_text())
 
 

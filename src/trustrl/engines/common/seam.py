@@ -56,7 +56,9 @@ def require_version(package: str, oldest: tuple[int, ...], reason: str) -> None:
         )
 
 
-def require_parameters(owner: Any, name: str, expected: tuple[str, ...], *, more: bool = False) -> None:
+def require_parameters(
+    owner: Any, name: str, expected: tuple[str, ...], *, more: bool = False, package: str | None = None
+) -> None:
     """Raises if a function's parameters differ from those that the adapter was written for.
 
     Args:
@@ -64,16 +66,17 @@ def require_parameters(owner: Any, name: str, expected: tuple[str, ...], *, more
         name: The function's name.
         expected: The expected parameters.
         more: Whether further parameters may follow them.
+        package: The distribution's name, if it differs from the name of the imported package.
 
     Raises:
         EngineError: If the function is missing or takes different parameters.
     """
-    package = getattr(owner, "__module__", owner.__name__).split(".")[0]
+    installed = package or getattr(owner, "__module__", owner.__name__).split(".")[0]
     where = f"{owner.__name__}.{name}"
     method = getattr(owner, name, None)
     advice = (
-        f"This adapter was written for a different version of {package} than the installed "
-        f"{metadata.version(package)}. Install a version listed in trustrl's documentation, or call "
+        f"This adapter was written for a different version of {installed} than the installed "
+        f"{metadata.version(installed)}. Install a version listed in trustrl's documentation, or call "
         "`trustrl.policy_loss` from your own trainer."
     )
     if method is None:

@@ -5,7 +5,14 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from trustrl.engines.verl_cpu.cpu_defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
+from trustrl.engines.verl_cpu.cpu_defaults import (
+    ENVIRONMENT,
+    MEGATRON_PLUGIN,
+    PLAIN_PROMPTS,
+    PLUGIN,
+    chooses_megatron,
+    with_defaults,
+)
 
 PLAIN = "--plain-prompts"
 EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
@@ -20,6 +27,7 @@ Run verl's main_ppo without a GPU. Accepts all of main_ppo's settings, with defa
   actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv
   trainer.total_training_steps=30
   trainer.n_gpus_per_node=2                      ranks (1)
+  actor_rollout_ref.actor.strategy=megatron      Megatron instead of FSDP2, with environments/verl-megatron.txt
   --plain-prompts                                no chat template, for a model without one
 
 `python -m trustrl.world.verl_dataset` writes data files. --defaults prints every default.
@@ -45,8 +53,10 @@ def main(arguments: Sequence[str]) -> None:
         import_module("trustrl.engines.verl_cpu.vllm_server").python_of(given[-1] if given else None)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    others = [name for name in os.environ.get(EXTERNAL, "").split(",") if name and name != PLUGIN]
-    os.environ[EXTERNAL] = ",".join([PLUGIN, *others])  # first, so that the platform is registered before it is used
+    # First, so that the platform is registered before it is used.
+    plugins = [PLUGIN, MEGATRON_PLUGIN] if chooses_megatron(complete) else [PLUGIN]
+    others = [name for name in os.environ.get(EXTERNAL, "").split(",") if name and name not in plugins]
+    os.environ[EXTERNAL] = ",".join([*plugins, *others])
     sys.argv[1:] = complete
     import_module("trustrl.engines.verl.__main__").main()
 

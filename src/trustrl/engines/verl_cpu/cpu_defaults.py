@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from trustrl.world.verl_dataset import PLAIN_CHAT, REWARD
 
 PLUGIN = "trustrl.engines.verl_cpu.plugin"
+MEGATRON_PLUGIN = "trustrl.engines.verl_cpu.megatron_plugin"
 RAY_ENGINE = "trustrl.engines.verl_cpu.ray_checkpoint_engine"
 
 ENVIRONMENT = {
@@ -28,6 +29,22 @@ _ENGINE_CONFIGS = {
     "critic": "fsdp",
 }
 _FP32 = "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}"
+_FSDP = {
+    **{f"{engine}.strategy": "fsdp2" for engine in _ENGINES},
+    **{f"{engine}.{config}.use_torch_compile": "False" for engine, config in _ENGINE_CONFIGS.items()},
+    **{f"+{engine}.{config}.mixed_precision": _FP32 for engine, config in _ENGINE_CONFIGS.items()},
+    "actor_rollout_ref.model.use_remove_padding": "False",
+    "critic.model.use_remove_padding": "False",
+}
+
+_MEGATRON = {
+    # verl's group of settings for Megatron, for the actor, the reference and the critic.
+    "model_engine": "megatron",
+    **{f"{engine}.megatron.dtype": "float32" for engine in _ENGINES},
+    # verl's other bridge builds transformer-engine's layers only.
+    **{f"{engine}.megatron.vanilla_mbridge": "True" for engine in _ENGINES},
+}
+_CHOOSES_MEGATRON = {"model_engine": "megatron", "actor_rollout_ref.actor.strategy": "megatron"}
 
 _REPLAY = {
     "trainer.v1.sampler.custom_sampler.path": f"pkg://{PLUGIN}",
@@ -61,15 +78,11 @@ DEFAULTS: dict[str, str] = {
     "+ray_kwargs.ray_init.include_dashboard": "False",
     "+ray_kwargs.ray_init.object_store_memory": "268435456",
     # No kernels for GPUs, and no half precision, which a CPU emulates.
-    **{f"{engine}.strategy": "fsdp2" for engine in _ENGINES},
-    **{f"{engine}.{config}.use_torch_compile": "False" for engine, config in _ENGINE_CONFIGS.items()},
-    **{f"+{engine}.{config}.mixed_precision": _FP32 for engine, config in _ENGINE_CONFIGS.items()},
+    **_FSDP,
     "actor_rollout_ref.actor.use_torch_compile": "False",
     "actor_rollout_ref.ref.use_torch_compile": "False",
-    "actor_rollout_ref.model.use_remove_padding": "False",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "False",
     "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
-    "critic.model.use_remove_padding": "False",
     "critic.model.enable_gradient_checkpointing": "False",
     "+critic.model.override_config.attn_implementation": "eager",
     "actor_rollout_ref.rollout.dtype": "float32",
@@ -97,7 +110,16 @@ DEFAULTS: dict[str, str] = {
     "trainer.val_before_train": "False",
     "trainer.resume_mode": "disable",
 }
-"""Settings and their values; a plus marks keys that verl's configuration does not have."""
+"""Settings and their values on FSDP; a plus marks keys that verl's configuration does not have."""
+
+ON_MEGATRON: dict[str, str] = _MEGATRON | {key: value for key, value in DEFAULTS.items() if key not in _FSDP}
+"""The same on Megatron."""
+
+
+def chooses_megatron(given: Sequence[str]) -> bool:
+    """Returns whether the user's arguments choose Megatron as the actor's engine."""
+    chosen = {_key(one): one.partition("=")[2] for one in given}
+    return any(chosen.get(key) == value for key, value in _CHOOSES_MEGATRON.items())
 
 
 def with_defaults(given: Sequence[str]) -> list[str]:
@@ -106,7 +128,8 @@ def with_defaults(given: Sequence[str]) -> list[str]:
     for beginnings, taken_back in UNLESS.items():
         if any(one.startswith(beginnings) for one in named):
             named |= set(taken_back)
-    kept = [f"{name}={value}" for name, value in DEFAULTS.items() if not _named(_key(name), named)]
+    defaults = ON_MEGATRON if chooses_megatron(given) else DEFAULTS
+    kept = [f"{name}={value}" for name, value in defaults.items() if not _named(_key(name), named)]
     return [*kept, *given]
 
 

@@ -80,6 +80,9 @@ class WeightSender(BaseRollout):
 class CPUReplica(RolloutReplica):
     """The driver's end. Starts one server, a Ray actor that does not use Ray's CPUs."""
 
+    returns_routing = False
+    """True if the server can return the experts that its routers chose."""
+
     @abstractmethod
     def started(self, limits: Limits, options: dict[str, Any]) -> Any:
         """Starts the server and returns the actor's handle."""
@@ -88,12 +91,12 @@ class CPUReplica(RolloutReplica):
         """Starts the server and waits until its model is loaded.
 
         Raises:
-            ConfigError: If the run wants the sampler's routing.
+            ConfigError: If the run wants the routing of a sampler that does not return it.
         """
-        if self.config.enable_rollout_routing_replay:
+        if self.config.enable_rollout_routing_replay and not self.returns_routing:
             raise ConfigError(
-                "actor_rollout_ref.rollout.enable_rollout_routing_replay must be False with a sampler on the CPU, got "
-                "True. These servers return no routing, and verl replays it only on Megatron and VeOmni."
+                "actor_rollout_ref.rollout.enable_rollout_routing_replay must be False with "
+                "rollout.name=transformers_cpu, got True. This server returns no routing. Use rollout.name=vllm_cpu."
             )
         prompt, response = self.config.prompt_length, self.config.response_length
         limits = Limits(prompt, response, self.config.max_model_len or prompt + response)
@@ -141,6 +144,8 @@ class TransformersReplica(CPUReplica):
 class VLLMReplica(CPUReplica):
     """`rollout.name=vllm_cpu`; `rollout.engine_kwargs.vllm_cpu` holds `python` and arguments for vLLM's `LLM`."""
 
+    returns_routing = True
+
     def started(self, limits: Limits, options: dict[str, Any]) -> Any:
         """Starts the server in vLLM's environment.
 
@@ -161,5 +166,11 @@ class VLLMReplica(CPUReplica):
         return (
             ray.remote(VLLMServer)
             .options(**options, runtime_env=environment)
-            .remote(self.path, limits, batch_size=self.config.max_num_seqs, options=llm)
+            .remote(
+                self.path,
+                limits,
+                batch_size=self.config.max_num_seqs,
+                options=llm,
+                routing=self.config.enable_rollout_routing_replay,
+            )
         )

@@ -115,19 +115,28 @@ class Answer:
     stop_reason: str = "completed"
     """"aborted" if a weight update interrupted the response: verl asks for the rest afterwards."""
 
+    routed_experts: np.ndarray | None = None
+    """(prompt + tokens − 1, layers, experts per token): the routers' choices, if verl replays them."""
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return token_output, (self.token_ids, self.log_probs, self.extra_fields, self.stop_reason)
+        given = (self.token_ids, self.log_probs, self.extra_fields, self.stop_reason, self.routed_experts)
+        return token_output, given
 
 
 def token_output(
-    token_ids: list[int], log_probs: list[float], extra_fields: dict[str, Any], stop_reason: str = "completed"
+    token_ids: list[int],
+    log_probs: list[float],
+    extra_fields: dict[str, Any],
+    stop_reason: str = "completed",
+    routed_experts: np.ndarray | None = None,
 ) -> Any:
     """Returns verl's `TokenOutput`."""
     from verl.workers.rollout.replica import TokenOutput
 
     return TokenOutput(
-        token_ids=token_ids, log_probs=log_probs, stop_reason=stop_reason, extra_fields=dict(extra_fields)
-    )
+        token_ids=token_ids, log_probs=log_probs, stop_reason=stop_reason, extra_fields=dict(extra_fields),
+        routed_experts=routed_experts,
+    )  # fmt: skip
 
 
 def scores(ids: list[list[int]], logps: list[list[float]], k: int) -> Answer:

@@ -19,6 +19,7 @@ from trustrl.engines.verl_cpu.sampler_server import Answer, BatchingServer, Buck
 from trustrl.engines.vllm.decode_record import install
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT, cpu_options
 from trustrl.engines.vllm.recorded_requests import recorded_fields, recording_parameters
+from trustrl.engines.vllm.routed_experts import fill_on_cpu
 from trustrl.engines.vllm.scoring import score
 from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
 from trustrl.errors import ConfigError, EngineError
@@ -120,11 +121,14 @@ class VLLMServer(BatchingServer):
         limits: Lengths of prompts and responses.
         batch_size: The largest number of requests that are answered together.
         options: Arguments of `LLM`.
+        routing: Whether answers contain the experts that the routers chose, for verl's router replay.
     """
 
-    def __init__(self, path: str, limits: Limits, *, batch_size: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, path: str, limits: Limits, *, batch_size: int, options: dict[str, Any], routing: bool = False
+    ) -> None:
         super().__init__(limits, batch_size)
-        self._path, self._options = path, options
+        self._path, self._options, self._routing = path, options, routing
         self._reload: ExitStack | None = None
         self._loaded = 0
 
@@ -139,8 +143,17 @@ class VLLMServer(BatchingServer):
             # The ratio needs the log-probs of the sampling distribution, at every temperature.
             "logprobs_mode": "processed_logprobs",
         }
+        if self._routing:
+            options["enable_prefix_caching"] = False  # the routers do not see tokens that the cache holds
         install()
         self._llm = import_module("vllm").LLM(model=self._path, **options)
+        if self._routing:
+            if not self._llm.model_config.is_moe:
+                raise ConfigError(
+                    "actor_rollout_ref.rollout.enable_rollout_routing_replay must be False for a dense model, got "
+                    "True. Only a mixture of experts routes its tokens."
+                )
+            fill_on_cpu(self._llm)
 
     def _answers(self, requests: list[Request]) -> list[Answer]:
         answers: list[Answer | None] = [None] * len(requests)
@@ -165,7 +178,7 @@ class VLLMServer(BatchingServer):
             parameters.append(make(**{**given, **recording_parameters(extra), "max_tokens": request.max_tokens}))
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         found = self._llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
-        return [_answer(output.outputs[0]) for output in found]
+        return [_answer(output, routing=self._routing) for output in found]
 
     def _scored(self, requests: list[Request], k: int) -> list[Answer]:
         sequences = [request.prompt_ids for request in requests]
@@ -205,6 +218,15 @@ class VLLMServer(BatchingServer):
         forget_prefixes(self._llm)
 
 
-def _answer(output: Any) -> Answer:
-    record = output.logprobs
-    return Answer(list(output.token_ids), record.table()[1][:, 0].tolist(), dict(recorded_fields(record)))
+def _answer(output: Any, *, routing: bool) -> Answer:
+    completion = output.outputs[0]
+    record, experts = completion.logprobs, completion.routed_experts if routing else None
+    tokens = list(completion.token_ids)
+    rows = len(output.prompt_token_ids) + len(tokens) - 1
+    if routing and (experts is None or len(experts) != rows):
+        raise EngineError(
+            f"vLLM must return the experts of {rows} tokens, got {0 if experts is None else len(experts)}. Install a "
+            "vllm version listed in trustrl's documentation, or set enable_rollout_routing_replay=False."
+        )
+    logps = record.table()[1][:, 0].tolist()
+    return Answer(tokens, logps, dict(recorded_fields(record)), routed_experts=experts)

@@ -1,0 +1,101 @@
+"""verl's `main_ppo` on Ray with Megatron, a mixture of experts on two ranks, a real vLLM and router replay; then resumed."""
+
+import os
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("megatron.core")
+pytest.importorskip("pyarrow")
+
+from safetensors.torch import load_file
+
+from support.rendezvous import python_path
+from support.verl_megatron_runs import ACTOR, REPLAY, ROLLOUT, prepare, trained
+from trustrl.engines.verl_cpu.vllm_server import VARIABLE
+
+STEPS = 2
+SETTINGS = [
+    f"{ACTOR}.policy_loss.loss_mode=trustrl-dppo-binary-tv", f"{ROLLOUT}.name=vllm_cpu", "trainer.n_gpus_per_node=2",
+    f"trainer.save_freq={STEPS}", *REPLAY,
+]  # fmt: skip
+BY_EXPERTS = [f"{ACTOR}.megatron.expert_model_parallel_size=2"]
+BY_TENSORS = [f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
+
+pytestmark = [
+    pytest.mark.skipif(not os.environ.get(VARIABLE), reason=f"{VARIABLE} is not set"),
+    pytest.mark.xdist_group("run"),
+]
+
+
+def weights(folder, step):
+    return load_file(folder / f"checkpoints/global_step_{step}/actor/model/huggingface/model.safetensors")
+
+
+def check(row):
+    """The first ratio of a step is that of the sampler's weights and the trainer's."""
+    data = row["data"]
+    assert abs(data["trustrl/ratio_mean"] - 1) < 1e-4
+    assert data["trustrl/gap_max"] < 1e-4
+    assert data["trustrl/staleness_max"] == 0
+    assert data["trustrl/tokens"] > 0
+    assert 0 < data["critic/score/mean"] < 1
+    assert data["actor/grad_norm"] > 1e-3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run, its metrics, and those of the same run resumed with a learning rate of 0."""
+    folder = tmp_path_factory.mktemp("megatron")
+    prepare(folder, experts=4)
+    settings = [*SETTINGS, *BY_EXPERTS]
+    first, said = trained(folder, [*settings, f"{ACTOR}.optim.lr=3e-3", f"trainer.total_training_steps={STEPS}"])
+    assert "routing replay layers: 2" in said
+    more = ["trainer.resume_mode=auto", f"trainer.total_training_steps={STEPS + 1}", f"{ACTOR}.optim.lr=0"]
+    resumed, _ = trained(folder, [*settings, *more])
+    return folder, first, resumed
+
+
+def test_every_step_begins_with_the_policy_that_sampled(run):
+    _, first, _ = run
+    assert [row["step"] for row in first] == list(range(1, STEPS + 1))
+    for row in first:
+        check(row)
+
+
+def test_a_resumed_run_goes_on_from_the_weights_of_its_checkpoint(run):
+    folder, _, resumed = run
+    assert [row["step"] for row in resumed] == [STEPS + 1]
+    check(resumed[0])
+    start = load_file(folder / "model/model.safetensors")
+    saved, after = weights(folder, STEPS), weights(folder, STEPS + 1)
+    assert start.keys() == saved.keys() == after.keys()
+    for name, weight in saved.items():
+        assert not weight.equal(start[name]), name  # it was trained
+        assert weight.equal(after[name]), name
+
+
+@pytest.mark.long
+def test_twenty_steps_raise_the_reward_and_leave_no_gap(tmp_path):
+    prepare(tmp_path, experts=4)
+    more = ["trainer.total_training_steps=20", f"{ACTOR}.optim.lr=3e-3"]
+    rows, _ = trained(tmp_path, [*SETTINGS, *BY_TENSORS, *more], seconds=1800)
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    for row in rows:
+        check(row)
+    rewards = [row["data"]["critic/score/mean"] for row in rows]
+    print("rewards", rewards, "largest gap", max(row["data"]["trustrl/gap_max"] for row in rows))
+    assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+
+
+@pytest.mark.long
+def test_the_trainer_takes_other_routes_if_it_is_given_others(tmp_path):
+    """In float32 both sides choose the same experts, so a ratio of 1 alone does not show that anything is replayed."""
+    prepare(tmp_path, experts=4)
+    unchecked = [
+        f"{ACTOR}.policy_loss._target_=trustrl.engines.verl.RegionLossConfig",
+        f"+{ACTOR}.policy_loss.startup_checks=False", "trainer.total_training_steps=1",
+    ]  # fmt: skip
+    loaded = {"VERL_USE_EXTERNAL_MODULES": "support.verl_other_routes", "PYTHONPATH": python_path()}
+    rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, *unchecked], seconds=1800, **loaded)
+    assert rows[0]["data"]["trustrl/gap_abs_mean"] > 0.1
