@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.utils import _device
 
 from trustrl.engines.common import seam
 
@@ -54,6 +55,8 @@ def install() -> None:
     for owner, names in _replacements(random):
         for name, value in names.items():
             setattr(owner, name, value)
+    # torch lists the functions that `with torch.device(...)` affects once, and must list its own.
+    _device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.Tensor.to = on_cpu(torch.Tensor.to)
