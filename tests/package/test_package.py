@@ -33,6 +33,7 @@ NEED_MORE = {
     "trustrl.engines.common.kept_columns": "numpy, which every engine has",
     "trustrl.engines.common.kept_policy": "numpy, which every engine has",
     "trustrl.engines.common.vocabulary_forward": "transformers",
+    "trustrl.engines.common.vocabulary_read": "transformers",
     "trustrl.engines.skyrl": "skyrl",
     "trustrl.engines.trl": "trl and transformers",
     "trustrl.engines.verl": "verl",

@@ -18,7 +18,7 @@ LAYOUTS = {
     "tensor parallel 2, padded sequences": Layout(2, {"tp": 2, "packed": False}),
     "tensor parallel 2, tied head": Layout(2, {"tp": 2, "tied": True}),
     "tensor parallel 2, recomputed activations": Layout(2, {"tp": 2, "recompute": True}),
-    "tensor parallel 2, padded vocabulary": Layout(2, {"tp": 2, "pad_vocabulary": 48}),
+    "tensor parallel 2, padded vocabulary": Layout(2, {"tp": 2, "pad_vocabulary": 48, "vocabulary": True}),
     "data parallel 2": Layout(2, {}),
     "data parallel 2, distributed optimizer": Layout(2, {"distributed_optimizer": True}),
     "pipeline parallel 2": Layout(2, {"pp": 2}, quick=True),

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -27,9 +28,9 @@ DEFAULTS = {
     "tp": 1, "pp": 1, "vpp": None, "cp": 1, "ep": 1, "etp": None, "sequence_parallel": True, "packed": True,
     "moe": False, "replay": "disabled", "recompute": False, "tied": False, "layers": 2, "pad_vocabulary": None,
     "micro": 2, "only": None, "unsummed": False, "routed_natively": False, "distributed_optimizer": False,
-    "dtype": "float32", "mbridge": True,
+    "vocabulary": False, "dtype": "float32", "mbridge": True,
 }  # fmt: skip
-"""`only` chooses one case. Two controls must fail: `unsummed` leaves out the sum of the hidden states' gradient over
+"""`only` chooses one case, `vocabulary` those that read more than the sampled token. Two controls must fail: `unsummed` leaves out the sum of the hidden states' gradient over
 tensor-parallel ranks; `routed_natively` lets the oracle's router choose its own experts under replay."""
 
 WITHOUT_CUDA = dict.fromkeys(
@@ -140,7 +141,8 @@ def model_folder(how):
 
 
 def main(out, how):
-    how = DEFAULTS | how
+    how, warned = DEFAULTS | how, []
+    warnings.showwarning = lambda message, *_: warned.append(str(message))
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -160,7 +162,8 @@ def main(out, how):
             moe_oracle.follow(routes)
     results = {}
     for name, case in (oracle.CASES | oracle.TRUNCATED).items():
-        if how["only"] not in (None, name):
+        needs = case.region.needs()
+        if how["only"] not in (None, name) or (how["vocabulary"] and not (needs.topk or needs.full or case.truncated)):
             continue
         batch = oracle.batch(folder, replica, case)
         found = gradient_of(
@@ -171,7 +174,7 @@ def main(out, how):
         results[name] = {key: found[key] for key in ("keep", "weight", "metrics", "bytes_per_token")}
         results[name] |= {"error": error, "wanted_keep": wanted.keep, "wanted_weight": wanted.weight}
     if engine.is_mp_src_rank_with_outputs() and replica == 0:
-        Path(out).write_text(json.dumps({"replicas": replicas, "cases": results}))
+        Path(out).write_text(json.dumps({"replicas": replicas, "cases": results, "warnings": warned}))
     dist.barrier()
     dist.destroy_process_group()
 
