@@ -20,7 +20,6 @@ LAYOUTS = {
     "tensor parallel 2, recomputed activations": Layout(2, {"tp": 2, "recompute": True}),
     "tensor parallel 2, padded vocabulary": Layout(2, {"tp": 2, "pad_vocabulary": 48, "vocabulary": True}),
     "data parallel 2": Layout(2, {}),
-    "data parallel 2, distributed optimizer": Layout(2, {"distributed_optimizer": True}),
     "pipeline parallel 2": Layout(2, {"pp": 2}, quick=True),
     "virtual pipeline 2 × 2": Layout(2, {"pp": 2, "vpp": 2, "layers": 4}),
     "context parallel 2": Layout(2, {"cp": 2}, quick=True),

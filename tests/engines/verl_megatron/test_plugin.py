@@ -59,7 +59,7 @@ def said():
     [
         ("platform", "VERL_PLATFORM must be 'cpu' to import trustrl.engines.verl_cpu.megatron_plugin, got None"),
         ("gpu", "trustrl.engines.verl_cpu.megatron_plugin must run without a GPU"),
-        ("release", "megatron-core must be 0.16 for Megatron on a CPU, got 0.15.3"),
+        ("release", "megatron-core must be 0.16 or 0.18 for Megatron on a CPU, got 0.15.3"),
         ("signature", "Bridge.export_weights must take ('self', 'models'), got ('self', 'chunks')"),
         ("known", "None"),
         ("precision", "float32"),

@@ -27,7 +27,7 @@ from trustrl.engines.verl import RegionWorker, megatron_pass
 DEFAULTS = {
     "tp": 1, "pp": 1, "vpp": None, "cp": 1, "ep": 1, "etp": None, "sequence_parallel": True, "packed": True,
     "moe": False, "replay": "disabled", "recompute": False, "tied": False, "layers": 2, "pad_vocabulary": None,
-    "micro": 2, "only": None, "unsummed": False, "routed_natively": False, "distributed_optimizer": False,
+    "micro": 2, "only": None, "unsummed": False, "routed_natively": False,
     "vocabulary": False, "dtype": "float32", "mbridge": True,
 }  # fmt: skip
 """`only` chooses one case, `vocabulary` those that read more than the sampled token. Two controls must fail: `unsummed` leaves out the sum of the hidden states' gradient over
@@ -65,7 +65,8 @@ def training_worker(folder, how, kind=Moved):
         tensor_model_parallel_size=how["tp"], pipeline_model_parallel_size=how["pp"],
         virtual_pipeline_model_parallel_size=how["vpp"], context_parallel_size=how["cp"],
         expert_model_parallel_size=how["ep"], expert_tensor_parallel_size=how["etp"],
-        use_distributed_optimizer=how["distributed_optimizer"], vanilla_mbridge=how["mbridge"], use_dynamic_bsz=False,
+        use_distributed_optimizer=False,  # it leaves each replica a part of the gradient
+        vanilla_mbridge=how["mbridge"], use_dynamic_bsz=False,
         micro_batch_size_per_gpu=how["micro"], infer_micro_batch_size_per_gpu=3, forward_only=False,
         use_remove_padding=how["packed"], override_transformer_config=override,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from trustrl.engines.verl_cpu import megatron_device, megatron_layers, megatron_
 from trustrl.engines.verl_cpu.plugin import PLATFORM
 from trustrl.errors import EngineError
 
-TESTED = {"megatron-core": (0, 16), "mbridge": (0, 15)}
+TESTED = {"megatron-core": ((0, 16), (0, 18)), "mbridge": ((0, 15),)}
 """Releases whose names and calls the modules of this plugin replace."""
 
 _MARK = "trustrl_verl_cpu"
@@ -43,12 +43,12 @@ def check_machine() -> None:
             f"{__name__} must run without a GPU, and this process can use one. Set CUDA_VISIBLE_DEVICES= or train on "
             "the GPU with `python -m trustrl.engines.verl`."
         )
-    for package, release in TESTED.items():
-        if seam.version_of(package)[: len(release)] != release:
-            wanted = ".".join(map(str, release))
+    for package, releases in TESTED.items():
+        if seam.version_of(package)[:2] not in releases:
+            names = [".".join(map(str, release)) for release in releases]
             raise EngineError(
-                f"{package} must be {wanted} for Megatron on a CPU, got {metadata.version(package)}. Run "
-                f"`pip install --no-deps {package}~={wanted}.0`."
+                f"{package} must be {' or '.join(names)} for Megatron on a CPU, got {metadata.version(package)}. Run "
+                f"`pip install --no-deps {package}~={names[0]}.0`."
             )
 
 

@@ -7,6 +7,7 @@ its own code then splits, gathers and converts every weight, under every kind of
 
 import functools
 import re
+import types
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -95,6 +96,9 @@ def install() -> None:
         llm_bridge, "get_gpt_decoder_block_spec", ("config", "use_transformer_engine"), more=True,
         package="megatron-core",
     )  # fmt: skip
+    if not hasattr(util.ModelType, "encoder_and_decoder"):  # megatron-core 0.18 dropped a kind that mbridge compares
+        kind = util.ModelType.encoder_or_decoder
+        vars(util)["ModelType"] = types.SimpleNamespace(encoder_or_decoder=kind, encoder_and_decoder=None)
     model_bridge.load_weights = _renaming(model_bridge.load_weights, util.unwrap_model)
     # mbridge broadcasts the parameters themselves, which warns in the next backward pass if torch has seen it.
     model_bridge.export_weights = _renaming(torch.no_grad()(model_bridge.export_weights), util.unwrap_model)
