@@ -97,4 +97,6 @@ def test_the_trainer_takes_other_routes_if_it_is_given_others(tmp_path):
     ]  # fmt: skip
     loaded = {"VERL_USE_EXTERNAL_MODULES": "support.verl_other_routes", "PYTHONPATH": python_path()}
     rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, *unchecked], seconds=1800, **loaded)
-    assert rows[0]["data"]["actor/trustrl/gap_abs_mean"] > 0.1
+    gap = rows[0]["data"]["actor/trustrl/gap_abs_mean"]
+    print("mean |π − μ| on other routes", gap)
+    assert gap > 100 * 1e-4  # a hundred times what `check` allows
