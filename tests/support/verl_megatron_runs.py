@@ -21,10 +21,10 @@ REPLAY = [f"{ACTOR}.megatron.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_
 """The trainer takes the routes that the sampler's tokens took."""
 
 
-def prepare(folder, *, experts=0):
+def prepare(folder, *, experts=0, seed=0):
     """Saves a random tiny model and its problems in the folder."""
     router = {"norm_topk_prob": True} if experts else {}  # mbridge knows no other router of Qwen3-MoE
-    save_model(folder / "model", tied=not experts, experts=experts, num_key_value_heads=2, **router)
+    save_model(folder / "model", tied=not experts, experts=experts, seed=seed, num_key_value_heads=2, **router)
     verl_dataset.main(["arithmetic", str(folder / "train.parquet"), "--count", "64"])
     verl_dataset.main(["arithmetic", str(folder / "held_out.parquet"), "--split", "held_out", "--count", "8"])
 

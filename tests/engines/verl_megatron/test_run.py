@@ -14,10 +14,10 @@ from support.rendezvous import python_path
 from support.verl_megatron_runs import ACTOR, REPLAY, ROLLOUT, prepare, trained
 from trustrl.engines.verl_cpu.vllm_server import VARIABLE
 
-STEPS = 2
+STEPS, LEARNING_RATE = 2, 3e-3
 SETTINGS = [
     f"{ACTOR}.policy_loss.loss_mode=trustrl-dppo-binary-tv", f"{ROLLOUT}.name=vllm_cpu", "trainer.n_gpus_per_node=2",
-    f"trainer.save_freq={STEPS}", *REPLAY,
+    f"trainer.save_freq={STEPS}", f"{ACTOR}.optim.lr={LEARNING_RATE}", *REPLAY,
 ]  # fmt: skip
 BY_EXPERTS = [f"{ACTOR}.megatron.expert_model_parallel_size=2"]
 BY_TENSORS = [f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
@@ -35,24 +35,24 @@ def weights(folder, step):
 def check(row):
     """The first ratio of a step is that of the sampler's weights and the trainer's."""
     data = row["data"]
-    assert abs(data["trustrl/ratio_mean"] - 1) < 1e-4
-    assert data["trustrl/gap_max"] < 1e-4
-    assert data["trustrl/staleness_max"] == 0
-    assert data["trustrl/tokens"] > 0
+    assert abs(data["actor/trustrl/ratio_mean"] - 1) < 1e-4
+    assert abs(data["actor/trustrl/ratio_max"] - 1) < 1e-4
+    assert data["actor/trustrl/staleness_max"] == 0
+    assert data["actor/trustrl/tokens"] > 0
     assert 0 < data["critic/score/mean"] < 1
     assert data["actor/grad_norm"] > 1e-3
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run, its metrics, and those of the same run resumed with a learning rate of 0."""
+    """The folder of a run, its metrics, and those of the same run resumed where the model's folder has another model."""
     folder = tmp_path_factory.mktemp("megatron")
     prepare(folder, experts=4)
     settings = [*SETTINGS, *BY_EXPERTS]
-    first, said = trained(folder, [*settings, f"{ACTOR}.optim.lr=3e-3", f"trainer.total_training_steps={STEPS}"])
+    first, said = trained(folder, [*settings, f"trainer.total_training_steps={STEPS}"])
     assert "routing replay layers: 2" in said
-    more = ["trainer.resume_mode=auto", f"trainer.total_training_steps={STEPS + 1}", f"{ACTOR}.optim.lr=0"]
-    resumed, _ = trained(folder, [*settings, *more])
+    prepare(folder, experts=4, seed=1)
+    resumed, _ = trained(folder, [*settings, "trainer.resume_mode=auto", f"trainer.total_training_steps={STEPS + 1}"])
     return folder, first, resumed
 
 
@@ -71,20 +71,19 @@ def test_a_resumed_run_goes_on_from_the_weights_of_its_checkpoint(run):
     saved, after = weights(folder, STEPS), weights(folder, STEPS + 1)
     assert start.keys() == saved.keys() == after.keys()
     for name, weight in saved.items():
-        assert not weight.equal(start[name]), name  # it was trained
-        assert weight.equal(after[name]), name
+        assert 0 < (after[name] - weight).abs().max() < 3 * LEARNING_RATE, name  # one update of Adam
+    assert (start["lm_head.weight"] - after["lm_head.weight"]).abs().max() > 0.5
 
 
 @pytest.mark.long
 def test_twenty_steps_raise_the_reward_and_leave_no_gap(tmp_path):
     prepare(tmp_path, experts=4)
-    more = ["trainer.total_training_steps=20", f"{ACTOR}.optim.lr=3e-3"]
-    rows, _ = trained(tmp_path, [*SETTINGS, *BY_TENSORS, *more], seconds=1800)
+    rows, _ = trained(tmp_path, [*SETTINGS, *BY_TENSORS, "trainer.total_training_steps=20"], seconds=1800)
     assert [row["step"] for row in rows] == list(range(1, 21))
     for row in rows:
         check(row)
     rewards = [row["data"]["critic/score/mean"] for row in rows]
-    print("rewards", rewards, "largest gap", max(row["data"]["trustrl/gap_max"] for row in rows))
+    print("rewards", rewards, "largest gap", max(row["data"]["actor/trustrl/gap_max"] for row in rows))
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
 
 
@@ -98,4 +97,6 @@ def test_the_trainer_takes_other_routes_if_it_is_given_others(tmp_path):
     ]  # fmt: skip
     loaded = {"VERL_USE_EXTERNAL_MODULES": "support.verl_other_routes", "PYTHONPATH": python_path()}
     rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, *unchecked], seconds=1800, **loaded)
-    assert rows[0]["data"]["trustrl/gap_abs_mean"] > 0.1
+    gap = rows[0]["data"]["actor/trustrl/gap_abs_mean"]
+    print("mean |π − μ| on other routes", gap)
+    assert gap > 100 * 1e-4  # a hundred times what `check` allows

@@ -4,9 +4,9 @@ verl imports it in every process: `VERL_USE_EXTERNAL_MODULES=trustrl.engines.ver
 trustrl.engines.verl_cpu.megatron_plugin,...`, with `VERL_PLATFORM=cpu`. Needs megatron-core and mbridge,
 `vanilla_mbridge=True`, and no transformer-engine.
 
-Seams: CUDA's names in torch (`megatron_device`); Megatron's local layers (`megatron_layers`); mbridge's choice of
-       layers and its names of weights (`megatron_weights`); verl's `McoreEngineConfig`, which also accepts
-       `dtype=float32` here
+Seams: CUDA's names in torch (`megatron_device`); Megatron's local layers (`megatron_layers`) and optimizer
+       (`megatron_optimizer`); mbridge's choice of layers and its names of weights (`megatron_weights`); verl's
+       `McoreEngineConfig`, which also accepts `dtype=float32` here
 """
 
 import os
@@ -17,7 +17,7 @@ import torch
 from verl.workers.config import McoreEngineConfig
 
 from trustrl.engines.common import seam
-from trustrl.engines.verl_cpu import megatron_device, megatron_layers, megatron_weights
+from trustrl.engines.verl_cpu import megatron_device, megatron_layers, megatron_optimizer, megatron_weights
 from trustrl.engines.verl_cpu.plugin import PLATFORM
 from trustrl.errors import EngineError
 
@@ -83,5 +83,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 torch.compiler.set_stance("force_eager")
 megatron_device.install()
 megatron_layers.install()
+megatron_optimizer.install()
 megatron_weights.install()
 install_precision()
