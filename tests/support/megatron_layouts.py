@@ -21,7 +21,7 @@ LAYOUTS = {
     "tensor parallel 2, padded vocabulary": Layout(2, {"tp": 2, "pad_vocabulary": 48, "vocabulary": True}),
     "data parallel 2": Layout(2, {}),
     "pipeline parallel 2": Layout(2, {"pp": 2}, quick=True),
-    "virtual pipeline 2 × 2": Layout(2, {"pp": 2, "vpp": 2, "layers": 4}),
+    "virtual pipeline 2 × 2": Layout(2, {"pp": 2, "vpp": 2, "layers": 4, "micro": 1}),
     "context parallel 2": Layout(2, {"cp": 2}, quick=True),
     "tensor 2 × pipeline 2": Layout(4, {"tp": 2, "pp": 2}),
     "tensor 2 × context 2": Layout(4, {"tp": 2, "cp": 2}),

@@ -62,7 +62,7 @@ def test_a_worker_trains_with_every_kind_of_region(setup, model, tmp_path):
     for name, ours in found.items():
         wanted = oracle.expected(model, ranks, cases[name])
         metrics = wanted.metrics
-        assert world.error(ours["gradient"], wanted.gradient) <= 1e-5, name
+        assert world.error(ours["gradient"], wanted.gradient) <= (5e-6 if "ulysses" in how else 1e-5), name
         reported = {key: value for key, value in metrics.items() if key in ours["metrics"]}
         assert {"trustrl/tokens", "trustrl/masked_share", "trustrl/gap_max", "trustrl/log_ratio_p99"} <= reported.keys()
         for key, value in reported.items():

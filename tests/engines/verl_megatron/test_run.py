@@ -16,9 +16,10 @@ from trustrl.engines.verl_cpu.vllm_server import VARIABLE
 
 STEPS, LEARNING_RATE = 2, 3e-3
 SETTINGS = [
-    f"{ACTOR}.policy_loss.loss_mode=trustrl-dppo-binary-tv", f"{ROLLOUT}.name=vllm_cpu", "trainer.n_gpus_per_node=2",
+    f"{ROLLOUT}.name=vllm_cpu", "trainer.n_gpus_per_node=2",
     f"trainer.save_freq={STEPS}", f"{ACTOR}.optim.lr={LEARNING_RATE}", *REPLAY,
 ]  # fmt: skip
+TOPK, TROLL = (f"{ACTOR}.policy_loss.loss_mode=trustrl-{preset}" for preset in ("dppo-topk-tv", "troll"))
 BY_EXPERTS = [f"{ACTOR}.megatron.expert_model_parallel_size=2"]
 BY_TENSORS = [f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
 
@@ -48,7 +49,7 @@ def run(tmp_path_factory):
     """The folder of a run, its metrics, and those of the same run resumed where the model's folder has another model."""
     folder = tmp_path_factory.mktemp("megatron")
     prepare(folder, experts=4)
-    settings = [*SETTINGS, *BY_EXPERTS]
+    settings = [*SETTINGS, *BY_EXPERTS, TOPK]
     first, said = trained(folder, [*settings, f"trainer.total_training_steps={STEPS}"])
     assert "routing replay layers: 2" in said
     prepare(folder, experts=4, seed=1)
@@ -78,7 +79,7 @@ def test_a_resumed_run_goes_on_from_the_weights_of_its_checkpoint(run):
 @pytest.mark.long
 def test_twenty_steps_raise_the_reward_and_leave_no_gap(tmp_path):
     prepare(tmp_path, experts=4)
-    rows, _ = trained(tmp_path, [*SETTINGS, *BY_TENSORS, "trainer.total_training_steps=20"], seconds=1800)
+    rows, _ = trained(tmp_path, [*SETTINGS, *BY_TENSORS, TROLL, "trainer.total_training_steps=20"], seconds=1800)
     assert [row["step"] for row in rows] == list(range(1, 21))
     for row in rows:
         check(row)
@@ -96,7 +97,7 @@ def test_the_trainer_takes_other_routes_if_it_is_given_others(tmp_path):
         f"+{ACTOR}.policy_loss.startup_checks=False", "trainer.total_training_steps=1",
     ]  # fmt: skip
     loaded = {"VERL_USE_EXTERNAL_MODULES": "support.verl_other_routes", "PYTHONPATH": python_path()}
-    rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, *unchecked], seconds=1800, **loaded)
+    rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, TOPK, *unchecked], seconds=1800, **loaded)
     gap = rows[0]["data"]["actor/trustrl/gap_abs_mean"]
     print("mean |π − μ| on other routes", gap)
     assert gap > 100 * 1e-4  # a hundred times what `check` allows
