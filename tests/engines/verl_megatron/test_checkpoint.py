@@ -19,7 +19,9 @@ SETUPS = {
 }
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize(
+    "setup", ["tensor parallel", pytest.param("expert parallel, two parts of the data", marks=pytest.mark.long)]
+)
 def test_a_resumed_worker_goes_on_to_the_bit(setup, tmp_path):
     save_model(tmp_path / "model", tied=False, experts=4, norm_topk_prob=True, num_key_value_heads=2)
     torch.save(torch.tensor(some_sequences(*[12] * 12)), tmp_path / "found-sequences")

@@ -44,28 +44,32 @@ def check(row):
     assert data["actor/grad_norm"] > 1e-3
 
 
+EXPERTS = [*SETTINGS, *BY_EXPERTS, TOPK]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run, its metrics, and those of the same run resumed where the model's folder has another model."""
+    """The folder of a run, and its metrics."""
     folder = tmp_path_factory.mktemp("megatron")
     prepare(folder, experts=4)
-    settings = [*SETTINGS, *BY_EXPERTS, TOPK]
-    first, said = trained(folder, [*settings, f"trainer.total_training_steps={STEPS}"])
+    rows, said = trained(folder, [*EXPERTS, f"trainer.total_training_steps={STEPS}"])
     assert "routing replay layers: 2" in said
-    prepare(folder, experts=4, seed=1)
-    resumed, _ = trained(folder, [*settings, "trainer.resume_mode=auto", f"trainer.total_training_steps={STEPS + 1}"])
-    return folder, first, resumed
+    return folder, rows
 
 
 def test_every_step_begins_with_the_policy_that_sampled(run):
-    _, first, _ = run
-    assert [row["step"] for row in first] == list(range(1, STEPS + 1))
-    for row in first:
+    _, rows = run
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
         check(row)
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_from_the_weights_of_its_checkpoint(run):
-    folder, _, resumed = run
+    """Resumed where the model's folder has another model."""
+    folder, _ = run
+    prepare(folder, experts=4, seed=1)
+    resumed, _ = trained(folder, [*EXPERTS, "trainer.resume_mode=auto", f"trainer.total_training_steps={STEPS + 1}"])
     assert [row["step"] for row in resumed] == [STEPS + 1]
     check(resumed[0])
     start = load_file(folder / "model/model.safetensors")

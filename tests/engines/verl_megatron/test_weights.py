@@ -34,9 +34,16 @@ SETUPS = {
 }  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, id=name, marks=pytest.mark.xdist_group(name)) for name in SETUPS]
-)
+QUICK = ("dense, tensor parallel, padded vocabulary", "tied, pipeline parallel", "experts, expert parallel")
+"""The setups that CI runs."""
+
+
+def marked(name):
+    marks = [pytest.mark.xdist_group(name), *(() if name in QUICK else (pytest.mark.long,))]
+    return pytest.param(name, id=name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(marked, SETUPS))
 def run(request, tmp_path_factory):
     """The model's folder and all that the ranks found; every weight, norms too, is different from every other."""
     ranks, model, how = SETUPS[request.param]

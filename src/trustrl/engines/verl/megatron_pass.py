@@ -42,6 +42,7 @@ class MegatronPass(VocabularyPass):
         _check_seams()
         self._what: str | None = None
         self._weight: Tensor | None = None
+        self._current: tuple[Places, Tensor | None]
         self._rollout_head: Head | None = None
         self._last: Any = None  # the model's last part, if this rank's pipeline stage holds it
         for part in _models(self._engine):
@@ -92,6 +93,7 @@ class MegatronPass(VocabularyPass):
             )
         at = (numbers >= 0).nonzero(as_tuple=True)
         wanted = self._wanted(self._what, where, batch)
+        self._current = where, wanted.kept_ids
         if len(at[0]):
             wanted = wanted.at(numbers[at], where.states)
         else:  # one ignored row: ranks take part in the same collectives, and hidden states keep their gradient
@@ -130,11 +132,9 @@ class MegatronPass(VocabularyPass):
     def _prepare_outputs(self, output: Any, data: Any) -> Any:
         if self._what is None:
             return self._outputs(output, data)
-        where = places(data)
+        where, kept_ids = self._current  # of the micro-batch that was just processed
         found = {name.removeprefix(_FOUND): x.values()[where.packed] for name, x in output.items()}
-        if self.truncated:
-            found["kept_ids"] = where.rows(anchors.kept_ids(data))
-        return self._results(self._what, VocabularyOutput(**found), where, data)
+        return self._results(self._what, VocabularyOutput(**found, kept_ids=kept_ids), where, data)
 
 
 def warn_of_padding(engine: Any) -> None:
