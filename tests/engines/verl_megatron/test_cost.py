@@ -17,25 +17,19 @@ def printed(script, *arguments):
     return json.loads(said.splitlines()[-1])
 
 
-def peak_beside_gradients(preset):
-    """Bytes that rank 0's step needs beyond weights, optimiser and gradients."""
-    found = printed("verl_megatron_memory.py", preset)
-    return found["peak"] - found["gradients"]
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_step_needs_a_fraction_of_verls_own_logits():
-    """Each rank's part of the logits is 311 MB: 1,024 tokens, 75,968 ids, float32."""
+    """Each rank's part of the logits is 311 MB: 1,024 tokens, 75,968 ids, float32. Megatron keeps its gradients."""
     from support.step_memory import LOGITS
 
-    ours, theirs = peak_beside_gradients("dppo-topk-tv"), peak_beside_gradients("dppo-binary-tv")
-    assert theirs > LOGITS / 2, f"{theirs / 1e6:.0f} MB"  # the measurement sees logits where there are some
-    assert ours < LOGITS / 2 / 2, f"{ours / 1e6:.0f} MB"
-    assert ours < theirs / 3, f"{ours / 1e6:.0f} and {theirs / 1e6:.0f} MB"
+    ours, theirs = (printed("verl_megatron_memory.py", preset) for preset in ("dppo-topk-tv", "dppo-binary-tv"))
+    assert theirs > LOGITS, f"{theirs / 1e6:.0f} MB"  # the measurement sees logits where there are some
+    assert ours < LOGITS / 2, f"{ours / 1e6:.0f} MB"
+    assert ours < theirs / 4, f"{ours / 1e6:.0f} and {theirs / 1e6:.0f} MB"
 
 
 def test_ranks_send_k_plus_3_numbers_per_token_and_nothing_else():
     sent = printed("verl_megatron_bytes.py")
-    assert sum(one["rows"] for one in sent) > 30
+    assert sum(one["rows"] for one in sent) > 20
     for one in sent:
         assert [size for _, size in one["collectives"]] == [4 * (K + 3) * one["rows"]], one

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import verl_megatron as megatron
 
-from support import megatron_shards as shards, step_memory
+from support import step_memory
 from trustrl.engines.verl import RegionWorker
 
 
@@ -22,8 +22,7 @@ def main(name):
     worker.engine_config.infer_micro_batch_size_per_gpu = 1
     used = step_memory.peak(worker, name)
     if dist.get_rank() == 0:
-        gradients = sum(p.numel() * p.element_size() for _, _, p in shards.parameters(worker.engine))
-        print(json.dumps({"peak": used, "gradients": gradients}))
+        print(json.dumps(used))
 
 
 if __name__ == "__main__":
