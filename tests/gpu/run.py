@@ -24,8 +24,9 @@ from support.megatron_layouts import CONTROLS, LAYOUTS, TOLERANCE, Layout
 from support.verl_launch import ON_MEGATRON
 
 SCRIPT = TESTS / "engines" / "verl_megatron" / "verl_megatron.py"
-BFLOAT16_TOLERANCE = 0.05
-"""The largest error in bfloat16. It shows a gradient that is not summed or a token in the wrong place, no rounding."""
+BFLOAT16_TOLERANCE, CONTROL = 0.4, 0.5
+"""The largest error in bfloat16, and the smallest of a control. On a CPU, tensor parallel 2 in bfloat16 is .04 to .29 off
+the float32 model, because tight bounds decide differently on rounded log-probs, and .72 to 1.07 off without the sum."""
 
 
 def settings_of(layout: Layout, cpu: bool) -> dict:
@@ -107,7 +108,7 @@ def main() -> int:
             continue
         found, log = run(layout, chosen.cpu, chosen.timeout)
         worst = max(one["error"] for one in found["cases"].values()) if found else float("nan")
-        seen = worst > 10 * BFLOAT16_TOLERANCE
+        seen = worst > CONTROL
         results[f"control: {name}"] = {"state": "pass" if seen else "FAIL", "worst": worst, "why": log}
         print(f"{'pass' if seen else 'FAIL':8} {'control: ' + name:45} {worst:.1e}  must be large", flush=True)
     if chosen.json:

@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
-from support import regions_oracle as oracle, verl_world as world
+from support import moe_oracle, regions_oracle as oracle, verl_world as world
 from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS
 from trustrl.engines.verl import anchors, losses
 
@@ -40,6 +40,23 @@ def as_verl_carries(batch, **meta):
         tensors["extra_fields"] = [_kept_fields(batch.kept[row, : lengths[row]]) for row in rows]
     usual = {"temperature": oracle.TEMPERATURE, "calculate_entropy": False}
     return tu.get_tensordict(tensors, non_tensor_dict=usual | meta)
+
+
+def with_random_routes(routed_natively):
+    """Returns `as_verl_carries` with routes to replay, which the oracle follows unless it is `routed_natively`."""
+    routes = moe_oracle.random_routes()
+    if not routed_natively:
+        moe_oracle.follow(routes)
+
+    def carried(batch, **meta):
+        data = as_verl_carries(batch, **meta)
+        lengths = data["input_ids"].offsets().diff().tolist()
+        rows = [routes[row, :length] for row, length in enumerate(lengths)]
+        data["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        tu.assign_non_tensor(data, enable_routing_replay=True)
+        return data
+
+    return carried
 
 
 def _kept_fields(kept):

@@ -11,17 +11,15 @@ import os
 import sys
 import tempfile
 import warnings
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 from support import megatron_shards as shards, moe_oracle, regions_oracle as oracle
-from support.verl_step import as_verl_carries, gradient_of
+from support.verl_step import as_verl_carries, gradient_of, with_random_routes
 from trustrl.engines.verl import RegionWorker, megatron_pass
 
 DEFAULTS = {
@@ -100,15 +98,6 @@ def main_gradients(engine):
     return {(stage, name): p.main_grad.float().cpu().clone() for stage, name, p in shards.parameters(engine)}
 
 
-def with_routes(routes, batch, **meta):
-    data = as_verl_carries(batch, **meta)
-    lengths = data["input_ids"].offsets().diff().tolist()
-    rows = [routes[row, :length] for row, length in enumerate(lengths)]
-    data["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    tu.assign_non_tensor(data, enable_routing_replay=True)
-    return data
-
-
 def leave_out_the_sum():
     """Makes ranks use their own part of the hidden states' gradient: the control."""
     shard = megatron_pass.VocabShard
@@ -155,12 +144,7 @@ def main(out, how):
     worker = training_worker(folder, how)
     engine = worker.engine
     replicas, replica = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
-    carried = as_verl_carries
-    if how["replay"] != "disabled":
-        routes = moe_oracle.random_routes()
-        carried = partial(with_routes, routes)
-        if not how["routed_natively"]:
-            moe_oracle.follow(routes)
+    carried = as_verl_carries if how["replay"] == "disabled" else with_random_routes(how["routed_natively"])
     results = {}
     for name, case in (oracle.CASES | oracle.TRUNCATED).items():
         needs = case.region.needs()

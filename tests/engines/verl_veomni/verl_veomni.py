@@ -8,18 +8,16 @@ The script takes a JSON of settings; see `DEFAULTS`. VeOmni shards every model, 
 import json
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from veomni.distributed.parallel_state import get_parallel_state
-from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, VeOmniEngineConfig, VeOmniOptimizerConfig
 from verl.workers.engine_workers import TrainingWorkerConfig
 
 from support import moe_oracle, regions_oracle as oracle, veomni_on_cpu, verl_world as world
-from support.verl_step import as_verl_carries, gradient_of
+from support.verl_step import as_verl_carries, gradient_of, with_random_routes
 from trustrl.engines.verl import RegionWorker
 
 DEFAULTS = {
@@ -84,15 +82,6 @@ def whole_gradient(engine):
     return torch.cat(parts)
 
 
-def with_routes(routes, batch, **meta):
-    data = as_verl_carries(batch, **meta)
-    lengths = data["input_ids"].offsets().diff().tolist()
-    rows = [routes[row, :length] for row, length in enumerate(lengths)]
-    data["routed_experts"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    tu.assign_non_tensor(data, enable_routing_replay=True)
-    return data
-
-
 def model_folder(how):
     folder = [None]
     if dist.get_rank() == 0:
@@ -109,12 +98,7 @@ def main(out, how):
     worker = training_worker(folder, how)
     engine = worker.engine
     replicas, replica = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
-    carried = as_verl_carries
-    if how["replay"] != "disabled":
-        routes = moe_oracle.random_routes()
-        carried = partial(with_routes, routes)
-        if not how["routed_natively"]:
-            moe_oracle.follow(routes)
+    carried = as_verl_carries if how["replay"] == "disabled" else with_random_routes(how["routed_natively"])
     results = {}
     for name, case in (oracle.CASES | oracle.TRUNCATED).items():
         if how["only"] not in (None, name):
