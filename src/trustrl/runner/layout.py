@@ -4,11 +4,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from trustrl.config import validators
-from trustrl.engines.refusals.verl_settings import ACTOR, ROLLOUT
+from trustrl.engines.refusals.verl_settings import ACTOR, MEGATRON, ROLLOUT
 from trustrl.errors import ConfigError
 
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
-MEGATRON = f"{ACTOR}.megatron"
 VERL_KEYS = {
     "strategy": f"{ACTOR}.strategy",
     "tensor_parallel": f"{MEGATRON}.tensor_model_parallel_size",

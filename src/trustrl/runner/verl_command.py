@@ -12,10 +12,10 @@ from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset, presets
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.verl import ROWS
-from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, ROLLOUT, settings_needed
+from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, MEGATRON, ROLLOUT, settings_needed
 from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.errors import ConfigError
-from trustrl.runner.layout import MEGATRON, STRATEGIES, VERL_KEYS, Layout
+from trustrl.runner.layout import STRATEGIES, VERL_KEYS, Layout
 from trustrl.runner.recipe import Recipe
 from trustrl.world.verl_dataset import REWARD
 

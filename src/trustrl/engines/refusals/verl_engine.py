@@ -15,9 +15,7 @@ from trustrl.engines.refusals.rows import (
     Given,
     Refusal,
 )
-from trustrl.engines.refusals.verl_settings import ACTOR, MAX_KEPT
-
-MEGATRON = f"{ACTOR}.megatron"
+from trustrl.engines.refusals.verl_settings import ACTOR, MAX_KEPT, MEGATRON
 
 
 def _where_vocabulary_is_read(

@@ -10,7 +10,7 @@ from trustrl.engines.common import sampler_fields
 from trustrl.engines.refusals.rows import SAMPLER_TOPK, Given
 
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
-LOSS = f"{ACTOR}.policy_loss"
+LOSS, MEGATRON = f"{ACTOR}.policy_loss", f"{ACTOR}.megatron"
 MAX_KEPT = f"{LOSS}.max_kept"
 THEIR_LOSS, OUR_LOSS = "verl.workers.config.PolicyLossConfig", "trustrl.engines.verl.RegionLossConfig"
 AGENT_LOOP, MAX_LOGPROBS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
