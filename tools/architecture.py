@@ -26,6 +26,7 @@ BANDS = {
     "Commands, tools and runs": {
         "cli": "one file per verb, imported when called",
         "tools": "audit, calibrate, conformance, doctor, ...",
+        "runs": "runs of any trainer or tracker as plain data",
         "runner": "recipe → engine command → run directory",
     },
     "Adapters for trainers": {

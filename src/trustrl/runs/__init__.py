@@ -1,0 +1,1 @@
+"""Runs of any trainer as plain data: metrics, completions, and the addresses of token records. No torch."""
