@@ -14,6 +14,7 @@ from trustrl.runs.part import Part, merged
 from trustrl.runs.readers import (
     trl_completions,
     trl_output,
+    tensorboard,
     trustrl_directory,
     verl_config,
     verl_console,
@@ -23,7 +24,7 @@ from trustrl.runs.readers import (
 from trustrl.runs.readers.files import Files, files_of
 from trustrl.runs.run import Run
 
-READERS: tuple[Any, ...] = (trl_output, verl_file, verl_console, verl_dumps, verl_config)
+READERS: tuple[Any, ...] = (trl_output, verl_file, verl_console, verl_dumps, verl_config, tensorboard)
 """Readers of a folder or file, in order of preference. Each has a NAME, a phrase in LOOKS_FOR, and `read`."""
 
 _INNER = ("*/recipe.toml", "*/trainer_state.json", "*/checkpoint-*/trainer_state.json")
