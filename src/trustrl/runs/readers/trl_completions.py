@@ -12,7 +12,7 @@ from trustrl.errors import MissingPackageError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
-from trustrl.runs.readers.files import Files, stamped
+from trustrl.runs.readers.files import Files, first_line, stamped
 from trustrl.runs.run import Completion, Row
 
 NAME = "TRL completions"
@@ -63,7 +63,7 @@ def _readable(file: Path, files: Files, part: Part, parquet: Any) -> bool:
     try:
         names = parquet.read_schema(file).names
     except DAMAGE as error:
-        part.faults.append(f"{files.short(file)}: {_first_line(error)}; left out")
+        part.faults.append(f"{files.short(file)}: {first_line(error)}; left out")
         return False
     if "completion" in names and "prompt" in names:
         return True
@@ -92,10 +92,6 @@ def _summed_rewards(rows: Sequence[Row]) -> list[str] | None:
     return names if names and logged else None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _rows(file: Path) -> list[dict[str, Any]]:
     """Returns the rows of one file, which holds at most one batch of rollouts."""
     parquet = need("pyarrow.parquet", extra="records")
@@ -103,7 +99,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         table = parquet.read_table(file)
         rows = table.drop_columns([name for name in ("image", "images") if name in table.column_names]).to_pylist()
     except DAMAGE as error:
-        warnings.warn(f"{file}: {_first_line(error)}; left out", TrustRLWarning, stacklevel=2)
+        warnings.warn(f"{file}: {first_line(error)}; left out", TrustRLWarning, stacklevel=2)
         return []
     return rows
 
