@@ -269,4 +269,4 @@ ENTRIES: tuple[Metric, ...] = (
         action="See the fault_ counts. trustrl.check locates the tokens.", reads=("tokens", "used"), compute=lambda t: (t["tokens"] - t["used"]) / t["tokens"],
     ),
 )  # fmt: skip
-"""Entries with a formula of their own. `trustrl.core.metrics` adds the families."""
+"""Single entries. `trustrl.core.metrics` adds families of them."""

@@ -104,8 +104,7 @@ class TrustRegionMixin(_Trainer):
             ConfigError: If a setting does not work with the region; names the setting and the fix.
             EngineError: If the adapter does not support the installed TRL.
         """
-        _check_arguments(region, recording)
-        check_choice(metrics)
+        _check_arguments(region, recording, metrics)
         _check_seams(type(self), vocabulary=bool(region.needs().topk or region.needs().full))
         self.region, self._needs = region, region.needs()
         self._on_nonfinite: OnNonFinite = on_nonfinite
@@ -135,8 +134,7 @@ class TrustRegionMixin(_Trainer):
         if self._needs.topk or self._needs.full or truncated:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         sampler.prepare(self, self._asked)
-        self._sampler_check = SamplerCheck(check_sampler_every)
-        self._sampled = sampled_rows.NOT_RECORDED
+        self._sampler_check, self._sampled = SamplerCheck(check_sampler_every), sampled_rows.NOT_RECORDED
         self._sampling = Sampling(
             logprobs="processed", temperature=self.temperature, truncated=truncated, kept_known=truncated, engine="TRL"
         )
@@ -349,7 +347,8 @@ def _generates_itself(trainer: type) -> bool:
     return any(not overrides.is_trls(cls) for cls in providers)
 
 
-def _check_arguments(region: Any, recording: Any) -> None:
+def _check_arguments(region: Any, recording: Any, metrics: Any) -> None:
+    check_choice(metrics)
     if not isinstance(region, Region):
         raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
     if recording is not None and not isinstance(recording, Recording):

@@ -26,7 +26,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from trustrl.config.axes import Needs, Region, reads_ages
 from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import rates
-from trustrl.core.metrics import chosen
+from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import region_settings, seam
@@ -45,6 +45,7 @@ class RegionWorker(TrainingWorker):
     """verl's `TrainingWorker` with support for every region as its policy loss."""
 
     _region: Region | None = None
+    _metrics: Choice = "core"
     _vocabulary: VocabularyPass | None = None
     _recorder: Recorder | None = None
     _truncated = False
