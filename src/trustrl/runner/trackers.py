@@ -7,11 +7,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
-from trustrl.optional_imports import need, require
+from trustrl.optional_imports import require
 from trustrl.runner.recipe import Recipe
 
 PROJECT = "trustrl"
@@ -81,16 +82,17 @@ def tracked(recipe: Recipe, folder: Path) -> Iterator[None]:
     Trackers print to stdout, which is for data, so their output goes to stderr. Trackio reads its directory when it is
     imported: a second run in the same process writes to the directory of the first.
     """
-    if recipe.logging.tracker is None:
+    tracker = recipe.logging.tracker
+    if tracker is None:
         yield
         return
-    added = {name: value for name, value in environment(recipe, folder).items() if name not in os.environ}
-    os.environ.update(added)
+    before = dict(os.environ)
+    os.environ.update(environment(recipe, folder) | before)
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
-            if recipe.logging.tracker == "wandb":
-                need("wandb", extra="trl").finish()  # transformers leaves the run open
+            if tracker == "wandb":
+                import_module("wandb").finish()  # transformers leaves the run open
     finally:
-        for name in added:
-            del os.environ[name]
+        for name in [name for name in os.environ if name.startswith(f"{tracker.upper()}_") and name not in before]:
+            del os.environ[name]  # trackers set some of their own, too
