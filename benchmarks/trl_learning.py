@@ -57,6 +57,7 @@ def train(region: str, seed: int, setting: str) -> dict:
             processing_class=tokenizer,
             region=trustrl.preset(region),
             behavior="trainer",
+            metrics="all",
         )  # fmt: skip
         start, cpu = time.perf_counter(), time.process_time()
         trainer.train()

@@ -85,6 +85,7 @@ def run(region: str, dtype: str, minutes: float, model_name: str, updates: int, 
             args=trainer_settings(output, rows, updates, lr),
             train_dataset=task.dataset("train", chat=True),
             region=trustrl.preset(region),
+            metrics="all",
             measure_mismatch=True,
             vllm_options={"dtype": dtype},
         )

@@ -9,7 +9,8 @@ import torch
 import trustrl
 from support.worlds import run, world
 from trustrl.core.diagnostics import Sums, bin_of, histogram
-from trustrl.core.metrics import HALF, METRICS, NUM_BINS, quantile
+from trustrl.core.histograms import HALF, NUM_BINS, quantile
+from trustrl.core.metrics import METRICS
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def scaled(tokens: Batch, reduction: str) -> Batch:
 
 
 def algorithm(policy_loss_type: str, **more: Any) -> engine.RegionAlgorithmConfig:
-    return engine.RegionAlgorithmConfig(policy_loss_type=policy_loss_type, **more)
+    return engine.RegionAlgorithmConfig(policy_loss_type=policy_loss_type, **{"metrics": "all"} | more)
 
 
 class Result(NamedTuple):

@@ -74,7 +74,7 @@ def stock(model: Any = None, *, peft_config: Any = None, **more: Any) -> Any:
 
 def ours(region: trustrl.Region, model: Any = None, *, given: dict[str, Any] | None = None, **more: Any) -> Any:
     """Our trainer; `given` are its own arguments beside the region, `more` is TRL's."""
-    usual = {"behavior": "trainer", "startup_checks": False, "region": region}
+    usual = {"behavior": "trainer", "startup_checks": False, "region": region, "metrics": "all"}
     return trainer_of(TrustRegionGRPOTrainer, model or tiny_model(), settings(**more), **usual | (given or {}))
 
 

@@ -48,7 +48,7 @@ def actor(loss_mode: str, *, info: dict[str, Any] = LOCAL, policy_loss: Any = No
     """verl's settings of the actor; `policy_loss` are its keys beside the name."""
     return ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=4, global_batch_info=dict(info),
-        policy_loss=RegionLossConfig(loss_mode=loss_mode, **policy_loss or {}), **more,
+        policy_loss=RegionLossConfig(loss_mode=loss_mode, **{"metrics": "all"} | (policy_loss or {})), **more,
     )  # fmt: skip
 
 

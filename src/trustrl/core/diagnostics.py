@@ -16,18 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.core.clean import CleanTokens
-from trustrl.core.metrics import (
-    FAULTS,
-    FIRST_BIN,
-    HALF,
-    MANTISSA_BITS,
-    METRICS,
-    MOSTLY_DROPPED,
-    NUM_BINS,
-    PROBABILITY_EDGES,
-    STALENESS_EDGES,
-    Totals,
-)
+from trustrl.core.histograms import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
+from trustrl.core.metric_entries import Totals
+from trustrl.core.metrics import FAULTS, METRICS, MOSTLY_DROPPED, Choice, chosen
 from trustrl.core.numerics import either, largest_exponent
 from trustrl.core.records import PolicyTokens
 from trustrl.core.regions.decision import Decision
@@ -212,7 +203,10 @@ def _total_movement(totals: _Totals, tokens: CleanTokens, gap: Tensor) -> None:
 
 
 def _total_divergence(totals: _Totals, decision: Decision, side: Tensor) -> dict[str, Tensor]:
-    """Sums both ends of the interval, and counts tokens whose bound lies between them. Returns the histograms."""
+    """Sums both ends of the interval, and counts tokens whose bound lies between them. Returns the histograms.
+
+    The count is taken only if a larger K would lower it.
+    """
     assert decision.divergence is not None
     lower, upper = decision.divergence
     totals.total("divergence", torch.nan_to_num(lower, posinf=0.0))
@@ -226,8 +220,9 @@ def _total_divergence(totals: _Totals, decision: Decision, side: Tensor) -> dict
         found["divergence_upper"] = upper
     if decision.max_increase is not None and decision.max_decrease is not None:
         bound = either(side > 0, decision.max_increase, decision.max_decrease, like=lower)
-        totals.total("undecided", (lower <= bound) & (bound < upper))
-        totals.total("decidable", lower >= 0)
+        totals.total("bounded", lower >= 0)
+        if decision.narrows_with_k:
+            totals.total("undecided", (lower <= bound) & (bound < upper))
     return found
 
 
@@ -286,14 +281,22 @@ def histogram(x: Float[Tensor, " n"], on: Float[Tensor, " n"]) -> Float[Tensor, 
     return torch.zeros(NUM_BINS, dtype=on.dtype, device=on.device).scatter_add(0, bin_of(x).long(), on)
 
 
-def rates(sums: Sums) -> dict[str, float]:
+def rates(sums: Sums, metrics: Choice = "all") -> dict[str, float]:
     """Computes named metrics from totals. Waits for the device.
 
     Add sums over micro-batches and ranks *before* calling it: rates of parts do not average to the rate of the whole.
     Warns if most tokens were dropped.
 
+    Args:
+        sums: The totals.
+        metrics: "all" for every metric that the totals suffice for, or "core" for the few that engines log by default.
+            See `trustrl.core.metrics.METRICS` and `CORE`.
+
     Returns:
-        `trustrl/<name>` → value, for every metric that the totals suffice for. See `trustrl.core.metrics.METRICS`.
+        `trustrl/<name>` → value.
+
+    Raises:
+        ConfigError: If `metrics` is neither "core" nor "all".
     """
     totals = Totals()
     for part in (sums.added, sums.highest):
@@ -320,7 +323,7 @@ def rates(sums: Sums) -> dict[str, float]:
             TrustRLWarning,
             stacklevel=2,
         )
-    return found
+    return chosen(found, metrics)
 
 
 def dropped_because(metrics: Mapping[str, float]) -> str:

@@ -1,327 +1,14 @@
-"""The metric dictionary: formula, unit, healthy range, action and the nearest metric of each engine.
+"""The metric dictionary, and the core metrics that engines log by default.
 
-Logs, reports, documentation and the command line all read the entries of this file.
+Logs, reports, documentation and the command line all read it. Loads without torch.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
 
-MANTISSA_BITS, SMALLEST_EXPONENT, LARGEST_EXPONENT = 3, -27, 10
-FIRST_BIN = ((SMALLEST_EXPONENT + 127) << MANTISSA_BITS) - 1
-HALF = (LARGEST_EXPONENT - SMALLEST_EXPONENT) << MANTISSA_BITS
-NUM_BINS = 2 * HALF + 1
-"""Histogram bins: one around 0, then 8 per power of two from 2⁻²⁷ (7e-9) to 2¹⁰ on each side. The outermost are open."""
-
-PROBABILITY_EDGES = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99)
-"""Edges of the anchor-probability bins. The first and the last bin are open."""
-
-STALENESS_EDGES = (1.0, 2.0, 3.0, 5.0, 9.0, 17.0)
-"""Edges of the staleness bins, in weight versions: 0 | 1 | 2 | 3-4 | 5-8 | 9-16 | 17 and more."""
-
-
-class Totals(dict[str, Any]):
-    """Sums by name on the host: numbers, or lists for histograms and bins."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """Definition of one metric."""
-
-    name: str
-    """Logged as `trustrl/<name>`."""
-
-    formula: str
-    unit: str
-    direction: str
-    """Direction that indicates a problem."""
-
-    healthy: str
-    """Range observed in healthy runs, or "none" if there is no such range."""
-
-    action: str
-    """Recommended action when the metric leaves that range."""
-
-    reads: tuple[str, ...]
-    """Sums the metric is computed from. The metric is absent if one of them is."""
-
-    compute: Callable[[Totals], float]
-    elsewhere: dict[str, str] = field(default_factory=dict[str, str])
-    """Nearest metric of each engine by engine name. The definitions may differ in detail."""
-
-    def value(self, totals: Totals) -> float | None:
-        """Returns the metric, or None if a sum is missing or the denominator is 0."""
-        if any(name not in totals for name in self.reads):
-            return None
-        try:
-            return float(self.compute(totals))
-        except ZeroDivisionError:
-            return None
-
-
-def quantile(bins: list[float], share: float) -> float:
-    """Returns the value below which this share of a histogram lies, to the width of a bin (at most 12.5%).
-
-    Examples:
-        >>> bins = [0.0] * NUM_BINS
-        >>> bins[HALF] = 1.0
-        >>> quantile(bins, 0.5)
-        0.0
-    """
-    total = sum(bins)
-    if not total:
-        raise ZeroDivisionError
-    wanted, below = share * total, 0.0
-    for at, count in enumerate(bins):
-        if count and below + count >= wanted:
-            part = (wanted - below) / count
-            return _inside_bin(at - HALF, part if at > HALF else 1 - part)
-        below += count
-    return _inside_bin(HALF, 1.0)
-
-
-def _inside_bin(step: int, part: float) -> float:
-    """Interpolates between the bin's edge nearer to 0 (part 0) and its other edge (part 1)."""
-    if step == 0:
-        return 0.0
-    low, high = (_edge(abs(step) - 1 + more) for more in (0, 1))
-    return math.copysign(low + part * (high - low), step)
-
-
-def _edge(at: int) -> float:
-    octave, eighth = divmod(at, 1 << MANTISSA_BITS)
-    return 2.0 ** (SMALLEST_EXPONENT + octave) * (1 + eighth / (1 << MANTISSA_BITS))
-
-
-def _share(over: str, of: str) -> Callable[[Totals], float]:
-    return lambda t: t[over] / t[of]
-
-
-def _quantile(name: str, share: float) -> Callable[[Totals], float]:
-    return lambda t: quantile(t[f"histogram/{name}"], share)
-
-
-def _highest(name: str) -> Callable[[Totals], float]:
-    return lambda t: _finite(t[f"max/{name}"])
-
-
-def _lowest(name: str) -> Callable[[Totals], float]:
-    return lambda t: -_finite(t[f"min/{name}"])
-
-
-def _finite(x: float) -> float:
-    if math.isinf(x) and x < 0:
-        raise ZeroDivisionError  # the batch has no token
-    return x
-
-
-_CLIPPED = {
-    "verl": "actor/pg_clipfrac", "trl": "clip_ratio/region_mean", "openrlhf": "ppo_clip_ratio",
-    "skyrl": "ppo_clip_ratio", "prime-rl": "is_masked",
-}  # fmt: skip
-_NONE = "none: depends on the task"
-
-_entries: list[Metric] = [
-    Metric(
-        name="masked_share", formula="masked tokens / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="below a few percent; 0 at the first update of a batch", reads=("stopped", "signed"),
-        action="If it rises, lower the learning rate or the number of updates per batch. If it is above 0 at the first update, sampler and trainer disagree.",
-        compute=_share("stopped", "signed"), elsewhere=_CLIPPED,
-    ),
-    Metric(
-        name="masked_share_increase", formula="masked tokens with r > 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="see masked_share", action="Tokens rose past the bound and the update pushes them further up.", reads=("stopped/increase", "signed"),
-        compute=_share("stopped/increase", "signed"), elsewhere={"trl": "clip_ratio/high_mean", "prime-rl": "is_masked_high"},
-    ),
-    Metric(
-        name="masked_share_decrease", formula="masked tokens with r < 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="see masked_share", action="Tokens fell past the bound and the update pushes them further down.", reads=("stopped/decrease", "signed"),
-        compute=_share("stopped/decrease", "signed"), elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
-    ),
-    Metric(
-        name="bad_update_share", formula="tokens with A < 0 and b − π ≥ 0.5 / measured tokens", unit="share", direction="high is bad",
-        healthy="0, or a few in a million", action="Updates destroy likely tokens: tighten max_decrease.", reads=("bad_updates", "measured"),
-        compute=_share("bad_updates", "measured"),
-    ),
-    Metric(
-        name="gap_mean", formula="mean of π − b", unit="probability", direction="far from 0 is bad", healthy="near 0",
-        action="A drift with one sign means that the batch as a whole became more or less likely.", reads=("gap", "measured"), compute=_share("gap", "measured"),
-    ),
-    Metric(
-        name="gap_abs_mean", formula="mean of |π − b|, estimates how far sampled tokens moved", unit="probability", direction="high is bad",
-        healthy="well below the TV bound", action="Lower the learning rate, or check staleness.", reads=("gap/abs", "measured"), compute=_share("gap/abs", "measured"),
-    ),
-    Metric(
-        name="gap_min", formula="min of π − b", unit="probability", direction="low is bad", healthy=_NONE, action="Below −0.5, see bad_update_share.", reads=("min/gap",), compute=_lowest("gap"),
-    ),
-    Metric(
-        name="gap_max", formula="max of π − b", unit="probability", direction="high is bad", healthy=_NONE, action="Inspect the token.", reads=("max/gap",), compute=_highest("gap"),
-    ),
-    Metric(
-        name="ratio_mean", formula="mean of r = π/b before truncation", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.02",
-        action="Its expectation is 1 if b sampled the tokens. Far from 1, another policy sampled them.", reads=("ratio", "measured"), compute=_share("ratio", "measured"),
-    ),
-    Metric(
-        name="ratio_max", formula="exp(max log r) before truncation", unit="ratio", direction="high is bad", healthy=_NONE,
-        action="Set max_ratio if single tokens dominate the effective sample size.", reads=("max/log_ratio",),
-        compute=lambda t: math.exp(min(_finite(t["max/log_ratio"]), 700.0)),
-    ),
-    Metric(
-        name="weight_mean", formula="mean of w after truncation, correction and penalty, over unmasked tokens", unit="ratio", direction="far from ratio_mean means that truncation acts",
-        healthy="close to ratio_mean", action="Compare with ratio_mean: the region, the cap and dropped tokens account for the difference.", reads=("weight", "acting"), compute=_share("weight", "acting"),
-    ),
-    Metric(
-        name="capped_share", formula="tokens with r above the cap / measured tokens", unit="share", direction="high is bad", healthy="below 1%",
-        action="A cap that acts often biases the gradient. See ratio_max.", reads=("extra/capped", "measured"), compute=_share("extra/capped", "measured"),
-    ),
-    Metric(
-        name="kl_k1", formula="mean of −log r, unbiased for KL(b‖π) when b sampled", unit="nats", direction="high is bad", healthy="near 0",
-        action="A negative value means that more sampled tokens rose than fell.", reads=("log_ratio", "measured"), compute=lambda t: -t["log_ratio"] / t["measured"],
-        elsewhere={"verl": "actor/ppo_kl", "openrlhf": "ppo_kl"},
-    ),
-    Metric(
-        name="kl_k2", formula="mean of ½ log² r", unit="nats", direction="high is bad", healthy="below 0.01",
-        action="Lower the learning rate.", reads=("log_ratio/square", "measured"), compute=lambda t: 0.5 * t["log_ratio/square"] / t["measured"],
-    ),
-    Metric(
-        name="kl_k3", formula="mean of r − 1 − log r, unbiased for KL(b‖π) when b sampled", unit="nats", direction="high is bad", healthy="below 0.01",
-        action="Lower the learning rate, or sync weights more often.", reads=("ratio", "log_ratio", "measured"),
-        compute=lambda t: (t["ratio"] - t["log_ratio"]) / t["measured"] - 1, elsewhere={"prime-rl": "mismatch_kl"},
-    ),
-    Metric(
-        name="effective_sample_share", formula="(Σr)² / (N Σr²), token level, before truncation", unit="share", direction="low is bad", healthy="above 0.9",
-        action="A few tokens dominate the gradient: sync weights more often, or cap the ratio.", reads=("ratio", "ratio/square", "measured"),
-        compute=lambda t: t["ratio"] ** 2 / (t["measured"] * t["ratio/square"]),
-    ),
-    Metric(
-        name="chi_square", formula="mean r² − 1, token level, before truncation", unit="none", direction="high is bad", healthy="below 0.1",
-        action="See effective_sample_share.", reads=("ratio/square", "measured"), compute=lambda t: t["ratio/square"] / t["measured"] - 1,
-    ),
-    Metric(
-        name="divergence_mean", formula="mean of D's lower end, finite values only", unit="the statistic's", direction="high is bad", healthy="well below the bound",
-        action="Compare with the bound. See the quantiles.", reads=("divergence", "divergence/finite"),
-        compute=_share("divergence", "divergence/finite"),
-    ),
-    Metric(
-        name="divergence_max", formula="max of D's lower end", unit="the statistic's", direction="high is bad", healthy=_NONE, action="Inspect the token.", reads=("max/divergence",), compute=_highest("divergence"),
-    ),
-    Metric(
-        name="divergence_infinite", formula="tokens whose D is +inf (the policy excludes ids that the anchor allows)", unit="tokens", direction="high is bad", healthy="0",
-        action="Rounding made probabilities 0 or 1: compute log-probs in float32 and pass tail_logp.", reads=("divergence/infinite",), compute=lambda t: t["divergence/infinite"],
-    ),
-    Metric(
-        name="divergence_upper_mean", formula="mean of D's upper end, finite values only", unit="the statistic's", direction="high is bad", healthy=_NONE,
-        action="Far above divergence_mean, the support is too small to decide.", reads=("divergence/upper", "divergence/upper_finite"),
-        compute=_share("divergence/upper", "divergence/upper_finite"),
-    ),
-    Metric(
-        name="undecided_share", formula="tokens whose bound lies inside [lower, upper) / measured tokens", unit="share", direction="high is uninformative", healthy=_NONE,
-        action="The approximation cannot decide these tokens. The gradient is not affected. A larger K narrows the interval.", reads=("undecided", "decidable"),
-        compute=_share("undecided", "decidable"),
-    ),
-    Metric(
-        name="anchor_tail_mean", formula="mean of b's mass outside the support", unit="probability", direction="high is uninformative", healthy=_NONE,
-        action="Record more ids.", reads=("tail/anchor", "tail/measured"), compute=_share("tail/anchor", "tail/measured"),
-    ),
-    Metric(
-        name="policy_tail_mean", formula="mean of π's mass outside the support", unit="probability", direction="rising is bad", healthy="close to anchor_tail_mean",
-        action="Probability mass moves to unrecorded ids: entropy is exploding.", reads=("tail/policy", "tail/measured"), compute=_share("tail/policy", "tail/measured"),
-    ),
-    Metric(
-        name="entropy", formula="mean entropy of π", unit="nats", direction="a fast change in either direction is bad", healthy=_NONE,
-        action="If it falls to 0, raise max_increase or add an entropy bonus. If it keeps rising, see policy_tail_mean.",
-        reads=("entropy/kept", "entropy/stopped", "entropy/kept_measured", "entropy/stopped_measured"),
-        compute=lambda t: (t["entropy/kept"] + t["entropy/stopped"]) / (t["entropy/kept_measured"] + t["entropy/stopped_measured"]),
-        elsewhere={"verl": "actor/entropy", "trl": "entropy", "skyrl": "policy_entropy", "prime-rl": "entropy"},
-    ),
-    Metric(
-        name="entropy_stopped", formula="mean entropy at masked tokens", unit="nats", direction="none", healthy=_NONE,
-        action="If it is high, the region masks exploration.", reads=("entropy/stopped", "entropy/stopped_measured"), compute=_share("entropy/stopped", "entropy/stopped_measured"),
-    ),
-    Metric(
-        name="entropy_kept", formula="mean entropy at kept tokens", unit="nats", direction="none", healthy=_NONE,
-        action="Compare with entropy_stopped.", reads=("entropy/kept", "entropy/kept_measured"), compute=_share("entropy/kept", "entropy/kept_measured"),
-    ),
-    Metric(
-        name="mismatch_abs_mean", formula="mean of |log π' − log μ|", unit="nats", direction="high is bad", healthy="1e-5 in fp32, 1e-2 to 4e-2 with a bf16 sampler",
-        action="Trainer and sampler disagree at the same weights: check dtype, temperature, truncation, tied heads and stale weights.", reads=("mismatch/abs", "mismatch/measured"),
-        compute=_share("mismatch/abs", "mismatch/measured"), elsewhere={"trl": "sampling/sampling_logp_difference/mean", "skyrl": "policy/rollout_train_logprobs_abs_diff_mean"},
-    ),
-    Metric(
-        name="mismatch_max", formula="max of log π' − log μ", unit="nats", direction="high is bad", healthy="below 0.3 with a bf16 sampler",
-        action="See mismatch_abs_mean.", reads=("max/mismatch",), compute=_highest("mismatch"), elsewhere={"trl": "sampling/sampling_logp_difference/max", "skyrl": "policy/rollout_train_logprobs_abs_diff_max"},
-    ),
-    Metric(
-        name="mismatch_min", formula="min of log π' − log μ", unit="nats", direction="low is bad", healthy="above −0.3 with a bf16 sampler",
-        action="See mismatch_abs_mean.", reads=("min/mismatch",), compute=_lowest("mismatch"),
-    ),
-    Metric(
-        name="mismatch_ratio_mean", formula="mean of k = π'/μ", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.01",
-        action="Its expectation is 1 if μ sampled the tokens. Far from 1, the recorded log-probs belong to another policy.", reads=("mismatch", "mismatch/measured"), compute=_share("mismatch", "mismatch/measured"),
-        elsewhere={"trl": "sampling/importance_sampling_ratio/mean"},
-    ),
-    Metric(
-        name="correction_mean", formula="mean of the mismatch correction", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.02",
-        action="Compare with mismatch_ratio_mean.", reads=("extra/correction", "measured"), compute=_share("extra/correction", "measured"),
-    ),
-    Metric(
-        name="correction_zero_share", formula="tokens that the correction drops / measured tokens", unit="share", direction="high is bad", healthy="below 1%",
-        action="If it is large, fix the mismatch instead of masking it.", reads=("extra/correction_zero", "measured"), compute=_share("extra/correction_zero", "measured"),
-    ),
-    Metric(
-        name="staleness_mean", formula="mean of the trained weights' version − the sampler's version", unit="versions", direction="high is bad", healthy="0 if synchronous; at most the trainer's limit if asynchronous",
-        action="Sync weights more often, or set the region's max_staleness.", reads=("staleness", "staleness/measured"), compute=_share("staleness", "staleness/measured"),
-    ),
-    Metric(
-        name="staleness_max", formula="max of the same difference", unit="versions", direction="high is bad", healthy="see staleness_mean", action="See staleness_mean.", reads=("max/staleness",), compute=_highest("staleness"),
-    ),
-    Metric(
-        name="stale_share", formula="tokens older than the region's max_staleness / measured tokens", unit="share", direction="high is bad", healthy="below a few percent",
-        action="The region drops these tokens or tightens their bound. See staleness_mean.", reads=("extra/stale", "measured"), compute=_share("extra/stale", "measured"),
-    ),
-    Metric(
-        name="projected_share", formula="tokens outside the KL ball / measured tokens", unit="share", direction="high is bad", healthy="a few percent",
-        action="See masked_share.", reads=("extra/projected", "measured"), compute=_share("extra/projected", "measured"),
-    ),
-    Metric(
-        name="projected_kl_before", formula="mean KL(π‖b) over cells", unit="nats", direction="high is bad", healthy="below the bound",
-        action="If it keeps rising, raise alpha or lower the learning rate.", reads=("extra/projected_kl_before", "measured"), compute=_share("extra/projected_kl_before", "measured"),
-    ),
-    Metric(
-        name="projected_kl_after", formula="mean KL(π̂‖b) over cells", unit="nats", direction="none", healthy="at most the bound, by construction",
-        action="A value above the bound is a bug: report it.", reads=("extra/projected_kl_after", "measured"), compute=_share("extra/projected_kl_after", "measured"),
-    ),
-    Metric(
-        name="projected_beta", formula="mean β over projected tokens", unit="none", direction="low is bad", healthy=_NONE,
-        action="A small value means that the projection pulls tokens back strongly.", reads=("extra/projected_beta", "extra/projected"), compute=_share("extra/projected_beta", "extra/projected"),
-    ),
-    Metric(
-        name="projected_evaluations", formula="mean evaluations of KL(β) per projected token", unit="count", direction="high is slow", healthy="3 to 5",
-        action="If it is high, some tokens are extreme: see projected_kl_before.", reads=("extra/projected_evaluations", "extra/projected"), compute=_share("extra/projected_evaluations", "extra/projected"),
-    ),
-    Metric(
-        name="projected_unconverged", formula="tokens for which the solver did not converge", unit="tokens", direction="high is bad", healthy="0",
-        action="Report these tokens as a bug.", reads=("extra/projected_unconverged",), compute=lambda t: t["extra/projected_unconverged"],
-    ),
-    Metric(
-        name="tokens", formula="tokens in the loss", unit="tokens", direction="none", healthy=_NONE, action="The denominator of token means.", reads=("tokens",),
-        compute=lambda t: t["tokens"],
-    ),
-    Metric(
-        name="sequences", formula="sequences with a token in the loss", unit="sequences", direction="none", healthy=_NONE,
-        action="The denominator of sequence means.", reads=("sequences",), compute=lambda t: t["sequences"],
-    ),
-    Metric(
-        name="loss_weight", formula="Σ_t c_t: sum of the weights that the trainer's reduction gives to the step's tokens", unit="none", direction="far from 1 scales the learning rate",
-        healthy="1 for averages over tokens or sequences; less with a fixed length", action="If an average is not 1, advantages, micro-batches or ranks are scaled twice or not at all.",
-        reads=("loss_weight",), compute=lambda t: t["loss_weight"],
-    ),
-    Metric(
-        name="dropped_share", formula="faulty tokens in the loss / tokens in the loss", unit="share", direction="high is bad", healthy="0",
-        action="See the fault_ counts. trustrl.check locates the tokens.", reads=("tokens", "used"), compute=lambda t: (t["tokens"] - t["used"]) / t["tokens"],
-    ),
-]  # fmt: skip
+from trustrl.config.validators import one_of
+from trustrl.core.histograms import PROBABILITY_EDGES, STALENESS_EDGES, bin_names, quantile
+from trustrl.core.metric_entries import ENTRIES, NO_RANGE, Metric, Totals
 
 FAULTS = {
     "policy": "log π is NaN, infinite or above 0",
@@ -341,7 +28,7 @@ FAULTS = {
 MOSTLY_DROPPED = 0.5
 """Share of dropped tokens above which `rates` warns and `check` raises."""
 
-_entries += [
+_FAULT_COUNTS = [
     Metric(
         name=f"fault_{fault}", formula=f"tokens where {meaning}", unit="tokens", direction="high is bad", healthy="0",
         action="The loss drops these tokens and keeps them in its denominator. trustrl.check locates them.",
@@ -349,18 +36,24 @@ _entries += [
     )
     for fault, meaning in FAULTS.items()
 ]  # fmt: skip
-_entries += [
+_LOSSES = [
     Metric(
         name=f"loss_{term}", formula=f"the {term} term of the loss, reduced", unit="loss", direction="none",
-        healthy=_NONE, action="Do not compare the policy term across regions: its value is not a surrogate.",
+        healthy=NO_RANGE, action="Do not compare the policy term across regions: its value is not a surrogate.",
         reads=(f"loss/{term}",), compute=lambda t, name=f"loss/{term}": t[name],
     )
     for term in ("policy", "kl", "entropy")
 ]  # fmt: skip
-_entries += [
+
+
+def _quantile(name: str, share: float) -> Callable[[Totals], float]:
+    return lambda t: quantile(t[f"histogram/{name}"], share)
+
+
+_QUANTILES = [
     Metric(
         name=f"{name}_p{round(share * 100):02d}", formula=f"{round(share * 100)}% quantile of {of}", unit=unit, direction="none",
-        healthy=_NONE, action="Computed from a mergeable histogram: exact to one bin, at most 12.5%.",
+        healthy=NO_RANGE, action="Computed from a mergeable histogram: exact to one bin, at most 12.5%.",
         reads=(f"histogram/{name}",), compute=_quantile(name, share),
     )
     for name, of, unit in (
@@ -373,11 +66,6 @@ _entries += [
 ]  # fmt: skip
 
 
-def bin_names(prefix: str, edges: tuple[float, ...]) -> list[str]:
-    """Returns the names of the bins between these edges. The first and the last bin are open."""
-    return [f"{prefix}_below_{edges[0]:g}", *(f"{prefix}_from_{edge:g}" for edge in edges)]
-
-
 def _bin_metrics(key: str, prefix: str, edges: tuple[float, ...], of: str) -> list[Metric]:
     made: list[Metric] = []
     for at, where in enumerate(bin_names(prefix, edges)):
@@ -385,15 +73,63 @@ def _bin_metrics(key: str, prefix: str, edges: tuple[float, ...], of: str) -> li
             made.append(
                 Metric(
                     name=f"{name}_{where}", formula=f"{meaning} of tokens in this bin of {of}", unit="share" if column == 1 else "probability",
-                    direction="none", healthy=_NONE, action="Shows which tokens the region masks.", reads=(key,),
+                    direction="none", healthy=NO_RANGE, action="Shows which tokens the region masks.", reads=(key,),
                     compute=lambda t, at=at, column=column: t[key][at][column] / t[key][at][0],
                 )
             )  # fmt: skip
     return made
 
 
-_entries += _bin_metrics("by_probability", "probability", PROBABILITY_EDGES, "the anchor's probability")
-_entries += _bin_metrics("by_staleness", "staleness", STALENESS_EDGES, "staleness in weight versions")
-
-METRICS: tuple[Metric, ...] = tuple(_entries)
+METRICS: tuple[Metric, ...] = (
+    *ENTRIES,
+    *_FAULT_COUNTS,
+    *_LOSSES,
+    *_QUANTILES,
+    *_bin_metrics("by_probability", "probability", PROBABILITY_EDGES, "the anchor's probability"),
+    *_bin_metrics("by_staleness", "staleness", STALENESS_EDGES, "staleness in weight versions"),
+)
 """Every metric that `trustrl.rates` reports."""
+
+CORE = (
+    "masked_share", "projected_share", "kl_k3", "divergence_mean", "divergence_p99", "undecided_share", "entropy",
+    "mismatch_abs_mean", "mismatch_ratio_mean", "staleness_mean", "dropped_share",
+)  # fmt: skip
+"""Metrics that engines log by default. `trustrl explain` and `trustrl report` need no others, except counts of faults.
+
+Eight apply to most runs. `projected_share` belongs to projections, `undecided_share` to Top-K TV, and `staleness_mean`
+to samplers that report the version of their weights."""
+
+Choice = Literal["core", "all"]
+"""The metrics to log."""
+
+_NAMES = frozenset(metric.name for metric in METRICS)
+
+
+def check_choice(metrics: object, where: str = "metrics") -> None:
+    """Raises if the setting is neither "core" nor "all". `where` is its name in the engine."""
+    one_of(where, metrics, get_args(Choice))
+
+
+def chosen(found: Mapping[str, float], metrics: Choice) -> dict[str, float]:
+    """Returns the metrics to log.
+
+    "core" keeps the metrics in `CORE`, counts of faults that occurred, and the values that a region itself reports.
+
+    Args:
+        found: Metrics by name, from `trustrl.rates`.
+        metrics: "core" or "all".
+
+    Raises:
+        ConfigError: If `metrics` is neither "core" nor "all".
+
+    Examples:
+        >>> chosen({"trustrl/kl_k3": 0.1, "trustrl/kl_k2": 0.1, "trustrl/fault_policy": 0.0}, "core")
+        {'trustrl/kl_k3': 0.1}
+    """
+    check_choice(metrics)
+    return {name: value for name, value in found.items() if metrics == "all" or _is_core(name, value)}
+
+
+def _is_core(name: str, value: float) -> bool:
+    bare = name.removeprefix("trustrl/")
+    return bare in CORE or bare not in _NAMES or (bare.startswith("fault_") and value > 0)

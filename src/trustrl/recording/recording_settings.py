@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from trustrl.config import validators
 from trustrl.config.loading import KINDS, config_from_dict
-from trustrl.core.metrics import HALF, quantile
+from trustrl.core.histograms import HALF, quantile
 from trustrl.errors import ConfigError
 
 OF = ("divergence", "divergence_upper", "log_ratio")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trustrl.core.metrics import PROBABILITY_EDGES, bin_names
+from trustrl.core.histograms import PROBABILITY_EDGES, bin_names
 from trustrl.errors import MissingDataError
 from trustrl.optional_imports import need
 from trustrl.runner.directory import RunDirectory

@@ -17,7 +17,17 @@ from trustrl.recording.recording_settings import Recording
 from trustrl.registry import nearest
 from trustrl.runner import recipe_files, recipe_tables
 from trustrl.runner.layout import Layout
-from trustrl.runner.recipe_tables import TABLES, Engine, Evaluation, Model, Optimiser, Sampler, Schedule, TaskChoice
+from trustrl.runner.recipe_tables import (
+    TABLES,
+    Engine,
+    Evaluation,
+    Logging,
+    Model,
+    Optimiser,
+    Sampler,
+    Schedule,
+    TaskChoice,
+)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
@@ -42,6 +52,7 @@ class Recipe:
     layout: Layout = field(default_factory=Layout)
     sampler: Sampler = field(default_factory=Sampler)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    logging: Logging = field(default_factory=Logging)
     records: Recording | None = None
     """Settings of the token records. None records nothing. `folder` is ignored: records go into the run directory."""
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trustrl.config import validators
+from trustrl.core.metrics import Choice, check_choice
 from trustrl.errors import ConfigError
 from trustrl.runner.layout import Layout
 
 DTYPES = ("float32", "bfloat16", "float16")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,9 +256,25 @@ class Evaluation:
         validators.non_negative("evaluation.temperature", self.temperature)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logging:
+    """[logging]: the metrics that the engine logs, and the tracker that receives them."""
+
+    tracker: Literal["tensorboard", "wandb", "trackio", "mlflow"] | None = None
+    """Tracker to log to, in addition to `metrics.jsonl`. Its files go into the run directory."""
+
+    metrics: Choice = "all"
+    """"all", or "core" for about eight. Applies to `metrics.jsonl` and to the tracker."""
+
+    def __post_init__(self) -> None:
+        if self.tracker is not None:
+            validators.one_of("logging.tracker", self.tracker, TRACKERS)
+        check_choice(self.metrics, "logging.metrics")
+
+
 TABLES: dict[str, type] = {
     "model": Model, "task": TaskChoice, "engine": Engine, "layout": Layout, "sampler": Sampler,
-    "optimiser": Optimiser, "schedule": Schedule, "evaluation": Evaluation,
+    "optimiser": Optimiser, "schedule": Schedule, "evaluation": Evaluation, "logging": Logging,
 }  # fmt: skip
 """All tables except [region] and [records], which have the settings of regions and `trustrl.recording.Recording`."""
 

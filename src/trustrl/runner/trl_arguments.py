@@ -5,6 +5,7 @@ from typing import Any
 
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import SETTINGS
+from trustrl.runner import trackers
 from trustrl.runner.policy_roles import behavior_of
 from trustrl.runner.recipe import Recipe
 
@@ -46,9 +47,11 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
         "save_strategy": "steps",
         "save_steps": schedule.save_every,
         "save_total_limit": 2,
-        "report_to": [],
+        "report_to": [] if recipe.logging.tracker is None else [recipe.logging.tracker],
         "disable_tqdm": True,
     }
+    if recipe.logging.tracker == "trackio":
+        found |= {"project": trackers.PROJECT, "trackio_space_id": None}  # None stays on this machine
     if recipe.sampler.kind == "vllm":
         found |= {
             "use_vllm": True,
@@ -67,6 +70,7 @@ def check(recipe: Recipe) -> None:
     Raises:
         ConfigError: If a setting is refused. The message names TRL's setting and the fix.
     """
+    trackers.refuse_two(recipe, "report_to", recipe.engine.settings)
     newest = (sys.maxsize,)  # a plan does not need TRL; the adapter checks the release
     given = {"trl": newest, "region": recipe.region, **grpo_fields(recipe, ""), **trainer_arguments(recipe)}
     rows.check(SETTINGS, lambda name, default=None: default if given.get(name) is None else given[name], recipe.region)
@@ -74,7 +78,7 @@ def check(recipe: Recipe) -> None:
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
     """Returns the arguments of `TrustRegionGRPOTrainer` that TRL's trainer lacks, except `region` and `recording`."""
-    found: dict[str, Any] = {"behavior": behavior_of(recipe)}
+    found: dict[str, Any] = {"behavior": behavior_of(recipe), "metrics": recipe.logging.metrics}
     if recipe.sampler.kind == "vllm":
         found |= {"measure_mismatch": True, "vllm_options": {"dtype": recipe.sampler.dtype}}
     return found

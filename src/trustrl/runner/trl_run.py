@@ -8,6 +8,7 @@ from typing import Any
 
 from trustrl.errors import ConfigError
 from trustrl.optional_imports import need, require
+from trustrl.runner import trackers
 from trustrl.runner.checkpoints import (
     Survey,
     checkpoints_in,
@@ -38,12 +39,13 @@ KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
 
 
 def require_packages(recipe: Recipe) -> None:
-    """Raises if TRL is not installed, or vLLM if the recipe samples with it. Imports neither.
+    """Raises if TRL, the recipe's tracker, or vLLM if the recipe samples with it is not installed. Imports none.
 
     Raises:
         MissingPackageError: If one is not installed.
     """
     require("trl", advice='Run `pip install "trustrl[trl]"`.')
+    trackers.require_package(recipe)
     if recipe.sampler.kind == "vllm":
         from trustrl.engines.vllm.options import require_vllm
 
@@ -65,6 +67,11 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         from trustrl.engines.vllm.options import set_cpu_environment
 
         set_cpu_environment()  # before vllm is imported
+    with trackers.tracked(recipe, directory.path.resolve()):
+        _train(recipe, directory, progress, main)
+
+
+def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> None:
     need("transformers.utils.logging", extra="trl").disable_progress_bar()  # `progress` replaces it
     done, checkpoint = last_checkpoint(recipe, directory, progress)
     if main:

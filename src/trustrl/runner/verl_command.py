@@ -15,6 +15,7 @@ from trustrl.engines.refusals.verl import ROWS
 from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, MEGATRON, ROLLOUT, settings_needed
 from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.errors import ConfigError
+from trustrl.runner import trackers
 from trustrl.runner.layout import STRATEGIES, VERL_KEYS, Layout
 from trustrl.runner.recipe import Recipe
 from trustrl.world.verl_dataset import REWARD
@@ -48,6 +49,7 @@ def check(recipe: Recipe, folder: Path) -> None:
     Raises:
         ConfigError: If a setting is refused. The message names verl's setting and the fix.
     """
+    trackers.refuse_two(recipe, "trainer.logger", engine_settings(recipe))
     settings = _settings(recipe, folder, recipe.model.name)
     defaults = dict(DEFAULTS) if recipe.engine.device == "cpu" else {}
     if (engine := settings.get("model_engine", "dp")) != "dp":  # verl's group of that name sets the same strategy
@@ -180,13 +182,13 @@ def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
     updates, batches = schedule.updates_per_batch, schedule.steps // schedule.updates_per_batch
     epochs = math.ceil(batches / (recipe.task.problems // schedule.prompts_per_batch)) + 1
     return {
-        "trainer.project_name": "trustrl",
+        "trainer.project_name": trackers.PROJECT,
         "trainer.experiment_name": recipe.name,
         "trainer.nnodes": engine.nodes,
         "trainer.n_gpus_per_node": engine.ranks_per_node,
         "trainer.total_training_steps": batches,
         "trainer.total_epochs": epochs,
-        "trainer.logger": ["console", "file"],
+        "trainer.logger": ["console", "file", *filter(None, [recipe.logging.tracker])],
         "trainer.save_freq": schedule.save_every // updates,
         "trainer.max_actor_ckpt_to_keep": 2,
         "trainer.default_local_dir": folder / CHECKPOINTS,
@@ -198,12 +200,14 @@ def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def _policy_loss(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Returns the settings of the region, by name if it is a preset, and of the recording."""
+    """Returns the settings of the region, by name if it is a preset, of the metrics and of the recording."""
     name = next((one for one in presets() if preset(one) == recipe.region), None)
     region = {} if name else {f"region.{key}": value for key, value in _flat(config_to_dict(recipe.region))}
     recording = recipe.recording(folder)
     records = {} if recording is None else config_to_dict(recording)
     more = region | {f"recording.{key}": value for key, value in records.items() if key != "kind"}
+    if recipe.logging.metrics != "core":  # the adapter's default
+        more["metrics"] = recipe.logging.metrics
     found: dict[str, Any] = {f"{LOSS}.loss_mode": f"trustrl-{name}" if name else "trustrl"}
     if more:  # verl's configuration is typed, so new keys need a new type
         found[f"{LOSS}._target_"] = "trustrl.engines.verl.RegionLossConfig"

@@ -13,6 +13,7 @@ from typing import Any
 
 from trustrl.errors import EngineError
 from trustrl.optional_imports import require
+from trustrl.runner import trackers
 from trustrl.runner.checkpoints import Survey, checkpoints_in, fault_of, is_marked, refuse_foreign, write_manifest
 from trustrl.runner.directory import RunDirectory, write_whole
 from trustrl.runner.processes import Progress, ends_with_its_parent
@@ -37,12 +38,13 @@ ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
 
 
 def require_packages(recipe: Recipe) -> None:
-    """Raises if verl is not installed, without importing it.
+    """Raises if verl or the recipe's tracker is not installed. Imports neither.
 
     Raises:
-        MissingPackageError: If verl is not installed.
+        MissingPackageError: If one is not installed.
     """
     require("verl", advice='Run `pip install "trustrl[verl]"`.')
+    trackers.require_package(recipe)
 
 
 def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
@@ -61,7 +63,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     if done:
         progress.log(f"resuming after step {done}")
     log = folder / f"verl-{time.time_ns()}.jsonl"  # verl truncates the file it is given
-    environment = {**os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
+    environment = {**trackers.environment(recipe, folder), **os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
     with (folder / "verl.log").open("ab") as output:
         # A new session, so that Ray's processes do not outlive the run.
         process = subprocess.Popen(

@@ -22,7 +22,7 @@ def step(dropped=0, *, drift=3.0, region=REGION):
     out = trustrl.policy_loss(policy, w.rollout(), region, reduction=trustrl.TokenSum())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return trustrl.rates(out.sums), dropped / int(w.in_loss.sum())
+        return (trustrl.rates(out.sums), out.sums), dropped / int(w.in_loss.sum())
 
 
 def check(share=0.5, **more):
@@ -35,59 +35,59 @@ def test_a_step_that_drops_more_than_allowed_raises_with_the_reason():
     with pytest.raises(
         trustrl.errors.NonFiniteError, match=r"at most 50% .* log π is NaN, infinite or above 0\. .*max_dropped"
     ):
-        check().check(metrics)
+        check().check(*metrics)
 
 
 def test_the_allowed_share_can_be_set():
     metrics, share = step(dropped=10)
     with pytest.raises(trustrl.errors.NonFiniteError, match="at most 5%"):
-        check(share=0.05).check(metrics)
+        check(share=0.05).check(*metrics)
     with pytest.warns(trustrl.errors.TrustRLWarning, match="tokens were dropped: log π is NaN"):
-        check(share=1.0).check(metrics)
+        check(share=1.0).check(*metrics)
 
 
 def test_dropped_tokens_are_reported_once():
     watch = check()
     with pytest.warns(trustrl.errors.TrustRLWarning, match="tokens were dropped"):
-        watch.check(step(dropped=10)[0])
-    watch.check(step(dropped=12)[0])  # warnings are errors here
+        watch.check(*step(dropped=10)[0])
+    watch.check(*step(dropped=12)[0])  # warnings are errors here
 
 
 def test_a_step_without_faults_says_nothing():
-    check().check(step()[0])
+    check().check(*step()[0])
 
 
 def test_other_ranks_are_silent_and_raise_all_the_same():
-    check(warns=False).check(step(dropped=10)[0])
+    check(warns=False).check(*step(dropped=10)[0])
     with pytest.raises(trustrl.errors.NonFiniteError):
-        check(warns=False).check(step(dropped=30)[0])
+        check(warns=False).check(*step(dropped=30)[0])
 
 
 def test_a_region_that_masked_nothing_in_the_first_batch_is_reported_once():
     watch = check(updates_per_batch=2)
     idle = step(drift=0.0)[0]
-    assert idle["trustrl/masked_share"] == 0
-    watch.check(idle)
+    assert idle[0]["trustrl/masked_share"] == 0
+    watch.check(*idle)
     with pytest.warns(
         trustrl.errors.TrustRLWarning, match=r"dppo masked no token in the first batch .*largest ratio 1\)"
     ):
-        watch.check(idle)
+        watch.check(*idle)
     for _ in range(3):
-        watch.check(idle)
+        watch.check(*idle)
 
 
 def test_a_region_that_masked_once_in_the_first_batch_is_not_reported():
     watch = check(updates_per_batch=2)
     acting = step()[0]
-    assert acting["trustrl/masked_share"] > 0
-    watch.check(acting)
-    watch.check(step(drift=0.0)[0])
+    assert acting[0]["trustrl/masked_share"] > 0
+    watch.check(*acting)
+    watch.check(*step(drift=0.0)[0])
 
 
 def test_a_region_without_thresholds_is_never_reported_as_idle():
     region = trustrl.preset("cispo")
     watch = StepCheck(region, max_dropped_share=0.5, setting="max_dropped_share")
-    watch.check(step(drift=0.0, region=region)[0])
+    watch.check(*step(drift=0.0, region=region)[0])
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5, "most", None, True])

@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 def algorithm(region):
     settings = config_to_dict(region)
     return engine.RegionAlgorithmConfig(
-        policy_loss_type="trustrl", region=settings, temperature=oracle.TEMPERATURE, use_kl_loss=False
+        policy_loss_type="trustrl", region=settings, temperature=oracle.TEMPERATURE, use_kl_loss=False, metrics="all"
     )
 
 

@@ -24,9 +24,8 @@ ROLLOUTS, UPDATES_OF_EACH, SEQUENCES = 2, 2, 16
 
 def trained(folder, region, recording):
     settings = world.settings(output_dir=str(folder), **SCHEDULE)
-    trainer = world.trainer_of(
-        TrustRegionGRPOTrainer, world.tiny_model(), settings, region=region, behavior="trainer", recording=recording
-    )
+    given = {"region": region, "behavior": "trainer", "recording": recording, "metrics": "all"}
+    trainer = world.trainer_of(TrustRegionGRPOTrainer, world.tiny_model(), settings, **given)
     trainer.train()
     return trainer
 

@@ -40,9 +40,8 @@ class Counting(TrustRegionGRPOTrainer):
 
 def trainer_in(folder, name, **more):
     settings = world.settings(output_dir=str(folder), **SCHEDULE | more)
-    return world.trainer_of(
-        Counting, world.tiny_model(), settings, region=trustrl.preset(name), behavior="trainer", startup_checks=True
-    )
+    given = {"region": trustrl.preset(name), "behavior": "trainer", "startup_checks": True, "metrics": "all"}
+    return world.trainer_of(Counting, world.tiny_model(), settings, **given)
 
 
 def resumed(checkpoint, folder, name, **more):

@@ -70,7 +70,7 @@ def rollout_func(network, *, records="logprobs", tool=False, length=6):
 def trainer_of(region=REGION, *, roll_out, cls=TrustRegionGRPOTrainer, given=None, **more):
     usual = {"max_steps": 2, "num_iterations": 2, "learning_rate": 1e-2, "logging_steps": 1}
     args = world.settings(**usual | more)
-    ours = {"region": region, **(given or {})}
+    ours = {"region": region, "metrics": "all", **(given or {})}
     return world.trainer_of(cls, world.tiny_model(), args, rollout_func=roll_out, **ours)
 
 

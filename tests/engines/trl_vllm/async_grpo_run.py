@@ -152,6 +152,7 @@ def train(folder, server, path, tokenizer, region):
         rollout_worker=Worker(server),
         weight_transfer=Transfer(server),
         region=region,
+        metrics="all",
     )  # fmt: skip
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
     trainer.train()

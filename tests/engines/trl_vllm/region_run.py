@@ -172,7 +172,7 @@ def train_tools(folder, options):
         model=str(path), reward_funcs=lambda completions, **_: [float(i % 3) for i, _ in enumerate(completions)],
         args=settings, processing_class=tokenizer, tools=[weather],
         train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": f"a{i}+b"}] for i in range(8)]}),
-        region=trustrl.config_from_dict(options["region"]), check_sampler_every=0,
+        region=trustrl.config_from_dict(options["region"]), metrics="all", check_sampler_every=0,
         vllm_options={"dtype": "float32", "kv_cache_memory_bytes": 1 << 26},
     )  # fmt: skip
     ALIVE.append(trainer)
@@ -205,6 +205,7 @@ def train(folder, options):
         train_dataset=Dataset.from_dict({"prompt": [f"a{i}+b" for i in range(16)]}),
         processing_class=tokenizer,
         region=region,
+        metrics="all",
         measure_mismatch=options.get("mismatch", False),
         recording=Recording(folder=Path(folder) / "records", sample=1.0, experts=True) if "record" in options else None,
         vllm_options={"dtype": options["dtype"], "kv_cache_memory_bytes": 1 << 26},

@@ -18,6 +18,7 @@ STEPS, LEARNING_RATE = 2, 3e-3
 SETTINGS = [
     f"{ROLLOUT}.name=vllm_cpu", "trainer.n_gpus_per_node=2",
     f"trainer.save_freq={STEPS}", f"{ACTOR}.optim.lr={LEARNING_RATE}", *REPLAY,
+    f"{ACTOR}.policy_loss._target_=trustrl.engines.verl.RegionLossConfig", f"+{ACTOR}.policy_loss.metrics=all",
 ]  # fmt: skip
 TOPK, TROLL = (f"{ACTOR}.policy_loss.loss_mode=trustrl-{preset}" for preset in ("dppo-topk-tv", "troll"))
 BY_EXPERTS = [f"{ACTOR}.megatron.expert_model_parallel_size=2"]
@@ -96,10 +97,7 @@ def test_twenty_steps_raise_the_reward_and_leave_no_gap(tmp_path):
 def test_the_trainer_takes_other_routes_if_it_is_given_others(tmp_path):
     """In float32 both sides choose the same experts, so a ratio of 1 alone does not show that anything is replayed."""
     prepare(tmp_path, experts=4)
-    unchecked = [
-        f"{ACTOR}.policy_loss._target_=trustrl.engines.verl.RegionLossConfig",
-        f"+{ACTOR}.policy_loss.startup_checks=False", "trainer.total_training_steps=1",
-    ]  # fmt: skip
+    unchecked = [f"+{ACTOR}.policy_loss.startup_checks=False", "trainer.total_training_steps=1"]
     loaded = {"VERL_USE_EXTERNAL_MODULES": "support.verl_other_routes", "PYTHONPATH": python_path()}
     rows, _ = trained(tmp_path, [*SETTINGS, *BY_EXPERTS, TOPK, *unchecked], seconds=1800, **loaded)
     gap = rows[0]["data"]["actor/trustrl/gap_abs_mean"]

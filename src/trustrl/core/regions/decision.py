@@ -47,6 +47,9 @@ class Decision:
 
     max_decrease: float | Float[Tensor, "*batch"] | None = None
 
+    narrows_with_k: bool = False
+    """True if more recorded ids narrow the interval. Only then the share of undecided tokens is reported."""
+
     side: Float[Tensor, "*batch"] | None = None
     """Log-ratio whose sign selected the bound, if it is not the token's own (for example, a sequence mean)."""
 

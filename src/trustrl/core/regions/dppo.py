@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trustrl.config.axes import Direction
 from trustrl.config.regions import DPPO, IPO, KPOP
-from trustrl.config.statistics import Statistic
+from trustrl.config.statistics import Statistic, TopKTV
 from trustrl.core.clean import CleanTokens
 from trustrl.core.divergences.interval import Interval
 from trustrl.core.divergences.measure import acting_end, measure
@@ -123,7 +123,8 @@ def mask_by(
     else:
         masked = leaving(distance, sign, tokens.advantage, **bounds)
     decision = weighted(tokens, masked, tokens.log_ratio if log_weight is None else log_weight, max_ratio)
-    return replace(decision, divergence=interval, side=side, **tightened(bounds, tokens))
+    narrows = isinstance(statistic, TopKTV)
+    return replace(decision, divergence=interval, side=side, narrows_with_k=narrows, **tightened(bounds, tokens))
 
 
 def tightened(bounds: dict[str, float], tokens: CleanTokens) -> dict[str, Any]:

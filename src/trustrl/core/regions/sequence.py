@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trustrl.config.axes import Direction, PrefixBudget
 from trustrl.config.sequence_regions import CPPO, GSPO, TRM
-from trustrl.config.statistics import SequenceRatio, Statistic
+from trustrl.config.statistics import SequenceRatio, Statistic, TopKTV
 from trustrl.core.clean import CleanTokens
 from trustrl.core.divergences.measure import acting_end, each_end, measure
 from trustrl.core.regions.decision import Decision, corrected, weighted
@@ -127,7 +127,8 @@ def mask_prefixes(
         last_weight=budget.last_weight,
     )
     decision = weighted(tokens, masked, tokens.log_ratio, max_ratio)
-    return replace(decision, divergence=interval, max_increase=max_increase, max_decrease=max_decrease)
+    bounds = {"max_increase": max_increase, "max_decrease": max_decrease}
+    return replace(decision, divergence=interval, narrows_with_k=isinstance(statistic, TopKTV), **bounds)
 
 
 def decide_cppo(tokens: CleanTokens, region: CPPO) -> Decision:

@@ -9,7 +9,7 @@ from torch import Tensor
 from trustrl.config import validators
 from trustrl.config.axes import Region
 from trustrl.config.regions import PolicyGradient
-from trustrl.core.diagnostics import dropped_because
+from trustrl.core.diagnostics import Sums, dropped_because
 from trustrl.errors import EngineError, NonFiniteError, TrustRLWarning
 
 LARGEST_GAP = {"trainer": 0.02, "sampler": 0.15}
@@ -22,8 +22,8 @@ WARN_SHARE = 0.01
 MAX_DROPPED_SHARE = 0.5
 """Default share of dropped tokens above which a step raises."""
 
-ACTS = {"trustrl/undecided_share": "trustrl/masked_share", "trustrl/projected_share": "trustrl/projected_share"}
-"""Metrics that only regions with thresholds report, and the metric that is above 0 once such a region has acted."""
+ACTS = {"bounded": "trustrl/masked_share", "extra/projected": "trustrl/projected_share"}
+"""Sums that only regions with thresholds have, and the metric that is above 0 once such a region has acted."""
 
 
 def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_by: str, switch: str) -> None:
@@ -103,12 +103,13 @@ class StepCheck:
         self._warned_of_drops = False
         self._acted = False
 
-    def check(self, metrics: Mapping[str, float]) -> None:
+    def check(self, metrics: Mapping[str, float], sums: Sums) -> None:
         """Checks one step. Warns once about dropped tokens, and once if the region masked nothing in the first batch.
 
         Args:
-            metrics: The rates of the step's sums, from `trustrl.rates`. They are on the host, so this does not wait for
+            metrics: All rates of the step's sums, from `trustrl.rates`. They are on the host, so this does not wait for
                 the device.
+            sums: The sums of the step. Only their names are read.
 
         Raises:
             NonFiniteError: If the step dropped more tokens than allowed; names the reason.
@@ -125,7 +126,7 @@ class StepCheck:
                 f"{dropped:.1%} of this step's tokens were dropped: {dropped_because(metrics)}. They stay in the "
                 "denominator. The trustrl/fault_ metrics count each kind. Later steps do not repeat this warning."
             )
-        acted = [metrics.get(share, 0.0) > 0 for threshold, share in ACTS.items() if threshold in metrics]
+        acted = [metrics.get(share, 0.0) > 0 for threshold, share in ACTS.items() if threshold in sums.added]
         self._acted = self._acted or any(acted)
         self._updates_left -= 1
         if self._updates_left == 0 and acted and not self._acted:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trustrl.core.diagnostics import Sums, rates
-from trustrl.core.metrics import METRICS
+from trustrl.core.metrics import CORE, METRICS, Choice, check_choice
 
 AVERAGES = {
     "masked_share", "masked_share_increase", "masked_share_decrease", "bad_update_share", "gap_mean", "gap_abs_mean",
@@ -18,7 +18,7 @@ AVERAGES = {
 those over micro-batches differs from the step's value."""
 
 
-def averages(sums: Sums, more: frozenset[str] = frozenset()) -> dict[str, float]:
+def averages(sums: Sums, metrics: Choice, more: frozenset[str] = frozenset()) -> dict[str, float]:
     """Returns the metrics of one micro-batch, for trainers that average one float per name.
 
     Such a trainer does not add sums, and often fails on a name that only some micro-batches report. So this returns
@@ -26,16 +26,19 @@ def averages(sums: Sums, more: frozenset[str] = frozenset()) -> dict[str, float]
 
     Args:
         sums: The sums of the micro-batch.
+        metrics: The metrics to log. "core" leaves out the counts of faults, which must be logged always or never.
         more: Further metrics that the trainer combines correctly.
 
     Returns:
         Each metric by name; 0 if the micro-batch has no tokens.
     """
     found = rates(sums)
+    check_choice(metrics)
+    wanted = (AVERAGES | more) & set(CORE) if metrics == "core" else AVERAGES | more
     names = [
         f"trustrl/{metric.name}"
         for metric in METRICS
-        if metric.name in AVERAGES | more and all(part in sums.added or part in sums.highest for part in metric.reads)
+        if metric.name in wanted and all(part in sums.added or part in sums.highest for part in metric.reads)
     ]
     return {name: found.get(name, 0.0) for name in names}
 

@@ -103,7 +103,7 @@ class RegionLoss:
         )
         added = out.sums.added
         masked = (added["stopped"] / added["tokens"].clamp(min=1)).item()
-        return out.loss, {"clip_ratio": masked, **averages(out.sums, MORE)}
+        return out.loss, {"clip_ratio": masked, **averages(out.sums, getattr(config, "metrics", "core"), MORE)}
 
 
 def token_weights(loss_mask: Tensor) -> Tensor:

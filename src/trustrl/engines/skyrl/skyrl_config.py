@@ -9,6 +9,7 @@ from typing import Any
 from skyrl.train.config import AlgorithmConfig
 
 from trustrl.config.axes import Region
+from trustrl.core.metrics import check_choice
 from trustrl.engines.common.region_needs import by_trainer
 from trustrl.engines.common.region_settings import SettingNames, region_named
 from trustrl.engines.common.step_check import warn_if_it_cannot_act
@@ -29,6 +30,9 @@ class RegionAlgorithmConfig(AlgorithmConfig):
 
     on_nonfinite: str = "drop"
     """See `trustrl.policy_loss`."""
+
+    metrics: str = "core"
+    """The metrics to log: "core" for a few, "all" for every one that SkyRL can average. See `trustrl metrics`."""
 
 
 SETTING_NAMES = SettingNames(
@@ -66,6 +70,7 @@ def check_settings(config: Any) -> Region:
     """
     algorithm = config.trainer.algorithm
     region = region_of(algorithm.policy_loss_type, algorithm)
+    check_choice(getattr(algorithm, "metrics", "core"), "trainer.algorithm.metrics")
     check(ROWS, reader(config), region)
     if by_trainer(region.needs(), "sampler"):
         trainer = config.trainer

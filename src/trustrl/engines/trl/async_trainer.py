@@ -23,6 +23,7 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import TokenMean, TokenWeights
 from trustrl.core.clean import OnNonFinite
 from trustrl.core.diagnostics import rates
+from trustrl.core.metrics import Choice, check_choice, chosen
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
@@ -55,6 +56,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         startup_checks: bool = True,
         on_nonfinite: OnNonFinite = "drop",
         max_dropped_share: float = MAX_DROPPED_SHARE,
+        metrics: Choice = "core",
         **kwargs: Any,
     ) -> None:
         """Creates a trainer with a region.
@@ -66,6 +68,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
             on_nonfinite: See `trustrl.policy_loss`.
             max_dropped_share: Largest share of a step's tokens that may be dropped for faults; above it the step
                 raises. 1 never raises.
+            metrics: The metrics to log: "core" for about eight, "all" for every one. See `trustrl metrics`.
             **kwargs: Keyword arguments of `AsyncGRPOTrainer`.
 
         Raises:
@@ -74,6 +77,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         """
         if not isinstance(region, Region):
             raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+        check_choice(metrics)
         theirs = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
         seam.require_parameters(AsyncGRPOTrainer, "compute_loss", theirs)
         settings = kwargs.get("args", args[2] if len(args) > 2 else None)
@@ -84,6 +88,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         self.region = region
         self._on_nonfinite: OnNonFinite = on_nonfinite
         self._first_loss = startup_checks
+        self._logged: Choice = metrics
         self._weights_version = self.model_version
         self._region_sums = StepSums()
         main = self.accelerator.is_main_process
@@ -176,7 +181,8 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         total, self._region_sums = self._region_sums.total(None), StepSums()
         assert total is not None  # this micro-batch is in it
         found = rates(total)
-        self._region_check.check(found)
+        self._region_check.check(found, total)
+        found = chosen(found, self._logged)
         tokens = max(float(total.added["tokens"]), 1.0)
         names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
         found |= {f"{CLIP}{name}": float(total.added[key]) / tokens for name, key in names.items()}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trustrl.config.statistics import Anchor
 from trustrl.core.diagnostics import Sums, rates
+from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.step_check import StepCheck
@@ -29,14 +30,18 @@ class StepMetrics:
     all-reduces of about 2,500 numbers in total, and one wait for the device.
 
     Args:
-        check: The check of every training step's metrics.
+        check: The check of every training step's metrics. It always reads all of them.
+        metrics: The metrics to log.
         startup_checks: Whether to check the first step's token weights.
         recorder: Records tokens; None records nothing.
     """
 
-    def __init__(self, check: StepCheck, *, startup_checks: bool, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, check: StepCheck, metrics: Choice, *, startup_checks: bool, recorder: Recorder | None = None
+    ) -> None:
         self._sums: dict[str, Sums] = {}
         self._check = check
+        self._metrics: Choice = metrics
         self._first_step = startup_checks
         self._recorder = recorder
 
@@ -95,8 +100,8 @@ class StepMetrics:
             self._first_step = False
         found = rates(total)
         if mode == "train":
-            self._check.check(found)
-        for name, value in {**found, **_clip_metrics(total)}.items():
+            self._check.check(found, total)
+        for name, value in {**chosen(found, self._metrics), **_clip_metrics(total)}.items():
             trainer._metrics[mode][name].append(value)
 
 

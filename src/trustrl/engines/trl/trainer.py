@@ -21,6 +21,7 @@ from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.core.clean import OnNonFinite
+from trustrl.core.metrics import Choice, check_choice
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
@@ -69,6 +70,7 @@ class TrustRegionMixin(_Trainer):
         startup_checks: bool = True,
         on_nonfinite: OnNonFinite = "drop",
         max_dropped_share: float = MAX_DROPPED_SHARE,
+        metrics: Choice = "core",
         recording: Recording | None = None,
         vllm_options: dict[str, Any] | None = None,
         max_kept: int = MAX_KEPT,
@@ -90,6 +92,7 @@ class TrustRegionMixin(_Trainer):
             on_nonfinite: See `trustrl.policy_loss`.
             max_dropped_share: Largest share of a step's tokens that may be dropped for faults; above it the step
                 raises. 1 never raises.
+            metrics: The metrics to log: "core" for about eight, "all" for every one. See `trustrl metrics`.
             recording: The tokens to write to disk, with both sides and the region's decision; None writes nothing.
             vllm_options: Arguments for vLLM's `LLM` (colocate mode) that TRL has no setting for, such as `dtype`.
             max_kept: The largest number of ids that top-p, top-k, or min-p may keep at a token. More are an error.
@@ -101,7 +104,7 @@ class TrustRegionMixin(_Trainer):
             ConfigError: If a setting does not work with the region; names the setting and the fix.
             EngineError: If the adapter does not support the installed TRL.
         """
-        _check_arguments(region, recording)
+        _check_arguments(region, recording, metrics)
         _check_seams(type(self), vocabulary=bool(region.needs().topk or region.needs().full))
         self.region, self._needs = region, region.needs()
         self._on_nonfinite: OnNonFinite = on_nonfinite
@@ -131,8 +134,7 @@ class TrustRegionMixin(_Trainer):
         if self._needs.topk or self._needs.full or truncated:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         sampler.prepare(self, self._asked)
-        self._sampler_check = SamplerCheck(check_sampler_every)
-        self._sampled = sampled_rows.NOT_RECORDED
+        self._sampler_check, self._sampled = SamplerCheck(check_sampler_every), sampled_rows.NOT_RECORDED
         self._sampling = Sampling(
             logprobs="processed", temperature=self.temperature, truncated=truncated, kept_known=truncated, engine="TRL"
         )
@@ -144,7 +146,7 @@ class TrustRegionMixin(_Trainer):
         tokens = None if recording is None else Recorder(recording, region, rank=rank)
         self._names = None if recording is None else _SequenceNames(rank)
         check = self._step_check(behavior, max_dropped_share)
-        self._region_metrics = StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
+        self._region_metrics = StepMetrics(check, metrics, startup_checks=startup_checks, recorder=tokens)
         self._first_loss, self._num_losses = startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
 
@@ -345,7 +347,8 @@ def _generates_itself(trainer: type) -> bool:
     return any(not overrides.is_trls(cls) for cls in providers)
 
 
-def _check_arguments(region: Any, recording: Any) -> None:
+def _check_arguments(region: Any, recording: Any, metrics: Any) -> None:
+    check_choice(metrics)
     if not isinstance(region, Region):
         raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
     if recording is not None and not isinstance(recording, Recording):

@@ -21,7 +21,7 @@ from trustrl.engines.common.region_settings import names
 from trustrl.engines.common.step_sums import averages
 from trustrl.engines.refusals.verl import REDUCTIONS
 from trustrl.engines.verl import loss_context
-from trustrl.engines.verl.verl_config import refuse_more_than_sampled_tokens, region_of
+from trustrl.engines.verl.verl_config import metrics_of, refuse_more_than_sampled_tokens, region_of
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 
 OLDEST = (0, 9)
@@ -102,7 +102,7 @@ class RegionLoss:
             on_nonfinite=config.policy_loss.get("on_nonfinite", "drop"),
         )
         if context is None:
-            return out.loss, averages(out.sums) | clip_metrics(out.sums)
+            return out.loss, averages(out.sums, metrics_of(config.policy_loss)) | clip_metrics(out.sums)
         context.receive(out, policy, rollout, weights)
         return out.loss, clip_metrics(out.sums)
 

@@ -13,6 +13,7 @@ from verl.utils import config as config_utils
 from verl.workers.config import PolicyLossConfig
 
 from trustrl.config.axes import Region
+from trustrl.core.metrics import Choice, check_choice
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_needs import by_trainer, more_than_sampled_tokens
 from trustrl.engines.common.region_settings import SettingNames, is_region_name, region_named
@@ -45,6 +46,9 @@ class RegionLossConfig(PolicyLossConfig):
     max_dropped_share: float = MAX_DROPPED_SHARE
     """Largest share of a step's tokens that may be dropped for faults; above it the step raises. 1 never raises."""
 
+    metrics: str = "core"
+    """The metrics to log: "core" for about eight, "all" for every one. See `trustrl metrics`."""
+
     startup_checks: bool = True
     """True to raise if the ratio is not 1 before the first step."""
 
@@ -75,6 +79,17 @@ def region_of(loss_mode: str, policy_loss: Any) -> Region:
         UnknownNameError: If a `kind` is not registered.
     """
     return region_named(loss_mode, policy_loss.get("region", None), SETTING_NAMES)
+
+
+def metrics_of(policy_loss: Any) -> Choice:
+    """Returns the metrics that verl's `policy_loss` asks to log.
+
+    Raises:
+        ConfigError: If they are neither "core" nor "all".
+    """
+    metrics = policy_loss.get("metrics", "core")
+    check_choice(metrics, "policy_loss.metrics")
+    return metrics
 
 
 def recording_of(policy_loss: Any) -> Recording | None:
@@ -130,6 +145,7 @@ def check_settings(config: Mapping[str, Any]) -> Region:
     policy_loss = given(LOSS, {})
     region = region_of(policy_loss.get("loss_mode"), policy_loss)
     recording_of(policy_loss)
+    metrics_of(policy_loss)
     check(ROWS, given, region)
     epochs, mini_batch = given(f"{ACTOR}.ppo_epochs", 1), given(f"{ACTOR}.ppo_mini_batch_size", 1)
     if by_trainer(region.needs(), "sampler"):

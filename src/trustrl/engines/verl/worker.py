@@ -26,6 +26,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from trustrl.config.axes import Needs, Region, reads_ages
 from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import rates
+from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import region_settings, seam
@@ -34,7 +35,7 @@ from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
 from trustrl.engines.verl import anchors, loss_context
 from trustrl.engines.verl.losses import clip_metrics
 from trustrl.engines.verl.response_layout import padded
-from trustrl.engines.verl.verl_config import check_engine, recording_of, region_of
+from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording_of, region_of
 from trustrl.engines.verl.vocabulary_pass import VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
 from trustrl.recording import Recorder, sequence_ids
@@ -44,6 +45,7 @@ class RegionWorker(TrainingWorker):
     """verl's `TrainingWorker` with support for every region as its policy loss."""
 
     _region: Region | None = None
+    _metrics: Choice = "core"
     _vocabulary: VocabularyPass | None = None
     _recorder: Recorder | None = None
     _truncated = False
@@ -72,6 +74,7 @@ class RegionWorker(TrainingWorker):
             )
         self._region = region_of(policy_loss.loss_mode, policy_loss)
         self._needs = self._region.needs()
+        self._metrics = metrics_of(policy_loss)
         self._first_loss = policy_loss.get("startup_checks", True)
         self._step = StepSums()
         # The first rank that computes a loss; with pipeline stages, not rank 0.
@@ -133,11 +136,12 @@ class RegionWorker(TrainingWorker):
             data["trustrl_sequence"] = sequence_ids(step=self._num_steps, rollout=0, rank=rank, count=len(data))
         out = super().train_mini_batch(data)
         total = self._step.total(self.engine.get_data_parallel_group())
-        found = {} if total is None else rates(total) | clip_metrics(total)
+        found = {} if total is None else rates(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
         if total is not None:
-            self._check.check(found)
+            self._check.check(found, total)
+            found = chosen(found, self._metrics) | clip_metrics(total)
         if out is not None:
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trustrl.core.clean import possible
-from trustrl.core.metrics import PROBABILITY_EDGES, STALENESS_EDGES
+from trustrl.core.histograms import PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.recording import Piece
 from trustrl.tools.audit.region_replay import Arm, RegionVerdict, Replay, arm, recorded_region
 
