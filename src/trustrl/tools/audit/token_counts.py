@@ -168,6 +168,6 @@ def _reproduced(piece: Piece, replay: Replay) -> Int[Tensor, "4"]:
     differs = (again.masked & ~recorded) | (recorded & ~again.may_mask)
     if again.weight is None:
         return torch.stack([num, differs.sum(), torch.tensor(0), torch.tensor(0)])
-    weight, now = piece.columns["weight"], again.weight.float()
+    weight, now = piece.columns["weight"], again.weight().float()
     other = ~((weight == now) | (weight.isnan() & now.isnan()))
     return torch.stack([num, differs.sum(), num, other.sum()])
