@@ -11,10 +11,11 @@ Measurements of the recorded region narrow these bounds further. The anchor's re
 one id, the rest of its mass may lie where the anchor has none.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -68,6 +69,13 @@ class Arm(NamedTuple):
     reason: str
     """Reason that it is not replayed; empty if it is."""
 
+    needs: Needs
+    mask: TrustRegion | None
+    """The region on the shared axes, if `token_mask` finds it there."""
+
+    plain: TrustRegion | None
+    """The region on the shared axes, if `plain_mask` finds it there."""
+
 
 class RegionVerdict(NamedTuple):
     """Verdict of one region on the tokens of a piece."""
@@ -90,20 +98,24 @@ class RegionVerdict(NamedTuple):
 
 def arm(name: str, region: Region) -> Arm:
     """Determines from a region's settings whether records can replay it, bound it, or neither."""
-    needs = region.needs()
+    needs, mask = region.needs(), token_mask(region)
+    how, why = _how(region, needs, mask)
+    return Arm(name, region, how, why, needs, mask, plain_mask(region))
+
+
+def _how(region: Region, needs: Needs, mask: TrustRegion | None) -> tuple[How, str]:
     if needs.projects:
-        why = "projects the distribution: needs π at the anchor's top-K, which records do not contain"
-        return Arm(name, region, "left out", why)
+        return "left out", "projects the distribution: needs π at the anchor's top-K, which records do not contain"
     if not (needs.topk or needs.full):
-        return Arm(name, region, "replayed", "")
+        return "replayed", ""
     if reads_ages(region):
         why = "needs the anchor's top-K and tokens' ages, so it is neither replayed nor bounded. Use its binary form"
-        return Arm(name, region, "left out", why)
+        return "left out", why
     what = "π over the whole vocabulary" if needs.full else f"π at the anchor's top {needs.topk}"
-    if token_mask(region) is None:
+    if mask is None:
         why = f"needs {what} and decides by sequence, so it is neither replayed nor bounded. Use its binary form"
-        return Arm(name, region, "left out", why)
-    return Arm(name, region, "bounded", f"needs {what}, which records do not contain")
+        return "left out", why
+    return "bounded", f"needs {what}, which records do not contain"
 
 
 def token_mask(region: Region) -> TrustRegion | None:
@@ -143,28 +155,32 @@ class Replay:
     """Tokens of one piece, as `policy_loss` received them."""
 
     def __init__(self, piece: Piece) -> None:
-        self._piece, self._columns = piece, piece.columns
-        self._measured = _measured_by(piece.region, piece.columns)
+        self._columns, self._run = piece.columns, piece.run
+        self.recorded = recorded_arm(piece.region)
+        self._measured = None if self.recorded is None else _measured_by(self.recorded, piece.columns)
         self._clean: dict[tuple[frozenset[str], str], CleanTokens] = {}
         self._anchored: dict[tuple[frozenset[str], str], AnchoredTokens] = {}
 
     def missing(self, region: Region) -> list[str]:
         """Returns the columns a region reads that are null in this piece."""
-        wanted = [f"{anchor}_logp" for anchor in sorted(region.needs().anchors)]
+        return self._missing(region, region.needs())
+
+    def _missing(self, region: Region, needs: Needs) -> list[str]:
+        wanted = [f"{anchor}_logp" for anchor in sorted(needs.anchors)]
         if reads_ages(region):
             wanted.append("sampler_version")
         return [name for name in wanted if name not in self._columns]
 
     def verdict(self, given: Arm) -> RegionVerdict | None:
         """Returns the region's verdict, or None if it is left out or a column it reads is null."""
-        if given.how == "left out" or self.missing(given.region):
+        if given.how == "left out" or self._missing(given.region, given.needs):
             return None
-        tokens = self._tokens(given.region)
-        axes = token_mask(given.region)
-        certified = None if axes is None else self._certified(tokens, axes)
+        tokens = self._tokens(given.needs)
+        certified = None if given.mask is None else self._certified(tokens, given.mask)
         if given.how == "replayed":
-            masked, weight = self._replayed(tokens, given.region)
+            masked, weight = self._replayed(tokens, given)
             return RegionVerdict(tokens.usable, masked, masked, certified, weight)
+        axes = given.mask
         assert axes is not None
         statistic = axes.statistic
         assert isinstance(statistic, Divergence)
@@ -173,56 +189,53 @@ class Replay:
         )
         return RegionVerdict(tokens.usable, masked, may_mask, certified, None)
 
-    def _replayed(self, tokens: AnchoredTokens, region: Region) -> tuple[Tensor, Callable[[], Tensor]]:
+    def _replayed(self, tokens: AnchoredTokens, given: Arm) -> tuple[Tensor, Callable[[], Tensor]]:
         """Returns the tokens that the region masks, and a function that returns the weights."""
-        axes = plain_mask(region)
+        axes = given.plain
         if axes is None:
-            decision = decide(self.clean(region), region)
+            decision = decide(self._clean_tokens(given.needs), given.region)
             return ~decision.keep, lambda: decision.weight
         statistic = axes.statistic
         assert statistic is not None
-        if isinstance(statistic, SequenceRatio):
+        of_sequence = isinstance(statistic, SequenceRatio)
+        if of_sequence:
             masked = tokens.sequences_leaving(*statistic.bounds)
         else:
             end: End = statistic.act_on if isinstance(statistic, Divergence) else "lower"
             masked = _stops(tokens, axes, partial(tokens.above, _MEASUREMENTS[type(statistic)], end))
-        if axes.correction is not None:
-            return masked, lambda: decide(self.clean(region), region).weight
 
         def weight() -> Tensor:
-            of_sequence = isinstance(statistic, SequenceRatio)
+            if axes.correction is not None:
+                return decide(self._clean_tokens(given.needs), given.region).weight
             log_ratio = tokens.mean_log_ratio() if of_sequence else tokens.log_ratio
             return ratio_weight(log_ratio, max_ratio=axes.max_ratio)
 
         return masked, weight
 
-    def clean(self, region: Region) -> CleanTokens:
-        """Returns the tokens that the region's decision function reads, cached for all regions with the same needs."""
-        needs = region.needs()
+    def _clean_tokens(self, needs: Needs) -> CleanTokens:
+        """Returns the tokens that decision functions read, cached for all regions with the same anchors."""
         key = needs.anchors, needs.anchor
         if key not in self._clean:
-            columns, num = self._columns, len(self._piece)
+            columns, run = self._columns, self._run
             rollout = RolloutTokens(
                 advantage=columns["advantage"],
-                in_loss=torch.ones(num, dtype=torch.bool),
+                in_loss=torch.ones(len(run), dtype=torch.bool),
                 behavior_logp=columns.get("behavior_logp"),
                 proximal_logp=columns.get("proximal_logp"),
             )
             reads = Needs(anchors=needs.anchors, anchor=needs.anchor)
             clean = clean_tokens(PolicyTokens(logp=columns["policy_logp"]), rollout, reads)
-            run = self._piece.run  # ordered, so no sort is needed
-            clean = replace(clean, sequences=Sequences(run, int(run[-1]) + 1, None))
+            clean = replace(clean, sequences=Sequences(run, int(run[-1]) + 1, None))  # in order: no sort is needed
             if "sampler_version" in columns:  # a piece may hold several steps, so ages are not one number's
                 ages = (columns["step"] - columns["sampler_version"]).to(clean.log_ratio.dtype)
                 clean = replace(clean, staleness=ages.where(clean.usable, 0.0))
             self._clean[key] = clean
         return self._clean[key]
 
-    def _tokens(self, region: Region) -> AnchoredTokens:
-        needs = region.needs()
+    def _tokens(self, needs: Needs) -> AnchoredTokens:
         key = needs.anchors, needs.anchor
         if key not in self._anchored:
-            self._anchored[key] = AnchoredTokens(self._columns, self._piece.run, needs)
+            self._anchored[key] = AnchoredTokens(self._columns, self._run, needs)
         return self._anchored[key]
 
     def _certified(self, tokens: AnchoredTokens, axes: TrustRegion) -> tuple[Tensor, Tensor]:
@@ -271,18 +284,22 @@ class _Measured(NamedTuple):
         return torch.nextafter(x, x.new_full((), torch.inf)).double()
 
 
-def recorded_region(settings: Mapping[str, Any]) -> Region | None:
+def recorded_arm(settings: Mapping[str, Any]) -> Arm | None:
     """Returns the region a file was recorded with, or None if its kind is not registered here."""
+    return _arm_of(json.dumps(settings, default=str))
+
+
+@lru_cache
+def _arm_of(settings: str) -> Arm | None:
     try:
-        region = config_from_dict(settings)
+        region = config_from_dict(json.loads(settings))
     except (TrustRLError, TypeError):
         return None
-    return region if isinstance(region, Region) and region.kind in REGION_KINDS else None
+    return arm("recorded", region) if isinstance(region, Region) and region.kind in REGION_KINDS else None
 
 
-def _measured_by(settings: Mapping[str, Any], columns: Mapping[str, Tensor]) -> _Measured | None:
-    region = recorded_region(settings)
-    axes = None if region is None else token_mask(region)
+def _measured_by(recorded: Arm, columns: Mapping[str, Tensor]) -> _Measured | None:
+    axes = recorded.mask
     if axes is None or "divergence_lower" not in columns or "divergence_upper" not in columns:
         return None
     rank = _rank(axes.statistic)
