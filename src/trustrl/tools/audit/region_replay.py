@@ -284,9 +284,9 @@ class _Measured(NamedTuple):
         return torch.nextafter(x, x.new_full((), torch.inf)).double()
 
 
-def recorded_arm(settings: Mapping[str, Any]) -> Arm | None:
-    """Returns the region a file was recorded with, or None if its kind is not registered here."""
-    return _arm_of(json.dumps(settings, default=str))
+def recorded_arm(settings: Mapping[str, Any] | None) -> Arm | None:
+    """Returns the region a file was recorded with, or None if it has none or its kind is not registered here."""
+    return None if settings is None else _arm_of(json.dumps(settings, default=str))
 
 
 @lru_cache

@@ -72,8 +72,9 @@ class TokenCounts:
         advantage = columns["advantage"]
         measured = possible(columns["policy_logp"]) & (advantage.abs() < torch.inf)
         signed = measured & (advantage != 0)
-        recorded = ~columns["kept"]
-        verdicts = [RegionVerdict(measured, recorded, recorded, None, None), *(replay.verdict(one) for one in arms)]
+        masked = ~columns["kept"] if "kept" in columns else None
+        recorded = None if masked is None else RegionVerdict(measured, masked, masked, None, None)
+        verdicts = [recorded, *(replay.verdict(one) for one in arms)]
         there = torch.tensor([one is not None for one in verdicts])
         nothing = torch.zeros_like(signed)
         sets = TokenSets([signed, *(nothing if one is None else one.masked & signed for one in verdicts)])
