@@ -5,7 +5,7 @@ Three shortcuts leave the verdicts unchanged: nothing is blanked if all tokens a
 cached, and the binary KL is computed only where a cheap upper bound on it exceeds the region's bound.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -26,15 +26,27 @@ _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
 """Distance below a bound that is far larger than the rounding of a KL."""
 
 
+def usable_in(advantage: Float[Tensor, " n"], logps: Iterable[Float[Tensor, " n"]]) -> Bool[Tensor, " n"]:
+    """Flags tokens with a finite advantage and possible log-probs, as `clean_tokens` does.
+
+    Looks at the extremes of each column first, which are NaN if any value is. Most records have no faults.
+    """
+    usable = torch.ones(len(advantage), dtype=torch.bool)
+    if not all(x.abs() < torch.inf for x in advantage.aminmax()):
+        usable &= advantage.abs() < torch.inf
+    for logp in logps:
+        if not all(possible(x) for x in logp.aminmax()):
+            usable &= possible(logp)
+    return usable
+
+
 class AnchoredTokens:
     """Tokens of one piece relative to an anchor b, with r = π/b."""
 
     def __init__(self, columns: Mapping[str, Tensor], run: Int[Tensor, " n"], needs: Needs) -> None:
         raw = {name: columns[f"{name}_logp"].double() for name in ("policy", *sorted(needs.anchors))}
         advantage = columns["advantage"].double()
-        usable = advantage.abs() < torch.inf
-        for logp in raw.values():
-            usable &= possible(logp)
+        usable = usable_in(advantage, raw.values())
         policy, anchor = raw["policy"], raw[needs.anchor]
         if not usable.all():
             policy, anchor, advantage = (torch.where(usable, x, 0.0) for x in (policy, anchor, advantage))
@@ -108,15 +120,17 @@ class AnchoredTokens:
         return ratio_gap(self.log_ratio, self.log_ratio.new_zeros(()))
 
     @cached_property
-    def _chi_squared(self) -> Float[Tensor, " n"]:
-        """χ² of the binary distributions, (b − π)²·(1/π + 1/(1 − π)), an upper bound on their KL."""
+    def _gap_and_scale(self) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+        """(b − π)² and π·(1 − π). Their ratio is the χ² of the binary distributions, an upper bound on their KL."""
         policy = self._log_policy.exp()
-        return self._tv.lower.square() * (1 / policy + 1 / (1 - policy).clamp(min=self._resolution))
+        return self._tv.lower.square(), policy * (1 - policy).clamp(min=self._resolution)
 
     def _kl_above(self, end: End, bound: float) -> Bool[Tensor, " n"]:
         if end == "upper":  # infinite unless b = 1, where both ends are equal
             return self.above("kl", "lower", bound) | (self._log_anchor < 0 if bound < torch.inf else False)
-        near = ~(self._chi_squared <= bound * (1 - _RELATIVE) - _ABSOLUTE)  # NaN, from 0/0, is near
+        gap, scale = self._gap_and_scale
+        surely = max(bound * (1 - _RELATIVE) - _ABSOLUTE, 0.0) / (1 + self._resolution)
+        near = gap > scale * surely
         at = near.nonzero().squeeze(1)
         policy, anchor = (x.index_select(0, at) for x in (self._log_policy, self._log_anchor))
         near[at] = binary_kl(policy, anchor, resolution=self._resolution).lower > bound

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trustrl.core.clean import possible
 from trustrl.core.metrics import PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.recording import Piece
+from trustrl.tools.audit.anchored_tokens import usable_in
 from trustrl.tools.audit.region_replay import Arm, RegionVerdict, Replay
 from trustrl.tools.audit.token_sets import TokenSets
 
@@ -69,9 +69,8 @@ class TokenCounts:
     def of(cls, piece: Piece, arms: Sequence[Arm]) -> "TokenCounts":
         """Counts the verdicts of the recorded region, which comes first, and of these regions on one piece."""
         columns, replay = piece.columns, Replay(piece)
-        advantage = columns["advantage"]
-        measured = possible(columns["policy_logp"]) & (advantage.abs() < torch.inf)
-        signed = measured & (advantage != 0)
+        measured = usable_in(columns["advantage"], [columns["policy_logp"]])
+        signed = measured & (columns["advantage"] != 0)
         masked = ~columns["kept"] if "kept" in columns else None
         recorded = None if masked is None else RegionVerdict(measured, masked, masked, None, None)
         verdicts = [recorded, *(replay.verdict(one) for one in arms)]
@@ -79,17 +78,18 @@ class TokenCounts:
         nothing = torch.zeros_like(signed)
         sets = TokenSets([signed, *(nothing if one is None else one.masked & signed for one in verdicts)])
         overlaps = sets.overlaps()
+        _, *masks = overlaps.diagonal().tolist()
         counts = {
             "rows": torch.tensor(len(piece)),
             "sequences": piece.run[-1] + 1,
             "signed": overlaps[0, 0],
-            "arms": torch.stack([_of_arm(one, signed) for one in verdicts]),
+            "arms": torch.tensor([_of_arm(one, signed, num) for one, num in zip(verdicts, masks, strict=True)]),
             "pairs": _pairs(overlaps, there),
             "reproduced": _reproduced(piece, replay),
         }
         for name, place in _places(piece).items():
-            tokens, *stops = sets.by_bin(place, len(BINS[name]) + 1)
-            counts[f"by/{name}"] = torch.stack([tokens * there.unsqueeze(1), torch.stack(stops)])
+            found = sets.by_bin(place, len(BINS[name]) + 1)
+            counts[f"by/{name}"] = torch.stack([found[:1] * there.unsqueeze(1), found[1:]])
         if "token_id" in columns:
             counts["ids"] = _by_id(columns["token_id"], sets)
         return cls(counts)
@@ -127,7 +127,7 @@ def _places(piece: Piece) -> dict[str, Int[Tensor, " n"]]:
     if logp is not None:
         probability, place = logp.double().exp(), torch.zeros(len(piece), dtype=torch.uint8)
         for edge in PROBABILITY_EDGES:
-            place += probability >= edge
+            place += (probability >= edge).view(torch.uint8)
         places["probability"] = place.int()
     return places
 
@@ -143,20 +143,22 @@ def _table(edges: Sequence[float]) -> Int[Tensor, " t"]:
     return torch.bucketize(whole, torch.tensor(edges, dtype=torch.float64), right=True).int()
 
 
-def _of_arm(verdict: RegionVerdict | None, signed: Bool[Tensor, " n"]) -> Int[Tensor, " f"]:
+def _of_arm(verdict: RegionVerdict | None, signed: Bool[Tensor, " n"], stopped: int) -> list[int]:
     if verdict is None:
-        return torch.zeros(len(PER_ARM), dtype=torch.int64)
-    none = torch.tensor(0)
-    measured, stopped = torch.count_nonzero(verdict.measured), torch.count_nonzero(verdict.masked & signed)
+        return [0] * len(PER_ARM)
     exact = verdict.may_mask is verdict.masked
-    outside, inside = map(torch.count_nonzero, verdict.certified) if verdict.certified else (none, none)
+    measured = _size(verdict.measured)
+    outside, inside = map(_size, verdict.certified) if verdict.certified else (0, 0)
     columns = {
-        "rows": torch.tensor(len(signed)), "measured": measured,
-        "signed": torch.count_nonzero(verdict.measured & signed), "stopped": stopped,
-        "stopped_at_most": stopped if exact else torch.count_nonzero(verdict.may_mask & signed),
-        "certifiable": measured if verdict.certified else none, "outside": outside, "inside": inside,
+        "rows": len(signed), "measured": measured, "signed": _size(verdict.measured & signed), "stopped": stopped,
+        "stopped_at_most": stopped if exact else _size(verdict.may_mask & signed),
+        "certifiable": measured if verdict.certified else 0, "outside": outside, "inside": inside,
     }  # fmt: skip
-    return torch.stack([columns[name] for name in PER_ARM])
+    return [columns[name] for name in PER_ARM]
+
+
+def _size(tokens: Bool[Tensor, " n"]) -> int:
+    return int(torch.count_nonzero(tokens))
 
 
 def _pairs(overlaps: Int[Tensor, "s s"], there: Bool[Tensor, " r"]) -> Int[Tensor, "3 r r"]:
@@ -186,10 +188,12 @@ def _reproduced(piece: Piece, replay: Replay) -> Int[Tensor, "4"]:
     again = None if replay.recorded is None else replay.verdict(replay.recorded)
     if again is None:
         return torch.zeros(len(REPRODUCED), dtype=torch.int64)
-    recorded, num = ~piece.columns["kept"], torch.tensor(len(piece))
-    differs = (again.masked & ~recorded) | (recorded & ~again.may_mask)
+    kept, num = piece.columns["kept"], len(piece)
+    differs = _size(again.masked & kept) + _size(~(kept | again.may_mask))
     if again.weight is None:
-        return torch.stack([num, differs.sum(), torch.tensor(0), torch.tensor(0)])
+        return torch.tensor([num, differs, 0, 0])
     weight, now = piece.columns["weight"], again.weight().float()
-    other = (weight != now) & ~(weight.isnan() & now.isnan())
-    return torch.stack([num, differs.sum(), num, other.sum()])
+    other = weight != now
+    if other.any():
+        other &= ~(weight.isnan() & now.isnan())
+    return torch.tensor([num, differs, num, _size(other)])
