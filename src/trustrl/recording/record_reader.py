@@ -5,7 +5,7 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trustrl.config.loading import config_from_dict, config_to_dict
@@ -15,7 +15,7 @@ from trustrl.recording.record_files import opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
 from trustrl.recording.storage import Place, Remote, place
 
-ROWS = 65_536
+ROWS = 131_072
 """Rows in a piece. Only a longer sequence makes a larger piece."""
 
 _NAMES = ("step", "update", "sequence")
@@ -44,7 +44,7 @@ class Records(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return tensor_of(self.table[name].combine_chunks())
+        return tensor_of(self.table[name].combine_chunks()).clone()  # the caller may write to it
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -104,10 +104,7 @@ def tensor_of(array: Any) -> Tensor:
     }[str(array.type)]  # fmt: skip
     if array.null_count:
         array = array.fill_null(_EMPTY[dtype])
-    if not len(array):
-        return torch.empty(0, dtype=dtype)
-    values = torch.frombuffer(bytearray(array.buffers()[1]), dtype=dtype)
-    return values[array.offset : array.offset + len(array)]
+    return torch.from_dlpack(array) if len(array) else torch.empty(0, dtype=dtype)  # shares arrow's memory
 
 
 class Piece(NamedTuple):
@@ -173,7 +170,10 @@ def _length(columns: dict[str, Tensor]) -> int:
 def _one_file(file: Place, names: list[str], rows: int) -> Iterator[tuple[dict[str, Tensor], dict[str, Any] | None]]:
     with opened(file) as (parquet, region):
         pieces = _batches(parquet, names, rows, file)
-        if not _contiguous(parquet, rows):
+        if parquet.metadata.num_rows <= rows:  # one batch, which is checked as it is
+            whole = next(pieces, None)
+            pieces = iter([] if whole is None else [whole if _contiguous(iter([whole])) else _sorted(whole)])
+        elif not _contiguous(_batches(parquet, list(_NAMES), rows, file)):
             pieces = iter([_sorted(_joined(list(pieces)))])
         for part in _ending_with_a_sequence(pieces):
             if _length(part):
@@ -182,7 +182,8 @@ def _one_file(file: Place, names: list[str], rows: int) -> Iterator[tuple[dict[s
 
 def _batches(parquet: Any, names: list[str], rows: int, file: Place) -> Iterator[dict[str, Tensor]]:
     present: list[str] | None = None
-    names = [name for name in names if name in parquet.schema_arrow.names]  # older files lack some
+    known = set(parquet.schema_arrow.names)
+    names = [name for name in names if name in known]  # older files lack some
     for batch in parquet.iter_batches(batch_size=rows, columns=names, use_threads=False):
         filled = [name for name in names if batch.column(name).null_count < len(batch)]
         if present is None:
@@ -195,29 +196,32 @@ def _batches(parquet: Any, names: list[str], rows: int, file: Place) -> Iterator
         yield {name: tensor_of(batch.column(name)) for name in present}
 
 
-def _runs(columns: dict[str, Tensor]) -> Int[Tensor, " n"]:
+def _starts(columns: dict[str, Tensor]) -> Bool[Tensor, " n"]:
+    """Flags the first token of each run."""
     starts = torch.zeros(_length(columns), dtype=torch.bool)
+    starts[:1] = True
     for name in _NAMES:
         starts[1:] |= columns[name][1:] != columns[name][:-1]
-    return starts.cumsum(0)
+    return starts
 
 
-def _contiguous(parquet: Any, rows: int) -> bool:
+def _runs(columns: dict[str, Tensor]) -> Int[Tensor, " n"]:
+    return _starts(columns).cumsum(0) - 1
+
+
+def _contiguous(batches: Iterator[dict[str, Tensor]]) -> bool:
     """Returns True if no sequence continues after another one has begun. Reads only the identifying columns."""
-    begun: list[dict[str, Tensor]] = []
-    for batch in parquet.iter_batches(batch_size=rows, columns=list(_NAMES), use_threads=False):
-        begun.append(_firsts({name: tensor_of(batch.column(name)) for name in _NAMES}))
+    begun = [_firsts(batch) for batch in batches]
     if not begun:
         return True
-    together = _firsts(_joined(begun))  # once more, because two batches may share a sequence
+    together = _firsts(_joined(begun)) if len(begun) > 1 else begun[0]  # two batches may share a sequence
     return len(_firsts(_sorted(together))["sequence"]) == len(together["sequence"])
 
 
 def _firsts(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the first row of each run."""
-    first = torch.ones(_length(columns), dtype=torch.bool)
-    first[1:] = _runs(columns).diff() != 0
-    return {name: x[first] for name, x in columns.items()}
+    """Returns the identifying columns at the first row of each run."""
+    first = _starts(columns).nonzero().squeeze(1)
+    return {name: columns[name].index_select(0, first) for name in _NAMES}
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Replay of a region on recorded tokens: exact if the records contain everything it reads, bounded otherwise.
 
-A record contains the policy's log-prob of the sampled token only. Regions that read no more are replayed with the
-library's `decide`, so the verdict is exactly the engine's. A mask on a Top-K or full divergence is bounded: merging ids
-only loses divergence, so
+A record contains the policy's log-prob of the sampled token only. Regions that read no more are replayed: with
+the library's `decide`, or, if the verdict only compares a measurement with a bound, with the same comparison on
+measurements that all regions share. Either way the verdict is exactly the engine's. A mask on a Top-K or full
+divergence is bounded: merging ids only loses divergence, so
 
     binary ≤ top-K ≤ full ≤ the upper end,   top-K increasing with K
 
@@ -10,9 +11,11 @@ Measurements of the recorded region narrow these bounds further. The anchor's re
 one id, the rest of its mass may lie where the anchor has none.
 """
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,16 +24,26 @@ from torch import Tensor
 
 from trustrl.config.axes import AnchoredRegion, Needs, Region, TrustRegion, reads_ages
 from trustrl.config.loading import config_from_dict
-from trustrl.config.statistics import BinaryKL, BinaryTV, Divergence, FullKL, FullTV, TopKKL, TopKTV
+from trustrl.config.regions import DPPO, GSPO, IPO, PPO
+from trustrl.config.statistics import (
+    BinaryKL,
+    BinaryTV,
+    Divergence,
+    FullKL,
+    FullTV,
+    Ratio,
+    SequenceRatio,
+    TopKKL,
+    TopKTV,
+)
 from trustrl.core.clean import CleanTokens, clean_tokens
-from trustrl.core.divergences import Interval
-from trustrl.core.divergences.measure import measure
-from trustrl.core.numerics import either
 from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.regions.decision import ratio_weight
 from trustrl.core.regions.dispatch import REGION_KINDS, decide
-from trustrl.core.regions.dppo import leaving, outside
+from trustrl.core.sequences import Sequences
 from trustrl.errors import TrustRLError
 from trustrl.recording import Piece
+from trustrl.tools.audit.anchored_tokens import AnchoredTokens, End, Measurement
 
 How = Literal["replayed", "bounded", "left out"]
 
@@ -40,6 +53,10 @@ COLUMNS = (
 )  # fmt: skip
 """Columns that verdicts and their counts read."""
 
+Above = Callable[[float], Bool[Tensor, " n"]]
+"""Returns the tokens above a bound."""
+
+_MEASUREMENTS: dict[type, Measurement] = {Ratio: "ratio", BinaryTV: "tv", BinaryKL: "kl"}
 _TV, _KL = (BinaryTV, TopKTV, FullTV), (BinaryKL, TopKKL, FullKL)
 
 
@@ -51,6 +68,13 @@ class Arm(NamedTuple):
     how: How
     reason: str
     """Reason that it is not replayed; empty if it is."""
+
+    needs: Needs
+    mask: TrustRegion | None
+    """The region on the shared axes, if `token_mask` finds it there."""
+
+    plain: TrustRegion | None
+    """The region on the shared axes, if `plain_mask` finds it there."""
 
 
 class RegionVerdict(NamedTuple):
@@ -68,114 +92,176 @@ class RegionVerdict(NamedTuple):
     certified: tuple[Bool[Tensor, " n"], Bool[Tensor, " n"]] | None
     """Tokens whose full-vocabulary divergence is certainly outside the bound, and those certainly inside."""
 
-    weight: Float[Tensor, " n"] | None
-    """Weight w if the region is replayed, else None."""
+    weight: Callable[[], Float[Tensor, " n"]] | None
+    """Returns the weight w if the region is replayed, else None."""
 
 
 def arm(name: str, region: Region) -> Arm:
     """Determines from a region's settings whether records can replay it, bound it, or neither."""
-    needs = region.needs()
+    needs, mask = region.needs(), token_mask(region)
+    how, why = _how(region, needs, mask)
+    return Arm(name, region, how, why, needs, mask, plain_mask(region))
+
+
+def _how(region: Region, needs: Needs, mask: TrustRegion | None) -> tuple[How, str]:
     if needs.projects:
-        why = "projects the distribution: needs π at the anchor's top-K, which records do not contain"
-        return Arm(name, region, "left out", why)
+        return "left out", "projects the distribution: needs π at the anchor's top-K, which records do not contain"
     if not (needs.topk or needs.full):
-        return Arm(name, region, "replayed", "")
+        return "replayed", ""
     if reads_ages(region):
         why = "needs the anchor's top-K and tokens' ages, so it is neither replayed nor bounded. Use its binary form"
-        return Arm(name, region, "left out", why)
+        return "left out", why
     what = "π over the whole vocabulary" if needs.full else f"π at the anchor's top {needs.topk}"
-    if token_mask(region) is None:
+    if mask is None:
         why = f"needs {what} and decides by sequence, so it is neither replayed nor bounded. Use its binary form"
-        return Arm(name, region, "left out", why)
-    return Arm(name, region, "bounded", f"needs {what}, which records do not contain")
+        return "left out", why
+    return "bounded", f"needs {what}, which records do not contain"
 
 
 def token_mask(region: Region) -> TrustRegion | None:
     """Returns the region on the shared axes if it masks single tokens by a TV or a KL, else None."""
+    axes = _axes(region)
+    is_mask = axes is not None and axes.action == "mask" and axes.level == "token" and isinstance(axes.statistic, (*_TV, *_KL))
+    return axes if is_mask else None
+
+
+def _axes(region: Region) -> TrustRegion | None:
     if not isinstance(region, AnchoredRegion):
         return None
     try:
-        axes = region if isinstance(region, TrustRegion) else region.axes()
+        return region if isinstance(region, TrustRegion) else region.axes()
     except NotImplementedError:
         return None
-    is_mask = axes.action == "mask" and axes.level == "token" and isinstance(axes.statistic, (*_TV, *_KL))
-    return axes if is_mask else None
+
+
+def plain_mask(region: Region) -> TrustRegion | None:
+    """Returns the region on the shared axes if its verdict only compares a shared measurement with a bound, else None.
+
+    Ages, a dual clip, and other regions' rules are left to the engine's `decide`.
+    """
+    if type(region) not in (TrustRegion, DPPO, PPO, GSPO, IPO) or reads_ages(region):
+        return None
+    if isinstance(region, PPO) and region.dual_clip is not None:
+        return None
+    axes = _axes(region)
+    if axes is None or axes.action not in ("mask", "clip"):
+        return None
+    if isinstance(axes.statistic, SequenceRatio):
+        return axes if axes.direction == "away" else None
+    return axes if axes.level == "token" and type(axes.statistic) in _MEASUREMENTS else None
 
 
 class Replay:
     """Tokens of one piece, as `policy_loss` received them."""
 
     def __init__(self, piece: Piece) -> None:
-        columns = piece.columns
-        self._columns = columns
-        self._policy = PolicyTokens(logp=columns["policy_logp"])
-        self._rollout = RolloutTokens(
-            advantage=columns["advantage"],
-            in_loss=torch.ones(len(piece), dtype=torch.bool),
-            behavior_logp=columns.get("behavior_logp"),
-            proximal_logp=columns.get("proximal_logp"),
-            sequence_ids=piece.run,
-        )
-        self._measured = _measured_by(piece.region, columns)
+        self._columns, self._run = piece.columns, piece.run
+        self.recorded = recorded_arm(piece.region)
+        self._measured = None if self.recorded is None else _measured_by(self.recorded, piece.columns)
         self._clean: dict[tuple[frozenset[str], str], CleanTokens] = {}
+        self._anchored: dict[tuple[frozenset[str], str], AnchoredTokens] = {}
 
     def missing(self, region: Region) -> list[str]:
         """Returns the columns a region reads that are null in this piece."""
-        wanted = [f"{anchor}_logp" for anchor in sorted(region.needs().anchors)]
+        return self._missing(region, region.needs())
+
+    def _missing(self, region: Region, needs: Needs) -> list[str]:
+        wanted = [f"{anchor}_logp" for anchor in sorted(needs.anchors)]
         if reads_ages(region):
             wanted.append("sampler_version")
         return [name for name in wanted if name not in self._columns]
 
     def verdict(self, given: Arm) -> RegionVerdict | None:
         """Returns the region's verdict, or None if it is left out or a column it reads is null."""
-        if given.how == "left out" or self.missing(given.region):
+        if given.how == "left out" or self._missing(given.region, given.needs):
             return None
-        tokens = self.tokens(given.region)
-        axes = token_mask(given.region)
-        certified = None if axes is None else self._certified(tokens, axes)
+        tokens = self._tokens(given.needs)
+        certified = None if given.mask is None else self._certified(tokens, given.mask)
         if given.how == "replayed":
-            decision = decide(tokens, given.region)
-            return RegionVerdict(tokens.usable, ~decision.keep, ~decision.keep, certified, decision.weight)
+            masked, weight = self._replayed(tokens, given)
+            return RegionVerdict(tokens.usable, masked, masked, certified, weight)
+        axes = given.mask
         assert axes is not None
         statistic = axes.statistic
         assert isinstance(statistic, Divergence)
-        lower, upper = self._interval(tokens, axes, _rank(statistic), statistic.act_on)
-        return RegionVerdict(tokens.usable, _stops(tokens, axes, lower), _stops(tokens, axes, upper), certified, None)
+        masked, may_mask = (
+            _stops(tokens, axes, above) for above in self._ends(tokens, axes, _rank(statistic), statistic.act_on)
+        )
+        return RegionVerdict(tokens.usable, masked, may_mask, certified, None)
 
-    def tokens(self, region: Region) -> CleanTokens:
-        """Returns clean tokens relative to the region's anchor, cached for all regions that share it."""
-        needs = region.needs()
+    def _replayed(self, tokens: AnchoredTokens, given: Arm) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Returns the tokens that the region masks, and a function that returns the weights."""
+        axes = given.plain
+        if axes is None:
+            decision = decide(self._clean_tokens(given.needs), given.region)
+            return ~decision.keep, lambda: decision.weight
+        statistic = axes.statistic
+        assert statistic is not None
+        of_sequence = isinstance(statistic, SequenceRatio)
+        if of_sequence:
+            masked = tokens.sequences_leaving(*statistic.bounds)
+        else:
+            end: End = statistic.act_on if isinstance(statistic, Divergence) else "lower"
+            masked = _stops(tokens, axes, partial(tokens.above, _MEASUREMENTS[type(statistic)], end))
+
+        def weight() -> Tensor:
+            if axes.correction is not None:
+                return decide(self._clean_tokens(given.needs), given.region).weight
+            log_ratio = tokens.mean_log_ratio() if of_sequence else tokens.log_ratio
+            return ratio_weight(log_ratio, max_ratio=axes.max_ratio)
+
+        return masked, weight
+
+    def _clean_tokens(self, needs: Needs) -> CleanTokens:
+        """Returns the tokens that decision functions read, cached for all regions with the same anchors."""
         key = needs.anchors, needs.anchor
         if key not in self._clean:
-            reads = Needs(anchors=needs.anchors, anchor=needs.anchor, sequences=True)
-            clean = clean_tokens(self._policy, self._rollout, reads)
-            if "sampler_version" in self._columns:  # a piece may hold several steps, so ages are not one number's
-                ages = (self._columns["step"] - self._columns["sampler_version"]).to(clean.log_ratio.dtype)
+            columns, run = self._columns, self._run
+            rollout = RolloutTokens(
+                advantage=columns["advantage"],
+                in_loss=torch.ones(len(run), dtype=torch.bool),
+                behavior_logp=columns.get("behavior_logp"),
+                proximal_logp=columns.get("proximal_logp"),
+            )
+            reads = Needs(anchors=needs.anchors, anchor=needs.anchor)
+            clean = clean_tokens(PolicyTokens(logp=columns["policy_logp"]), rollout, reads)
+            clean = replace(clean, sequences=Sequences(run, int(run[-1]) + 1, None))  # in order: no sort is needed
+            if "sampler_version" in columns:  # a piece may hold several steps, so ages are not one number's
+                ages = (columns["step"] - columns["sampler_version"]).to(clean.log_ratio.dtype)
                 clean = replace(clean, staleness=ages.where(clean.usable, 0.0))
             self._clean[key] = clean
         return self._clean[key]
 
-    def _certified(self, tokens: CleanTokens, axes: TrustRegion) -> tuple[Tensor, Tensor]:
+    def _tokens(self, needs: Needs) -> AnchoredTokens:
+        key = needs.anchors, needs.anchor
+        if key not in self._anchored:
+            self._anchored[key] = AnchoredTokens(self._columns, self._run, needs)
+        return self._anchored[key]
+
+    def _certified(self, tokens: AnchoredTokens, axes: TrustRegion) -> tuple[Tensor, Tensor]:
         assert axes.statistic is not None
         low, high = axes.statistic.bounds
-        bound = either(tokens.log_ratio > 0, high, low, like=tokens.log_ratio)
-        lower, upper = self._interval(tokens, axes, math.inf, "lower")
-        return tokens.usable & (lower > bound), tokens.usable & (upper <= bound)
+        outside, not_inside = (
+            above(high) if low == high else torch.where(tokens.rises, above(high), above(low))
+            for above in self._ends(tokens, axes, math.inf, "lower")
+        )
+        return tokens.usable & outside, tokens.usable & ~not_inside
 
-    def _interval(self, tokens: CleanTokens, axes: TrustRegion, rank: float, end: str) -> Interval:
+    def _ends(self, tokens: AnchoredTokens, axes: TrustRegion, rank: float, end: str) -> tuple[Above, Above]:
         """Bounds the divergence over the anchor's top `rank` ids, or its upper end if `end` is "upper"."""
         is_tv = isinstance(axes.statistic, _TV)
-        lower, upper = measure(tokens, BinaryTV() if is_tv else BinaryKL())
+        what: Measurement = "tv" if is_tv else "kl"
         found = self._measured
         if found is None or found.is_tv != is_tv or found.anchor != axes.anchor:
-            return Interval(lower, upper)
+            return partial(tokens.above, what, "lower"), partial(tokens.above, what, "upper")
+        lower, upper = tokens.interval(what)
         if rank >= found.rank or end == "upper":
             lower = torch.maximum(lower, found.below(found.lower))
         if rank <= found.rank and end == "lower":
             upper = torch.minimum(upper, found.above(found.lower))
         elif rank >= found.rank:
             upper = torch.minimum(upper, found.above(found.upper))
-        return Interval(lower, upper)
+        return lower.gt, upper.gt
 
 
 class _Measured(NamedTuple):
@@ -198,20 +284,22 @@ class _Measured(NamedTuple):
         return torch.nextafter(x, x.new_full((), torch.inf)).double()
 
 
-def recorded_region(settings: Mapping[str, Any] | None) -> Region | None:
+def recorded_arm(settings: Mapping[str, Any] | None) -> Arm | None:
     """Returns the region a file was recorded with, or None if it has none or its kind is not registered here."""
-    if settings is None:
-        return None
+    return None if settings is None else _arm_of(json.dumps(settings, default=str))
+
+
+@lru_cache
+def _arm_of(settings: str) -> Arm | None:
     try:
-        region = config_from_dict(settings)
+        region = config_from_dict(json.loads(settings))
     except (TrustRLError, TypeError):
         return None
-    return region if isinstance(region, Region) and region.kind in REGION_KINDS else None
+    return arm("recorded", region) if isinstance(region, Region) and region.kind in REGION_KINDS else None
 
 
-def _measured_by(settings: Mapping[str, Any] | None, columns: Mapping[str, Tensor]) -> _Measured | None:
-    region = recorded_region(settings)
-    axes = None if region is None else token_mask(region)
+def _measured_by(recorded: Arm, columns: Mapping[str, Tensor]) -> _Measured | None:
+    axes = recorded.mask
     if axes is None or "divergence_lower" not in columns or "divergence_upper" not in columns:
         return None
     rank = _rank(axes.statistic)
@@ -230,11 +318,13 @@ def _rank(statistic: Any) -> float:
     return statistic.k if isinstance(statistic, (TopKTV, TopKKL)) else 0
 
 
-def _stops(tokens: CleanTokens, axes: TrustRegion, distance: Tensor) -> Tensor:
+def _stops(tokens: AnchoredTokens, axes: TrustRegion, above: Above) -> Tensor:
+    """Flags tokens that a mask on a distance stops, like `core.regions.dppo.mask_by`. Tokens with A = 0 are kept."""
     assert axes.statistic is not None
     low, high = axes.statistic.bounds
-    if axes.direction == "symmetric":
-        stop = outside(distance, tokens.log_ratio, max_increase=high, max_decrease=low)
-    else:
-        stop = leaving(distance, tokens.log_ratio, tokens.advantage, max_increase=high, max_decrease=low)
+    if axes.direction == "away":
+        return (tokens.pushed_up & above(high)) | (tokens.pushed_down & above(low))
+    stop = above(max(low, high))
+    if low != high:
+        stop = torch.where(tokens.rises, above(high), torch.where(tokens.falls, above(low), stop))
     return stop & (tokens.advantage != 0)

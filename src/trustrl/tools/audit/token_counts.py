@@ -3,16 +3,18 @@
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trustrl.core.clean import possible
 from trustrl.core.histograms import PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.recording import Piece
-from trustrl.tools.audit.region_replay import Arm, RegionVerdict, Replay, arm, recorded_region
+from trustrl.tools.audit.anchored_tokens import usable_in
+from trustrl.tools.audit.region_replay import Arm, RegionVerdict, Replay
+from trustrl.tools.audit.token_sets import TokenSets
 
 PER_ARM: tuple[str, ...] = (
     "rows",
@@ -67,30 +69,29 @@ class TokenCounts:
     def of(cls, piece: Piece, arms: Sequence[Arm]) -> "TokenCounts":
         """Counts the verdicts of the recorded region, which comes first, and of these regions on one piece."""
         columns, replay = piece.columns, Replay(piece)
-        measured = possible(columns["policy_logp"]) & columns["advantage"].isfinite()
+        measured = usable_in(columns["advantage"], [columns["policy_logp"]])
         signed = measured & (columns["advantage"] != 0)
-        stopped = ~columns["kept"] if "kept" in columns else None
-        recorded = None if stopped is None else RegionVerdict(measured, stopped, stopped, None, None)
+        masked = ~columns["kept"] if "kept" in columns else None
+        recorded = None if masked is None else RegionVerdict(measured, masked, masked, None, None)
         verdicts = [recorded, *(replay.verdict(one) for one in arms)]
         there = torch.tensor([one is not None for one in verdicts])
         nothing = torch.zeros_like(signed)
-        stopped = torch.stack([nothing if one is None else one.masked & signed for one in verdicts])
+        sets = TokenSets([signed, *(nothing if one is None else one.masked & signed for one in verdicts)])
+        overlaps = sets.overlaps()
+        _, *masks = overlaps.diagonal().tolist()
         counts = {
             "rows": torch.tensor(len(piece)),
             "sequences": piece.run[-1] + 1,
-            "signed": signed.sum(),
-            "arms": torch.stack([_of_arm(one, signed) for one in verdicts]),
-            "pairs": _pairs(stopped, there, int(signed.sum())),
+            "signed": overlaps[0, 0],
+            "arms": torch.tensor([_of_arm(one, signed, num) for one, num in zip(verdicts, masks, strict=True)]),
+            "pairs": _pairs(overlaps, there),
             "reproduced": _reproduced(piece, replay),
         }
-        which, token = stopped.nonzero(as_tuple=True)
         for name, place in _places(piece).items():
-            width = len(BINS[name]) + 1
-            tokens = torch.bincount(place[signed], minlength=width) * there.unsqueeze(1)
-            stops = torch.bincount(which * width + place[token], minlength=width * len(verdicts))
-            counts[f"by/{name}"] = torch.stack([tokens, stops.view(len(verdicts), width)])
+            found = sets.by_bin(place, len(BINS[name]) + 1)
+            counts[f"by/{name}"] = torch.stack([found[:1] * there.unsqueeze(1), found[1:]])
         if "token_id" in columns:
-            counts["ids"] = _by_id(columns["token_id"].long(), signed, which, token, len(verdicts))
+            counts["ids"] = _by_id(columns["token_id"], sets)
         return cls(counts)
 
 
@@ -109,66 +110,90 @@ def age(columns: dict[str, Tensor]) -> Int[Tensor, " n"]:
     Adds the steps since the sampler's version, if it is recorded, and the updates within the step (verl, whose steps
     have several; in TRL steps are updates).
     """
-    update = columns["update"].long()
     if "sampler_version" not in columns:
-        return update
-    return (columns["step"] - columns["sampler_version"]).long().clamp(min=0) + update
+        return columns["update"]
+    return (columns["step"] - columns["sampler_version"]).clamp(min=0) + columns["update"]
 
 
 def _places(piece: Piece) -> dict[str, Int[Tensor, " n"]]:
     """Returns the bin index of each token, by kind of bin."""
     columns = piece.columns
-    values = {"position": columns["position"], "age": age(columns), "advantage": columns["advantage"]}
+    places = {
+        "position": _place_of_whole(columns["position"], POSITION_EDGES),
+        "age": _place_of_whole(age(columns), STALENESS_EDGES),
+        "advantage": (columns["advantage"] >= 0).int(),
+    }
     logp = columns.get("behavior_logp", columns.get("proximal_logp"))
     if logp is not None:
-        values["probability"] = logp.double().exp().nan_to_num(0.0)
-    return {
-        name: torch.bucketize(x.double(), torch.tensor(BINS[name], dtype=torch.float64), right=True)
-        for name, x in values.items()
-    }
+        probability, place = logp.double().exp(), torch.zeros(len(piece), dtype=torch.uint8)
+        for edge in PROBABILITY_EDGES:
+            place += (probability >= edge).view(torch.uint8)
+        places["probability"] = place.int()
+    return places
 
 
-def _of_arm(verdict: RegionVerdict | None, signed: Bool[Tensor, " n"]) -> Int[Tensor, " f"]:
+def _place_of_whole(x: Int[Tensor, " n"], edges: Sequence[float]) -> Int[Tensor, " n"]:
+    """Returns the bin index of whole numbers, by a table that reaches to the last edge."""
+    return _table(edges).index_select(0, x.clamp(0, int(edges[-1])))
+
+
+@cache
+def _table(edges: Sequence[float]) -> Int[Tensor, " t"]:
+    whole = torch.arange(int(edges[-1]) + 1, dtype=torch.float64)
+    return torch.bucketize(whole, torch.tensor(edges, dtype=torch.float64), right=True).int()
+
+
+def _of_arm(verdict: RegionVerdict | None, signed: Bool[Tensor, " n"], stopped: int) -> list[int]:
     if verdict is None:
-        return torch.zeros(len(PER_ARM), dtype=torch.int64)
-    out, inside = verdict.certified or (torch.zeros_like(signed), torch.zeros_like(signed))
+        return [0] * len(PER_ARM)
+    exact = verdict.may_mask is verdict.masked
+    measured = _size(verdict.measured)
+    outside, inside = map(_size, verdict.certified) if verdict.certified else (0, 0)
     columns = {
-        "rows": torch.ones_like(signed), "measured": verdict.measured, "signed": verdict.measured & signed,
-        "stopped": verdict.masked & signed, "stopped_at_most": verdict.may_mask & signed,
-        "certifiable": verdict.measured if verdict.certified else torch.zeros_like(signed), "outside": out,
-        "inside": inside,
+        "rows": len(signed), "measured": measured, "signed": _size(verdict.measured & signed), "stopped": stopped,
+        "stopped_at_most": stopped if exact else _size(verdict.may_mask & signed),
+        "certifiable": measured if verdict.certified else 0, "outside": outside, "inside": inside,
     }  # fmt: skip
-    return torch.stack([torch.count_nonzero(columns[name]) for name in PER_ARM])
+    return [columns[name] for name in PER_ARM]
 
 
-def _pairs(stopped: Bool[Tensor, "r n"], there: Bool[Tensor, " r"], signed: int) -> Int[Tensor, "3 r r"]:
+def _size(tokens: Bool[Tensor, " n"]) -> int:
+    return int(torch.count_nonzero(tokens))
+
+
+def _pairs(overlaps: Int[Tensor, "s s"], there: Bool[Tensor, " r"]) -> Int[Tensor, "3 r r"]:
     """Counts, for each pair of regions with a verdict: all tokens, those the first masks, and those both mask."""
     both_there = there.unsqueeze(1) & there
-    each = stopped.sum(1).unsqueeze(1) * both_there
-    ones = stopped.double()
-    return torch.stack([signed * both_there, each, (ones @ ones.T).long()])
+    each = overlaps.diagonal()[1:].unsqueeze(1)
+    return torch.stack([overlaps[0, 0] * both_there, each * both_there, overlaps[1:, 1:]])
 
 
-def _by_id(ids: Tensor, signed: Tensor, which: Tensor, token: Tensor, num: int) -> Int[Tensor, "r v"]:
+def _by_id(ids: Int[Tensor, " n"], sets: TokenSets) -> Int[Tensor, "r v"]:
     """Counts how often each id occurs with A ≠ 0, then how often each region masks it."""
-    known = (ids >= 0) & (ids < MAX_IDS)
-    width = 1 << max(int(ids[known].max()) if known.any() else 0, 1).bit_length()
-    seen = torch.bincount(ids[known & signed], minlength=width)
-    here = known[token]
-    stops = torch.bincount(which[here] * width + ids[token[here]], minlength=width * num).view(num, width)
-    return torch.cat([seen.unsqueeze(0), stops])
+    low, high = ids.aminmax()
+    if low < 0 or high >= MAX_IDS:
+        known = (ids >= 0) & (ids < MAX_IDS)
+        high = ids.where(known, 0).max()
+        ids = ids.where(known, _width(high))
+    width = _width(high)
+    return sets.by_bin(ids, width + 1)[:, :width]
+
+
+def _width(largest_id: Tensor) -> int:
+    return 1 << max(int(largest_id), 1).bit_length()
 
 
 def _reproduced(piece: Piece, replay: Replay) -> Int[Tensor, "4"]:
     """Counts where a replay of the recorded region differs from the records; zeros if it cannot be replayed."""
-    region = recorded_region(piece.region)
-    again = None if region is None else replay.verdict(arm("again", region))
+    again = None if replay.recorded is None else replay.verdict(replay.recorded)
     if again is None:
         return torch.zeros(len(REPRODUCED), dtype=torch.int64)
-    recorded, num = ~piece.columns["kept"], torch.tensor(len(piece))
-    differs = (again.masked & ~recorded) | (recorded & ~again.may_mask)
+    kept, num = piece.columns["kept"], len(piece)
+    differs = _size(again.masked & kept) + _size(~(kept | again.may_mask))
     if again.weight is None:
-        return torch.stack([num, differs.sum(), torch.tensor(0), torch.tensor(0)])
-    weight, now = piece.columns["weight"], again.weight.float()
-    other = ~((weight == now) | (weight.isnan() & now.isnan()))
-    return torch.stack([num, differs.sum(), num, other.sum()])
+        return torch.tensor([num, differs, 0, 0])
+    weight, now = piece.columns["weight"], again.weight().float()
+    other = weight != now
+    if other.any():
+        other &= ~(weight.isnan() & now.isnan())
+    return torch.tensor([num, differs, num, _size(other)])
