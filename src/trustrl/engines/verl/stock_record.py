@@ -1,0 +1,112 @@
+"""Token records of a run with one of verl's own losses, which stays the same bit for bit.
+
+    VERL_USE_EXTERNAL_MODULES=trustrl.engines.verl TRUSTRL_RECORD=records python -m verl.trainer.main_ppo ...
+
+`RegionWorker` calls verl's loss with verl's arguments, and records what it was called with.
+"""
+
+import os
+from typing import Any
+
+from torch import Tensor
+from verl.workers.utils.padding import no_padding_2_padding
+
+from trustrl.config.axes import Region
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common.observed_region import observable, observe
+from trustrl.engines.verl import anchors
+from trustrl.engines.verl.batch_rows import SEQUENCE
+from trustrl.engines.verl.response_layout import padded
+from trustrl.errors import ConfigError
+from trustrl.recording import Recorder, Recording
+
+FOLDER, SAMPLE, REGION = "TRUSTRL_RECORD", "TRUSTRL_RECORD_SAMPLE", "TRUSTRL_RECORD_REGION"
+"""The environment variables: the folder or address of the record, the share of sequences to write, and the preset
+whose decisions are recorded."""
+
+
+def recording() -> Recording | None:
+    """Returns the recording that the environment asks for, or None.
+
+    Raises:
+        ConfigError: If a variable is invalid, or set without the folder.
+    """
+    folder, sample = (os.environ.get(name, "") for name in (FOLDER, SAMPLE))
+    if not folder:
+        for name in (SAMPLE, REGION):
+            if os.environ.get(name):
+                raise ConfigError(f"{FOLDER} must be set with {name}, got nothing. Set it to the folder of the record.")
+        return None
+    if not sample:
+        return Recording(folder=folder)
+    try:
+        share = float(sample)
+    except ValueError:
+        raise ConfigError(f"{SAMPLE} must be a number in [0, 1], got {sample!r}.") from None
+    return Recording(folder=folder, sample=share)
+
+
+def observed_region() -> Region | None:
+    """Returns the region whose decisions are recorded, or None.
+
+    Raises:
+        ConfigError: If the region reads more than the sampled token.
+        UnknownNameError: If no preset has this name.
+    """
+    return observable(os.environ.get(REGION) or None)
+
+
+class StockRecord:
+    """The record of a worker whose loss is verl's own.
+
+    Args:
+        recorder: The recorder of this rank.
+        region: A region to observe, or None.
+    """
+
+    def __init__(self, recorder: Recorder, region: Region | None) -> None:
+        self._recorder = recorder
+        self._region = region
+        self._step = self._updates = 0
+        self._bypass = False
+
+    def begin(self, step: int, data: Any) -> None:
+        """Begins a training step with this rank's part of the batch."""
+        self._step, self._updates = step, 0
+        self._bypass = anchors.bypassed(data)
+
+    def begin_update(self) -> None:
+        """Begins an optimizer step."""
+        self._updates += 1
+
+    def end(self) -> None:
+        """Ends the training step."""
+        self._recorder.end_step(self._step, None)
+
+    def loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
+        """Runs verl's loss of one micro-batch, and records what it got."""
+        found = theirs(model_output=model_output, data=data, dp_group=dp_group)
+        if SEQUENCE in data.keys() and "log_probs" in model_output:  # noqa: SIM118 - a TensorDict
+            self._add(model_output, data)
+        return found
+
+    def _add(self, model_output: Any, data: Any) -> None:
+        entropy = model_output.get("entropy", None)
+        advantages, weights = padded(data["advantages"]), data.get("rollout_is_weights", None)
+        if weights is not None:
+            advantages = advantages * padded(weights)
+        policy = PolicyTokens(
+            logp=no_padding_2_padding(model_output["log_probs"].detach(), data),
+            entropy=None if entropy is None else no_padding_2_padding(entropy.detach(), data),
+            version=self._step,
+        )
+        rollout = RolloutTokens(
+            advantage=advantages,
+            in_loss=padded(data["response_mask"]).bool(),
+            token_ids=padded(data["responses"]),
+            **anchors.logps(data, bypass=self._bypass, truncated=False),
+        )
+        out = None if self._region is None else observe(policy, rollout, self._region)
+        self._recorder.add(
+            out, policy, rollout, sequences=data[SEQUENCE], step=self._step, update=max(self._updates - 1, 0)
+        )
