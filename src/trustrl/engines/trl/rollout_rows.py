@@ -1,15 +1,19 @@
 """Sequences of TRL's rollouts in the token record: their ids, texts, rewards and groups."""
 
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trustrl.engines.common import seam
 from trustrl.recording import Recorder, SequenceRows, sequence_ids
 
 SEQUENCE = "trustrl_sequence"
 """The tensor added to a rollout: the id of each row's sequence."""
+
+
+GROUPS = -1
+"""In place of a rank, for the ids of groups, whose completions may be on several ranks."""
 
 
 class RolloutRows:
@@ -60,7 +64,8 @@ class RolloutRows:
     def _rows(self, rollout: dict[str, Any], ids: Tensor, scored: Any, chosen: list[int]) -> SequenceRows:
         trainer = self._trainer
         on_rank, first = len(ids), trainer.accelerator.process_index * len(ids)
-        where = f"{self._last[0]}.{self._last[1]}"
+        groups = [(first + row) // trainer.num_generations for row in chosen]
+        names = sequence_ids(step=self._last[0], rollout=self._last[1], rank=GROUPS, count=max(groups) + 1)
         prompts = [rollout["prompt_ids"][row][rollout["prompt_mask"][row].bool()].tolist() for row in chosen]
         inputs, sampled, rewards = scored or (None, None, None)
         if sampled is None:
@@ -69,8 +74,7 @@ class RolloutRows:
         more: dict[str, Any] = {}
         if rewards is not None:
             here = rewards[first : first + on_rank][chosen].detach().cpu()
-            names = list(trainer.reward_func_names)
-            more["rewards"] = [dict(zip(names, row, strict=True)) for row in here.tolist()]
+            more["rewards"] = [dict(zip(trainer.reward_func_names, row, strict=True)) for row in here.tolist()]
             more["reward"] = _total(here, trainer.reward_weights.cpu())
         if inputs is not None and "task_id" in inputs[0]:
             more["task_id"] = [str(inputs[row]["task_id"]) for row in chosen]
@@ -80,7 +84,7 @@ class RolloutRows:
         ends = _end_ids(trainer)
         return SequenceRows(
             sequence=ids[chosen].tolist(),
-            group=[f"{where}.{(first + row) // trainer.num_generations}" for row in chosen],
+            group=names[groups].tolist(),
             prompt_tokens=[len(one) for one in prompts],
             completion_tokens=[len(one) for one in completions],
             stop_reason=["stop" if one and one[-1] in ends else "length" for one in completions],
@@ -104,22 +108,32 @@ def _end_ids(trainer: Any) -> set[int]:
     return {*ends, tokenizer.pad_token_id}
 
 
-def about(trainer: Any) -> dict[str, Any]:
-    """Returns the settings of a TRL run that readers of its records want."""
+def about(trainer: Any, *, observed: bool = False) -> dict[str, Any]:
+    """Returns the settings of a TRL run for `run.json`.
+
+    Args:
+        trainer: TRL's trainer.
+        observed: Whether the recorded region only observes, and TRL's own loss trains.
+    """
     args = trainer.args
     updates = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
     generates = "vllm" if trainer.use_vllm else "transformers"
-    return {
-        "engine": "trl",
-        "engine_version": ".".join(map(str, seam.version_of("trl"))),
-        "model": getattr(trainer.model.config, "_name_or_path", None) or None,
+    settings = {
         "sampler": "rollout_func" if getattr(trainer, "rollout_func", None) is not None else generates,
         "loss": args.loss_type,
         "steps_planned": args.max_steps if args.max_steps > 0 else None,
         "updates_per_batch": max(1, round(updates)),
         "completions_per_prompt": trainer.num_generations,
         "learning_rate": args.learning_rate,
-        "trainer_dtype": str(trainer.model.dtype).removeprefix("torch."),
-        "temperature": trainer.temperature,
-        **{name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p", "seed")},
+        "seed": args.seed,
     }
+    return {
+        "engine": {"name": "trl", "version": metadata.version("trl"), "settings": settings},
+        "model": getattr(trainer.model.config, "_name_or_path", None) or None,
+        "tokenizer": getattr(trainer.processing_class, "name_or_path", None) or None,
+        "dtypes": {"trainer": str(trainer.model.dtype).removeprefix("torch."), "sampler": None},
+        "sampling": {
+            "temperature": trainer.temperature, **{name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
+        },
+        "region_role": "observed" if observed else None,
+    }  # fmt: skip

@@ -19,7 +19,7 @@ from trustrl.config.axes import Needs, Region
 from trustrl.core.records import PolicyTokens
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.observed_region import observable, observe
+from trustrl.engines.common.stock_tokens import StockTokens, observable
 from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
 from trustrl.engines.trl.anchors import RECORDED, TRAINERS, corrected, rollout_tokens
@@ -64,16 +64,13 @@ def record(
     """
     _check(trainer)
     observed = observable(region)
-    if observed is not None and sampler.is_truncated(trainer.args):
-        raise ConfigError(
-            "region must be None with top_p, top_k, or min_p, got a region. TRL's log-probs are those of the whole "
-            "vocabulary, so the ratio to the sampler's would be wrong. Train with TrustRegionGRPOTrainer instead."
-        )
+    if observed is not None:
+        _check_observed(trainer, observed)
     if folder is None:
         folder = os.path.join(trainer.args.output_dir, "records")
     recording = Recording.of({"folder": folder, **settings})
     rank = trainer.accelerator.process_index
-    recorder = Recorder(recording, observed, rank=rank, about=about(trainer) | {"observed": observed is not None})
+    recorder = Recorder(recording, observed, rank=rank, about=about(trainer, observed=observed is not None))
     StockRecord(trainer, recorder, observed).attach()
     return recorder
 
@@ -83,8 +80,7 @@ class StockRecord:
 
     def __init__(self, trainer: Any, recorder: Recorder, region: Region | None) -> None:
         self._trainer = trainer
-        self._recorder = recorder
-        self._region = region
+        self._tokens = StockTokens(recorder, region)
         self._rows = RolloutRows(trainer, recorder)
         truncated = sampler.is_truncated(trainer.args)
         self._sampling = Sampling(
@@ -152,11 +148,10 @@ class StockRecord:
             inputs = corrected(inputs, in_loss)
         rollout = rollout_tokens(inputs, in_loss, Needs(), sampling)
         policy = PolicyTokens(logp=seen.logp, entropy=seen.entropy, version=step, sampling=sampling)
-        out = None if self._region is None else observe(policy, rollout, self._region)
-        self._recorder.add(out, policy, rollout, sequences=inputs[SEQUENCE], step=step)
+        self._tokens.add(policy, rollout, sequences=inputs[SEQUENCE], step=step)
         self.num_losses += 1
         if self._trainer.accelerator.sync_gradients:
-            self._recorder.end_step(step, None)
+            self._tokens.end_step(step)
 
 
 class _Recorded(TrainerCallback):
@@ -176,6 +171,22 @@ class _Recorded(TrainerCallback):
                 stacklevel=2,
             )
         self._checked = True
+
+
+def _check_observed(trainer: Any, region: Region) -> None:
+    """Raises if the run does not compute the log-probs that the region compares."""
+    if sampler.is_truncated(trainer.args):
+        raise ConfigError(
+            "region must be None with top_p, top_k, or min_p, got a region. TRL's log-probs are those of the whole "
+            "vocabulary, so their ratio to the sampler's would be wrong. Train with TrustRegionGRPOTrainer instead."
+        )
+    recorded = trainer.use_vllm or getattr(trainer, "rollout_func", None) is not None
+    if "behavior" in region.needs().anchors and not recorded:
+        raise ConfigError(
+            f"region must be anchored on the trainer's log-probs when transformers generates, got {region.kind} "
+            "anchored on the sampler's, which transformers does not record. Set anchor='proximal' on the region, or "
+            "use_vllm=True."
+        )
 
 
 def _check(trainer: Any) -> None:

@@ -156,6 +156,24 @@ def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:
     return {name: like_responses(x.to(device), data) for name, x in fields.items() if x is not None}
 
 
+def sequence_versions(data: Any, sent: Mapping[int, int]) -> Tensor | None:
+    """Returns the version of the weights that drew each sequence, (B,), numbered as in `versions`.
+
+    verl's own agent loops report only the first and the last version of a sequence.
+
+    Args:
+        data: This rank's part of the batch.
+        sent: The worker's training steps before each version of the weights was sent to the sampler.
+
+    Returns:
+        The versions, or None if a sequence has none, or was drawn by several.
+    """
+    spans = [(one.get("min_global_steps"), one.get("max_global_steps")) for one in extra_fields(data)]
+    if any(first is None or first != last for first, last in spans):
+        return None
+    return torch.tensor([_steps_before(int(first), sent) + 1 for first, _ in spans])
+
+
 def _per_token(data: Any, key: str) -> Tensor | None:
     """Returns a number per response token from `extra_fields`, (B, R); None if a token in the loss lacks it."""
     lengths = _lengths(data)

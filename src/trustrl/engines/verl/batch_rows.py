@@ -3,6 +3,7 @@
 verl sends the worker the whole batch, so nothing is fetched. Texts are decoded from ids with the worker's tokenizer.
 """
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,7 +64,7 @@ def sequence_rows(data: Any, sequences: Tensor, chosen: list[int], model: Any) -
         more["completion"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
     return SequenceRows(
         sequence=sequences[chosen].tolist(),
-        group=None if uid is None else [str(uid[row]) for row in chosen],
+        group=None if uid is None else [_group(uid[row]) for row in chosen],
         task_id=None if task is None else [task[row] for row in chosen],
         prompt_tokens=[len(one) for one in prompts],
         completion_tokens=[len(one) for one in responses],
@@ -78,6 +79,11 @@ def is_padding(data: Any) -> list[bool]:
     in_loss = padded(data["response_mask"]).bool().any(-1).tolist()
     prompts = _ids(data, "prompts", range(len(in_loss)))
     return [not on and len(set(ids)) == 1 for on, ids in zip(in_loss, prompts, strict=True)]
+
+
+def _group(uid: Any) -> int:
+    """Returns verl's uid of a prompt, a text, as the record's number of 63 bits."""
+    return int.from_bytes(hashlib.blake2b(str(uid).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _ids(data: Any, name: str, rows: Iterable[int]) -> list[list[int]]:

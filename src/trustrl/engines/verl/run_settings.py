@@ -6,9 +6,9 @@ Seam: `ActorRolloutRefWorker.init_model`, which is called unchanged. The actor i
 
 import functools
 from contextvars import ContextVar
+from importlib import metadata
 from typing import Any
 
-from trustrl.engines.common import seam
 from trustrl.engines.refusals.rows import reader
 
 _CONFIG: ContextVar[Any] = ContextVar("actor_rollout_ref", default=None)
@@ -28,28 +28,29 @@ def knowing_the_config(init_model: Any) -> Any:
     return inner
 
 
-def about(worker: Any, loss: str) -> dict[str, Any]:
-    """Returns the settings of a verl run that readers of its records want. None if this worker does not know one.
+def about(worker: Any, loss: str, *, observed: bool = False) -> dict[str, Any]:
+    """Returns the settings of a verl run for `run.json`. None if this worker does not know one.
 
     Args:
         worker: verl's `TrainingWorker`.
         loss: The name of its policy loss.
+        observed: Whether the recorded region only observes, and verl's own loss trains.
     """
     given = reader(_CONFIG.get() or {})
-    engine, optimizer = worker.engine_config, worker.optimizer_config
-    return {
-        "engine": "verl",
-        "engine_version": ".".join(map(str, seam.version_of("verl"))),
-        "strategy": engine.strategy,
-        "model": getattr(worker.model_config, "path", None),
+    engine, model = worker.engine_config, worker.model_config
+    settings = {
         "sampler": given("rollout.name"),
         "loss": loss,
+        "strategy": engine.strategy,
         "completions_per_prompt": given("rollout.n"),
-        "learning_rate": getattr(optimizer, "lr", None),
-        "trainer_dtype": getattr(engine, "dtype", None),
-        "sampler_dtype": given("rollout.dtype"),
-        "temperature": given("rollout.temperature"),
-        "top_p": given("rollout.top_p"),
-        "top_k": given("rollout.top_k"),
+        "learning_rate": getattr(worker.optimizer_config, "lr", None),
         "seed": given("rollout.seed"),
+    }
+    return {
+        "engine": {"name": "verl", "version": metadata.version("verl"), "settings": settings},
+        "model": getattr(model, "path", None),
+        "tokenizer": getattr(model, "tokenizer_path", None),
+        "dtypes": {"trainer": getattr(engine, "dtype", None), "sampler": given("rollout.dtype")},
+        "sampling": {name: given(f"rollout.{name}") for name in ("temperature", "top_p", "top_k", "min_p")},
+        "region_role": "observed" if observed else None,
     }

@@ -6,6 +6,7 @@
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Region
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common.observed_region import observable, observe
+from trustrl.engines.common.stock_tokens import StockTokens, observable
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.batch_rows import SEQUENCE
 from trustrl.engines.verl.response_layout import padded
@@ -23,6 +24,9 @@ from trustrl.recording import Recorder, Recording
 FOLDER, SAMPLE, REGION = "TRUSTRL_RECORD", "TRUSTRL_RECORD_SAMPLE", "TRUSTRL_RECORD_REGION"
 """The environment variables: the folder or address of the record, the share of sequences to write, and the preset
 whose decisions are recorded."""
+
+VERSION = "trustrl_sequence_version"
+"""The field added to a batch: the version of the weights that drew each sequence."""
 
 
 def recording() -> Recording | None:
@@ -65,15 +69,23 @@ class StockRecord:
     """
 
     def __init__(self, recorder: Recorder, region: Region | None) -> None:
-        self._recorder = recorder
-        self._region = region
+        self._tokens = StockTokens(recorder, region)
         self._step = self._updates = 0
         self._bypass = False
 
-    def begin(self, step: int, data: Any) -> None:
-        """Begins a training step with this rank's part of the batch."""
+    def begin(self, step: int, data: Any, sent: Mapping[int, int]) -> None:
+        """Begins a training step.
+
+        Args:
+            step: The training step.
+            data: This rank's part of the batch.
+            sent: The worker's training steps before each version of the weights was sent to the sampler.
+        """
         self._step, self._updates = step, 0
         self._bypass = anchors.bypassed(data)
+        versions = anchors.sequence_versions(data, sent)
+        if versions is not None:
+            data[VERSION] = versions
 
     def begin_update(self) -> None:
         """Begins an optimizer step."""
@@ -81,7 +93,7 @@ class StockRecord:
 
     def end(self) -> None:
         """Ends the training step."""
-        self._recorder.end_step(self._step, None)
+        self._tokens.end_step(self._step)
 
     def loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         """Runs verl's loss of one micro-batch, and records what it got."""
@@ -100,13 +112,12 @@ class StockRecord:
             entropy=None if entropy is None else no_padding_2_padding(entropy.detach(), data),
             version=self._step,
         )
+        in_loss, version = padded(data["response_mask"]).bool(), data.get(VERSION, None)
         rollout = RolloutTokens(
             advantage=advantages,
-            in_loss=padded(data["response_mask"]).bool(),
+            in_loss=in_loss,
             token_ids=padded(data["responses"]),
+            version=None if version is None else version.unsqueeze(1).expand(in_loss.shape),
             **anchors.logps(data, bypass=self._bypass, truncated=False),
         )
-        out = None if self._region is None else observe(policy, rollout, self._region)
-        self._recorder.add(
-            out, policy, rollout, sequences=data[SEQUENCE], step=self._step, update=max(self._updates - 1, 0)
-        )
+        self._tokens.add(policy, rollout, sequences=data[SEQUENCE], step=self._step, update=max(self._updates - 1, 0))

@@ -64,6 +64,7 @@ class RegionWorker(TrainingWorker):
         Raises:
             ConfigError: If a setting does not work with the region.
         """
+        self._sent: dict[int, int] = {}
         config = getattr(loss_fn, "keywords", {}).get("config")
         policy_loss = getattr(config, "policy_loss", None)
         if policy_loss is None or not region_settings.is_region_name(policy_loss.get("loss_mode", "")):
@@ -89,7 +90,6 @@ class RegionWorker(TrainingWorker):
         )
         self._bypass = True
         self._vocabulary = None
-        self._sent: dict[int, int] = {}
         self._truncated = policy_loss.get("max_kept", None) is not None
         check_engine(self._region, policy_loss, self.engine_config, self.model_config)
         if self._needs.topk or self._needs.full or self._truncated:
@@ -104,8 +104,7 @@ class RegionWorker(TrainingWorker):
         """Returns the recorder of this rank, or None if nothing is recorded or another rank holds the same tokens."""
         if settings is None or not self.engine.is_mp_src_rank_with_outputs():
             return None
-        about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"))
-        about["observed"] = observed is not None
+        about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
         return Recorder(settings, self._region or observed, rank=self.rank, about=about)
 
     def _recorded(self, loss_fn: Any, policy_loss: Any) -> Any:
@@ -170,15 +169,14 @@ class RegionWorker(TrainingWorker):
         """Runs verl's own updates with verl's own loss."""
         if self._stock is None:
             return super().train_mini_batch(data)
-        self._stock.begin(self._num_steps, data)
+        self._stock.begin(self._num_steps, data, self._sent)
         out = super().train_mini_batch(data)
         self._stock.end()
         return out
 
     def weights_sent(self, version: int) -> None:
         """Notes that the sampler now has the current weights, under this version."""
-        if self._region is not None:
-            self._sent[version] = self._num_steps
+        self._sent[version] = self._num_steps
 
     @functools.wraps(TrainingWorker.train_batch)
     def train_batch(self, data: Any) -> Any:
