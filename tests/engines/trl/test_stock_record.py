@@ -1,19 +1,24 @@
 """A stock `GRPOTrainer` with `record(trainer)` trains bit for bit as without it, and the record agrees with TRL's log."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("trl")
 pytest.importorskip("pyarrow")
 
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from support.rendezvous import own_environment, python_path
 from trustrl.engines.trl import TrustRegionGRPOTrainer, record
 from trustrl.errors import ConfigError, TrustRLWarning
-from trustrl.recording import Recorder, Recording, read
+from trustrl.recording import Recorder, Recording, read, read_run, read_sequences, read_texts
 
 UPDATES_PER_ROLLOUT = 4
 SCHEDULE = {
@@ -240,14 +245,120 @@ def test_a_loss_that_bypasses_trls_is_trained_and_said(tmp_path):
         trained(tmp_path, {}, cls=Other)
 
 
+def sequences(folder):
+    """Rows of the sequence table with their texts, by id."""
+    texts = {row["sequence"]: row for row in read_texts(folder).to_pylist()}
+    rows = read_sequences(folder).to_pylist()
+    return {row["sequence"]: row | texts[row["sequence"]] | {"rewards": dict(row["rewards"])} for row in rows}
+
+
+def test_sequences_are_those_of_trls_own_log(tmp_path):
+    def half(completions, **_):
+        return [len(x) / 2 if len(x) > 6 else None for x in completions]
+
+    data = Dataset.from_dict({"prompt": [f"{a}+{b}=" for a in range(4) for b in range(4)], "task_id": range(16)})
+    trainer = GRPOTrainer(
+        model=world.tiny_model(), reward_funcs=[world.reward, half], train_dataset=data,
+        processing_class=world.tokenizer(),
+        args=world.settings(output_dir=str(tmp_path), reward_weights=[1.0, 0.5], max_steps=2, logging_steps=1),
+    )  # fmt: skip
+    record(trainer)
+    trainer.train()
+    found, history = sequences(tmp_path / "records"), trainer.state.log_history
+    tokens = read(tmp_path / "records")
+    assert set(found) == set(tokens["sequence"].tolist())
+    for step in range(2):
+        rows = [row for row in found.values() if row["step"] == step]
+        row = history[step]
+        assert len(rows) == 6, "all, because there are few"
+
+        def mean(name, rows=rows):
+            known = [x[name] for x in rows if x[name] is not None]
+            return sum(known) / len(known)
+
+        assert mean("reward") == pytest.approx(row["reward"])
+        for name in ("reward", "half"):
+            known = [x["rewards"][name] for x in rows if x["rewards"][name] is not None]
+            assert sum(known) / len(known) == pytest.approx(row[f"rewards/{name}/mean"])
+        assert mean("completion_tokens") == pytest.approx(row["completions/mean_length"])
+        stopped = [x for x in rows if x["stop_reason"] == "stop"]
+        assert 1 - len(stopped) / len(rows) == pytest.approx(row["completions/clipped_ratio"])
+        # Two completions of each prompt are a group, and its advantages add up to 0.
+        assert len({x["group"] for x in rows}) == 3
+        for group in {x["group"] for x in rows}:
+            members = [x for x in rows if x["group"] == group]
+            assert len({x["prompt"] for x in members}) == len({x["task_id"] for x in members}) == 1
+            assert sum(x["advantage"] for x in members) == pytest.approx(0, abs=1e-6)
+    for row in found.values():
+        a, b = divmod(int(row["task_id"]), 4)
+        assert row["prompt"] == f"{a}+{b}="
+        assert row["prompt_tokens"] == 4
+        here = tokens["sequence"] == row["sequence"]
+        assert here.sum() == row["completion_tokens"]
+        ids = tokens["token_id"][here].tolist()
+        assert row["completion"] == world.tokenizer().decode(ids, skip_special_tokens=True)
+        assert tokens["advantage"][here].unique().tolist() == [row["advantage"]]
+        assert row["reward"] == pytest.approx(
+            sum(w * x for w, x in zip((1, 0.5), row["rewards"].values(), strict=True) if x is not None)
+        )
+    assert {row["stop_reason"] for row in found.values()} == {"stop", "length"}
+    assert {row["rewards"]["half"] is None for row in found.values()} == {True, False}
+
+
+def test_run_json_describes_the_run(tmp_path):
+    trained(tmp_path, {})
+    found = read_run(tmp_path / "records")
+    assert found["engine"]["name"] == "trl"
+    assert found["engine"]["settings"]["updates_per_batch"] == UPDATES_PER_ROLLOUT
+    assert found["engine"]["settings"]["loss"] == "dapo"
+    assert found["sampling"]["temperature"] == 1.0
+    assert found["dtypes"] == {"trainer": "float32", "sampler": None}
+    assert found["region"] is found["region_role"] is None
+
+
+def test_run_json_says_that_a_region_only_observed(tmp_path):
+    record(world.stock(output_dir=str(tmp_path)), region=OBSERVED)
+    found = read_run(tmp_path / "records")
+    assert trustrl.config_from_dict(found["region"]) == OBSERVED
+    assert found["region_role"] == "observed"
+
+
 def test_a_trainer_with_a_region_records_its_sequences_too(tmp_path):
     recording = Recording(folder=tmp_path / "records", sample=1.0)
     settings = world.settings(output_dir=str(tmp_path), **SCHEDULE)
     given = {"region": trustrl.preset("dppo-binary-tv"), "behavior": "trainer", "recording": recording}
-    trainer = world.trainer_of(TrustRegionGRPOTrainer, world.tiny_model(), settings, **given)
-    trainer.train()
-    stock = trained(tmp_path / "stock", {"sample": 1.0})
-    found, expected = (read_sequences(x / "records") for x in (tmp_path, tmp_path / "stock"))
-    first = lambda rows: [row for row in rows if row["step"] == 0]
-    assert first(found) == first(expected) and len(first(found)) == 16, "the same rollout, before any update"
-    assert stock.state.global_step == 8
+    world.trainer_of(TrustRegionGRPOTrainer, world.tiny_model(), settings, **given).train()
+    trained(tmp_path / "stock", {"sample": 1.0})
+
+    def first_rollout(folder):
+        return [row for row in sequences(folder / "records").values() if row["step"] == 0]
+
+    found = first_rollout(tmp_path)
+    assert len(found) == SCHEDULE["per_device_train_batch_size"] * SCHEDULE["steps_per_generation"]
+    assert found == first_rollout(tmp_path / "stock"), "the same rollout, before any update"
+    assert read_run(tmp_path / "records")["region_role"] is None
+
+
+def test_nan_in_a_stock_run_dumps_the_last_steps(tmp_path):
+    class Broken(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            logp, *more = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return (logp * float("nan") if self.state.global_step == 2 else logp, *more)
+
+    trained(tmp_path, {}, cls=Broken, max_steps=3)
+    (dump,) = (tmp_path / "records").glob("dump-*")
+    assert dump.name == "dump-00000002"
+    assert read(dump)["policy_logp"][read(dump)["step"] == 2].isnan().all()
+
+
+def test_a_script_is_recorded_without_editing_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from support import trl_world as world\n"
+        f"world.stock(output_dir={str(tmp_path)!r}, max_steps=1).train()\n"
+    )
+    command = [sys.executable, "-m", "trustrl.engines.trl", script]
+    environment = own_environment(PYTHONPATH=python_path(), TRUSTRL_RECORD=str(tmp_path / "elsewhere"))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(read_sequences(tmp_path / "elsewhere")) == 6

@@ -40,6 +40,19 @@ def observable(region: Region | str | None) -> Region | None:
     return found
 
 
+def default_sample(sequences: float | None) -> float:
+    """Returns the share of sequences to record unless the user chooses one: about 32 of a step on each rank, at least 1%.
+
+    Args:
+        sequences: The number of sequences of a step on this rank, or None if it is unknown.
+
+    Example:
+        >>> default_sample(16), default_sample(64), default_sample(100_000), default_sample(None)
+        (1.0, 0.5, 0.01, 0.01)
+    """
+    return min(1.0, max(0.01, 32 / sequences)) if sequences else 0.01
+
+
 class StockTokens:
     """The tokens of each step, passed to the recorder, with the totals for its triggers.
 

@@ -1,5 +1,6 @@
 """Sequences of TRL's rollouts in the token record: their ids, texts, rewards and groups."""
 
+import math
 from importlib import metadata
 from typing import Any
 
@@ -74,8 +75,9 @@ class RolloutRows:
         more: dict[str, Any] = {}
         if rewards is not None:
             here = rewards[first : first + on_rank][chosen].detach().cpu()
-            more["rewards"] = [dict(zip(trainer.reward_func_names, row, strict=True)) for row in here.tolist()]
-            more["reward"] = _total(here, trainer.reward_weights.cpu())
+            given = [_known(row) for row in here.tolist()]
+            more["rewards"] = [dict(zip(trainer.reward_func_names, row, strict=True)) for row in given]
+            more["reward"] = _known(_total(here, trainer.reward_weights.cpu()))
         if inputs is not None and "task_id" in inputs[0]:
             more["task_id"] = [str(inputs[row]["task_id"]) for row in chosen]
         advantages = rollout["advantages"]
@@ -98,6 +100,11 @@ def _total(rewards: Tensor, weights: Tensor) -> list[float]:
     """Returns the weighted sum of each completion's rewards, as TRL computes it; NaN if no function gave one."""
     total = (rewards * weights).nansum(dim=1)
     return torch.where(rewards.isnan().all(dim=1), torch.nan, total).tolist()
+
+
+def _known(values: list[float]) -> list[float | None]:
+    """Returns the values with None for NaN, by which TRL marks a reward that a function did not give."""
+    return [None if math.isnan(x) else x for x in values]
 
 
 def _end_ids(trainer: Any) -> set[int]:

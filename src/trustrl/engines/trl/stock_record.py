@@ -19,7 +19,7 @@ from trustrl.config.axes import Needs, Region
 from trustrl.core.records import PolicyTokens
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.stock_tokens import StockTokens, observable
+from trustrl.engines.common.stock_tokens import StockTokens, default_sample, observable
 from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
 from trustrl.engines.trl.anchors import RECORDED, TRAINERS, corrected, rollout_tokens
@@ -52,7 +52,8 @@ def record(
         folder: Directory or address of the record; `<output_dir>/records` if None.
         region: A region, or the name of a preset, whose decisions are recorded without any effect on the loss. None
             leaves the columns of decisions empty. Only regions on the sampled token.
-        **settings: Further settings of `trustrl.recording.Recording`, such as `sample=1.0`.
+        **settings: Further settings of `trustrl.recording.Recording`. `sample` is the share of sequences to write;
+            by default about 32 of each rollout on each rank, and at least 1%.
 
     Returns:
         The recorder of this rank.
@@ -68,7 +69,8 @@ def record(
         _check_observed(trainer, observed)
     if folder is None:
         folder = os.path.join(trainer.args.output_dir, "records")
-    recording = Recording.of({"folder": folder, **settings})
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    recording = Recording.of({"folder": folder, "sample": default_sample(rows), **settings})
     rank = trainer.accelerator.process_index
     recorder = Recorder(recording, observed, rank=rank, about=about(trainer, observed=observed is not None))
     StockRecord(trainer, recorder, observed).attach()

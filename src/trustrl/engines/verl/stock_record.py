@@ -5,7 +5,6 @@
 `RegionWorker` calls verl's loss with verl's arguments, and records what it was called with.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,50 +13,14 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Region
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common.stock_tokens import StockTokens, observable
+from trustrl.engines.common.stock_tokens import StockTokens
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.batch_rows import SEQUENCE
 from trustrl.engines.verl.response_layout import padded
-from trustrl.errors import ConfigError
-from trustrl.recording import Recorder, Recording
-
-FOLDER, SAMPLE, REGION = "TRUSTRL_RECORD", "TRUSTRL_RECORD_SAMPLE", "TRUSTRL_RECORD_REGION"
-"""The environment variables: the folder or address of the record, the share of sequences to write, and the preset
-whose decisions are recorded."""
+from trustrl.recording import Recorder
 
 VERSION = "trustrl_sequence_version"
 """The field added to a batch: the version of the weights that drew each sequence."""
-
-
-def recording() -> Recording | None:
-    """Returns the recording that the environment asks for, or None.
-
-    Raises:
-        ConfigError: If a variable is invalid, or set without the folder.
-    """
-    folder, sample = (os.environ.get(name, "") for name in (FOLDER, SAMPLE))
-    if not folder:
-        for name in (SAMPLE, REGION):
-            if os.environ.get(name):
-                raise ConfigError(f"{FOLDER} must be set with {name}, got nothing. Set it to the folder of the record.")
-        return None
-    if not sample:
-        return Recording(folder=folder)
-    try:
-        share = float(sample)
-    except ValueError:
-        raise ConfigError(f"{SAMPLE} must be a number in [0, 1], got {sample!r}.") from None
-    return Recording(folder=folder, sample=share)
-
-
-def observed_region() -> Region | None:
-    """Returns the region whose decisions are recorded, or None.
-
-    Raises:
-        ConfigError: If the region reads more than the sampled token.
-        UnknownNameError: If no preset has this name.
-    """
-    return observable(os.environ.get(REGION) or None)
 
 
 class StockRecord:

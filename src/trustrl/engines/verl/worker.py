@@ -29,7 +29,7 @@ from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import rates
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common import region_settings, seam
+from trustrl.engines.common import record_environment, region_settings, seam
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
 from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
 from trustrl.engines.verl import anchors, loss_context, run_settings, stock_record
@@ -97,7 +97,7 @@ class RegionWorker(TrainingWorker):
         if speaks and self.engine_config.strategy == "megatron":
             import_module("trustrl.engines.verl.megatron_pass").warn_of_padding(self.engine)
         self._stock = None
-        self._recorder = self._recorder_of(recording_of(policy_loss) or stock_record.recording(), policy_loss)
+        self._recorder = self._recorder_of(recording_of(policy_loss) or self._asked(config), policy_loss)
         super().set_loss_fn(functools.partial(self._loss, loss_fn))
 
     def _recorder_of(self, settings: Recording | None, policy_loss: Any, observed: Region | None = None) -> Recorder | None:
@@ -107,13 +107,18 @@ class RegionWorker(TrainingWorker):
         about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
         return Recorder(settings, self._region or observed, rank=self.rank, about=about)
 
+    def _asked(self, config: Any) -> Recording | None:
+        """Returns the recording that the environment asks for, or None."""
+        rows = config.ppo_mini_batch_size * config.rollout_n / self.engine.get_data_parallel_size()
+        return record_environment.recording(rows)
+
     def _recorded(self, loss_fn: Any, policy_loss: Any) -> Any:
         """Returns verl's own loss, with recording if the environment asks for it and the loss is a policy's."""
         self._stock = self._recorder = None
-        settings = stock_record.recording()
-        if settings is None or policy_loss is None:
+        settings = None if policy_loss is None else self._asked(loss_fn.keywords["config"])
+        if settings is None:
             return loss_fn
-        observed = stock_record.observed_region()
+        observed = record_environment.observed_region()
         self._recorder = self._recorder_of(settings, policy_loss, observed)
         if self._recorder is None:
             return loss_fn
