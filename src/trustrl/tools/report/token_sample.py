@@ -154,9 +154,9 @@ def _decided(file: Path) -> tuple[Any, str]:
     return table.append_column("mu", table["behavior_logp" if symbol == "μ" else "proximal_logp"]), symbol
 
 
-def _region(plain: dict[str, Any]) -> Region | None:
+def _region(plain: dict[str, Any] | None) -> Region | None:
     try:
-        return config_from_dict(plain)
+        return None if plain is None else config_from_dict(plain)
     except (TrustRLError, TypeError):  # not registered here
         return None
 
