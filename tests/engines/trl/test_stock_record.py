@@ -77,7 +77,6 @@ OBSERVED = trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.2), anchor
 """TRL's own clip."""
 
 
-
 @pytest.mark.parametrize(
     "settings", [{"sample": 1.0}, {}, {"sample": 1.0, "region": OBSERVED}], ids=["all", "sampled", "observed"]
 )
@@ -354,8 +353,7 @@ def test_nan_in_a_stock_run_dumps_the_last_steps(tmp_path):
 def test_a_script_is_recorded_without_editing_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from support import trl_world as world\n"
-        f"world.stock(output_dir={str(tmp_path)!r}, max_steps=1).train()\n"
+        f"from support import trl_world as world\nworld.stock(output_dir={str(tmp_path)!r}, max_steps=1).train()\n"
     )
     command = [sys.executable, "-m", "trustrl.engines.trl", script]
     environment = own_environment(PYTHONPATH=python_path(), TRUSTRL_RECORD=str(tmp_path / "elsewhere"))

@@ -126,8 +126,7 @@ def test_variables_that_do_not_fit_are_refused(given, says, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=says):
-        recording()
-        observed_region()
+        _ = recording(), observed_region()
 
 
 def test_the_default_share_is_all_of_a_small_batch(monkeypatch):

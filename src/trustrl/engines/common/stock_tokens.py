@@ -41,7 +41,7 @@ def observable(region: Region | str | None) -> Region | None:
 
 
 def default_sample(sequences: float | None) -> float:
-    """Returns the share of sequences to record unless the user chooses one: about 32 of a step on each rank, at least 1%.
+    """Returns the default share of sequences to record: about 32 of a step on each rank, and at least 1%.
 
     Args:
         sequences: The number of sequences of a step on this rank, or None if it is unknown.
@@ -96,7 +96,7 @@ class StockTokens:
 
 
 def _decided(policy: PolicyTokens, rollout: RolloutTokens, region: Region) -> LossOutput:
-    """Returns the region's decision. The loss in the result is no average."""
+    """Returns the region's decision. The loss in the result has no meaning."""
     weights = TokenWeights(rollout.in_loss.float(), like=region.needs().reduction)
     return policy_loss(replace(policy, logp=policy.logp.detach()), rollout, region, reduction=weights)
 

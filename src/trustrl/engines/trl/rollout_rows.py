@@ -70,7 +70,8 @@ class RolloutRows:
         prompts = [rollout["prompt_ids"][row][rollout["prompt_mask"][row].bool()].tolist() for row in chosen]
         inputs, sampled, rewards = scored or (None, None, None)
         if sampled is None:
-            sampled = [x[on.bool()].tolist() for x, on in zip(rollout["completion_ids"], rollout["completion_mask"])]
+            both = zip(rollout["completion_ids"], rollout["completion_mask"].bool(), strict=True)
+            sampled = [x[on].tolist() for x, on in both]
         completions = [list(sampled[row]) for row in chosen]
         more: dict[str, Any] = {}
         if rewards is not None:
@@ -123,6 +124,7 @@ def about(trainer: Any, *, observed: bool = False) -> dict[str, Any]:
         observed: Whether the recorded region only observes, and TRL's own loss trains.
     """
     args = trainer.args
+    sampling = {"temperature": trainer.temperature}
     updates = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
     generates = "vllm" if trainer.use_vllm else "transformers"
     settings = {
@@ -139,8 +141,6 @@ def about(trainer: Any, *, observed: bool = False) -> dict[str, Any]:
         "model": getattr(trainer.model.config, "_name_or_path", None) or None,
         "tokenizer": getattr(trainer.processing_class, "name_or_path", None) or None,
         "dtypes": {"trainer": str(trainer.model.dtype).removeprefix("torch."), "sampler": None},
-        "sampling": {
-            "temperature": trainer.temperature, **{name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
-        },
+        "sampling": sampling | {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")},
         "region_role": "observed" if observed else None,
-    }  # fmt: skip
+    }

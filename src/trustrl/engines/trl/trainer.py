@@ -144,14 +144,19 @@ class TrustRegionMixin(_Trainer):
             self._needs, behavior, mismatch=measure_mismatch, sampling=self._sampling,
             logps=super()._get_per_token_logps_and_entropies,
         )  # fmt: skip
-        tokens, self._rows = None, None
-        if recording is not None:
-            tokens = Recorder(recording, region, rank=self.accelerator.process_index, about=about(self))
-            self._rows = RolloutRows(self, tokens)
         check = self._step_check(behavior, max_dropped_share)
-        self._region_metrics = StepMetrics(check, startup_checks=startup_checks, recorder=tokens)
+        recorder = self._tokens_recorder(recording)
+        self._region_metrics = StepMetrics(check, startup_checks=startup_checks, recorder=recorder)
         self._first_loss, self._num_losses = startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
+
+    def _tokens_recorder(self, recording: Recording | None) -> Recorder | None:
+        """Returns the recorder of this rank, and prepares the rows of its sequences; None if nothing is recorded."""
+        if recording is None:
+            return None
+        recorder = Recorder(recording, self.region, rank=self.accelerator.process_index, about=about(self))
+        self._rows = RolloutRows(self, recorder)
+        return recorder
 
     def _add_callbacks(self, *, startup_checks: bool) -> None:
         self.add_callback(RegionState(self.region))

@@ -168,10 +168,13 @@ def sequence_versions(data: Any, sent: Mapping[int, int]) -> Tensor | None:
     Returns:
         The versions, or None if a sequence has none, or was drawn by several.
     """
-    spans = [(one.get("min_global_steps"), one.get("max_global_steps")) for one in extra_fields(data)]
-    if any(first is None or first != last for first, last in spans):
-        return None
-    return torch.tensor([_steps_before(int(first), sent) + 1 for first, _ in spans])
+    found: list[int] = []
+    for one in extra_fields(data):
+        first, last = one.get("min_global_steps"), one.get("max_global_steps")
+        if first is None or first != last:
+            return None
+        found.append(_steps_before(int(first), sent) + 1)
+    return torch.tensor(found)
 
 
 def _per_token(data: Any, key: str) -> Tensor | None:

@@ -127,8 +127,6 @@ def _advantages(data: Any, chosen: list[int]) -> list[float | None]:
 
 def _end_ids(model: Any) -> set[int]:
     """Returns the ids that end a response."""
-    ends: set[int] = set()
-    for source in (model.generation_config, model.tokenizer):
-        given = getattr(source, "eos_token_id", None)
-        ends |= set(given if isinstance(given, list) else [given])
-    return ends - {None}
+    given = [getattr(source, "eos_token_id", None) for source in (model.generation_config, model.tokenizer)]
+    every = [one for ends in given for one in (ends if isinstance(ends, list) else [ends])]
+    return {one for one in every if one is not None}

@@ -39,18 +39,18 @@ def about(worker: Any, loss: str, *, observed: bool = False) -> dict[str, Any]:
     given = reader(_CONFIG.get() or {})
     engine, model = worker.engine_config, worker.model_config
     settings = {
-        "sampler": given("rollout.name"),
+        "sampler": given("rollout.name", None),
         "loss": loss,
         "strategy": engine.strategy,
-        "completions_per_prompt": given("rollout.n"),
+        "completions_per_prompt": given("rollout.n", None),
         "learning_rate": getattr(worker.optimizer_config, "lr", None),
-        "seed": given("rollout.seed"),
+        "seed": given("rollout.seed", None),
     }
     return {
         "engine": {"name": "verl", "version": metadata.version("verl"), "settings": settings},
         "model": getattr(model, "path", None),
         "tokenizer": getattr(model, "tokenizer_path", None),
-        "dtypes": {"trainer": getattr(engine, "dtype", None), "sampler": given("rollout.dtype")},
-        "sampling": {name: given(f"rollout.{name}") for name in ("temperature", "top_p", "top_k", "min_p")},
+        "dtypes": {"trainer": getattr(engine, "dtype", None), "sampler": given("rollout.dtype", None)},
+        "sampling": {name: given(f"rollout.{name}", None) for name in ("temperature", "top_p", "top_k", "min_p")},
         "region_role": "observed" if observed else None,
     }

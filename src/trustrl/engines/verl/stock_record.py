@@ -75,12 +75,14 @@ class StockRecord:
             entropy=None if entropy is None else no_padding_2_padding(entropy.detach(), data),
             version=self._step,
         )
+        known = anchors.logps(data, bypass=self._bypass, truncated=False)
         in_loss, version = padded(data["response_mask"]).bool(), data.get(VERSION, None)
         rollout = RolloutTokens(
             advantage=advantages,
             in_loss=in_loss,
             token_ids=padded(data["responses"]),
             version=None if version is None else version.unsqueeze(1).expand(in_loss.shape),
-            **anchors.logps(data, bypass=self._bypass, truncated=False),
+            behavior_logp=known.get("behavior_logp"),
+            proximal_logp=known.get("proximal_logp"),
         )
         self._tokens.add(policy, rollout, sequences=data[SEQUENCE], step=self._step, update=max(self._updates - 1, 0))

@@ -100,7 +100,9 @@ class RegionWorker(TrainingWorker):
         self._recorder = self._recorder_of(recording_of(policy_loss) or self._asked(config), policy_loss)
         super().set_loss_fn(functools.partial(self._loss, loss_fn))
 
-    def _recorder_of(self, settings: Recording | None, policy_loss: Any, observed: Region | None = None) -> Recorder | None:
+    def _recorder_of(
+        self, settings: Recording | None, policy_loss: Any, observed: Region | None = None
+    ) -> Recorder | None:
         """Returns the recorder of this rank, or None if nothing is recorded or another rank holds the same tokens."""
         if settings is None or not self.engine.is_mp_src_rank_with_outputs():
             return None
