@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import trl_world as world
 from trustrl import DPPO, TROLL, BinaryTV, FullKL, TopKTV
+from trustrl.engines.trl import record
 
 LENGTHS = (12, 5, 7, 2, 1, 4)
 """Completion tokens of each row: 24 in the first half and 7 in the second, whose longest is 4 instead of 12."""
@@ -122,6 +123,18 @@ def trained():
     return {name: p.detach() for name, p in trainer.model.named_parameters()}, history
 
 
+def recorded(folder):
+    """(parameters, logs) of TRL's own trainer after two updates, and its record in `folder`."""
+    trainer = world.stock(
+        output_dir=str(folder), per_device_train_batch_size=4, num_generations=8, max_steps=2, logging_steps=1,
+        num_iterations=2, learning_rate=1e-2,
+    )  # fmt: skip
+    record(trainer, folder / "stock")
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: p.detach() for name, p in trainer.model.named_parameters()}, history
+
+
 def main(folder):
     torch.set_num_threads(1)
     folder = Path(folder)
@@ -136,6 +149,7 @@ def main(folder):
         for sharding in SHARDINGS:
             save(f"{name}, dapo, {sharding}", *run(name, "dapo", sharding))
     save("trained", *trained())
+    save("recorded", *recorded(folder))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from support.tiny_models import save_model
+from trustrl.engines.verl_cpu.cpu_defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
+from trustrl.world.verl_dataset import write_parquet
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -26,13 +28,43 @@ def trained(folder, settings, experts=0, **environment):
         sys.executable, "-m", "trustrl.cli", "run", str(ROOT / "recipes/verl-tour.toml"), f"model.name={model}", *SMALL,
         *(one.format(model=model) for one in settings), "--out", str(folder / "run"),
     ]  # fmt: skip
+    return said(command, **environment)
+
+
+def said(command, **environment):
+    """Returns the exit code of a command and what it said."""
     process = subprocess.Popen(
         command, env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=900)
+        output, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             process.kill()  # verl and Ray end with it
-    return process.returncode, said
+    return process.returncode, output
+
+
+def stock(folder, *settings, steps=STEPS, **environment):
+    """Trains a random tiny model on verl's own `main_ppo` with its `vanilla` loss; returns exit code and what was said.
+
+    A CPU needs the platform and the sampler of `trustrl.engines.verl_cpu`, and their settings.
+    """
+    model, data = folder / "model", folder / "train.parquet"
+    save_model(model, tied=True)
+    write_parquet(data, "arithmetic", "train", count=64)
+    given = [
+        f"data.train_files={data}", f"data.val_files={data}", "data.train_batch_size=8", "data.max_prompt_length=16",
+        "data.max_response_length=8", f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.rollout.name=transformers_cpu", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=3e-3", "actor_rollout_ref.actor.calculate_entropy=True",
+        f"reward.custom_reward_function.path={ROOT / 'tests/engines/verl_cpu/verl_letters_reward.py'}",
+        "actor_rollout_ref.rollout.seed=0", f"trainer.total_training_steps={steps}", "trainer.test_freq=-1",
+        "trainer.save_freq=-1", f"trainer.default_local_dir={folder / 'checkpoints'}", "hydra.run.dir=" + str(folder),
+        PLAIN_PROMPTS, *settings,
+    ]  # fmt: skip
+    modules = [PLUGIN, *filter(None, [environment.pop("modules", "")])]
+    return said(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *with_defaults(given)],
+        **ENVIRONMENT, VERL_USE_EXTERNAL_MODULES=",".join(modules), **environment,
+    )  # fmt: skip

@@ -34,7 +34,7 @@ RUN_SCHEMA: dict[str, Any] = {
             "description": "trainer that produced the record",
             "type": ["object", "null"],
             "required": ["name"],
-            "properties": {"name": {"type": "string"}, "version": _TEXT},
+            "properties": {"name": {"type": "string"}, "version": _TEXT, "settings": {"type": ["object", "null"]}},
         },
         "packages": {
             "description": "versions of installed packages by name",
@@ -59,13 +59,14 @@ RUN_SCHEMA: dict[str, Any] = {
             },
         },
         "region": {"description": "settings of the trust region; null without one", "type": ["object", "null"]},
+        "region_role": {"description": "'observed' if another loss trained; null if the region did", **_TEXT},
         "recording": {"description": "settings of the recording, without its folder", "type": "object"},
         "started": {"description": "time at which the process started recording, ISO 8601 in UTC", "type": "string"},
     },
 }  # fmt: skip
 """JSON Schema of run.json. Other keys are allowed, and a reader ignores them."""
 
-ABOUT = ("engine", "packages", "model", "tokenizer", "dtypes", "sampling")
+ABOUT = ("engine", "packages", "model", "tokenizer", "dtypes", "sampling", "region_role")
 """Keys of `Recorder(about=...)`."""
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("trl")
+pytest.importorskip("pyarrow")
 
 from safetensors.torch import load_file
 
 from support import trl_ranks_worker as work, trl_world as world
 from support.rendezvous import python_path
+from trustrl.recording import read, read_sequences
 
 LARGEST_ERROR = 1e-6
 WORKER = Path(work.__file__)
@@ -29,13 +31,13 @@ class TwoRanks:
     """What both processes saved."""
 
     def __init__(self, folder):
-        self._folder = folder
+        self.folder = folder
 
     def tensors(self, name, rank=0):
-        return load_file(self._folder / f"{name}, rank {rank}.safetensors")
+        return load_file(self.folder / f"{name}, rank {rank}.safetensors")
 
     def logged(self, name, rank=0):
-        return json.loads((self._folder / f"{name}, rank {rank}.json").read_text())
+        return json.loads((self.folder / f"{name}, rank {rank}.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +116,17 @@ def test_ranks_keep_the_same_weights_through_trls_own_loop(two_ranks):
     history = two_ranks.logged("trained")
     assert len(history) == 4
     assert [entry["trustrl/sequences"] for entry in history] == [8] * 4
+
+
+def test_ranks_of_a_stock_run_record_their_shares_of_a_group(two_ranks):
+    """Both ranks' files, and TRL's own log over both."""
+    tokens, rows = read(two_ranks.folder / "stock"), read_sequences(two_ranks.folder / "stock").to_pylist()
+    history = two_ranks.logged("recorded")
+    assert sorted(row["rank"] for row in rows) == [0] * 4 + [1] * 4
+    assert len({row["sequence"] for row in rows}) == 8
+    assert len({row["group"] for row in rows}) == 1, "one prompt, on both ranks"
+    assert sum(row["reward"] for row in rows) / 8 == pytest.approx(history[0]["reward"])
+    for step, logged in enumerate(history):
+        assert tokens["entropy"][tokens["step"] == step].mean().item() == pytest.approx(logged["entropy"], rel=1e-5)
+    first, second = (two_ranks.tensors("recorded", rank) for rank in (0, 1))
+    assert all((first[name] == second[name]).all() for name in first)

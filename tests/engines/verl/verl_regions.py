@@ -47,6 +47,7 @@ def training_worker(
     ulysses=1,
     kind=Moved,
     checkpoint=None,
+    learning_rate=0.0,
 ):
     engine = FSDPEngineConfig(
         strategy=strategy, fsdp_size=dist.get_world_size(), use_orig_params=strategy == "fsdp", use_dynamic_bsz=False, micro_batch_size_per_gpu=2, use_torch_compile=False,
@@ -62,7 +63,7 @@ def training_worker(
     made = kind(
         config=TrainingWorkerConfig(
             model_type="language_model", model_config=model, engine_config=engine, checkpoint_config=checkpoint,
-            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10),
+            optimizer_config=FSDPOptimizerConfig(lr=learning_rate, total_training_steps=10),
         )
     )  # fmt: skip
     made.reset()

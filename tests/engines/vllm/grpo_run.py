@@ -1,4 +1,4 @@
-"""Two steps of TRL's GRPOTrainer with a colocated sampler; prints one JSON object per rollout. Run by `test_grpo.py`."""
+"""Two steps of TRL's GRPOTrainer with a colocated sampler; prints one JSON object per rollout, and TRL's log. Run by `test_grpo.py`."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from support.tiny_models import save_model
+from trustrl.engines.trl import record
 
 
 class Watched(GRPOTrainer):
@@ -59,7 +60,7 @@ def main(folder: Path) -> None:
     tokenizer = save_model(folder / "model", tied=True)
     settings = GRPOConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate",
-        vllm_max_model_length=64, vllm_importance_sampling_correction=False, temperature=0.7, max_steps=2,
+        vllm_max_model_length=64, temperature=0.7, max_steps=2, logging_steps=1,
         max_completion_length=16, per_device_train_batch_size=8, num_generations=4, learning_rate=1e-2,
         lr_scheduler_type="constant", report_to=[], save_strategy="no", model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
@@ -72,7 +73,9 @@ def main(folder: Path) -> None:
             processing_class=tokenizer,
         )
     install_sync(trainer.vllm_generation, verify_within=1e-3)
+    record(trainer, region="dppo-binary-tv")
     trainer.train()
+    print("LOG " + json.dumps(trainer.state.log_history[:2]), flush=True)
 
 
 if __name__ == "__main__":

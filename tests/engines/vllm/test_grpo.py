@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
+pytest.importorskip("pyarrow")
 
 from support.rendezvous import own_environment
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT
+from trustrl.recording import read, read_run, read_sequences
 
 
 def test_two_steps_of_trl_stay_on_policy(tmp_path):
@@ -36,3 +38,20 @@ def test_two_steps_of_trl_stay_on_policy(tmp_path):
         assert report["untempered_gap"] > 0.1
         assert report["sync_gap"] < 1e-4
         assert report["sync_seconds"] < 10
+    (log,) = [json.loads(line.partition("LOG ")[2]) for line in run.stdout.splitlines() if "LOG " in line]
+    check_record(tmp_path / "records", log)
+
+
+def check_record(folder, log):
+    """The record of a stock run agrees with TRL's own log on the mismatch between sampler and trainer."""
+    tokens = read(folder)
+    assert read_run(folder)["engine"]["settings"]["sampler"] == "vllm"
+    assert {"kept", "weight", "behavior_logp", "proximal_logp", "policy_logp", "entropy"} <= set(tokens)
+    for step, row in enumerate(log):
+        here = tokens["step"] == step
+        gap = (tokens["proximal_logp"] - tokens["behavior_logp"])[here].abs()
+        assert 0 < gap.mean().item() == pytest.approx(row["sampling/sampling_logp_difference/mean"], rel=1e-4)
+        assert gap.max().item() == pytest.approx(row["sampling/sampling_logp_difference/max"], rel=1e-4)
+        assert tokens["entropy"][here].mean().item() == pytest.approx(row["entropy"], rel=1e-5)
+        rewards = [one["reward"] for one in read_sequences(folder).to_pylist() if one["step"] == step]
+        assert sum(rewards) / 8 == pytest.approx(row["reward"])

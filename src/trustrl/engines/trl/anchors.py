@@ -209,3 +209,14 @@ def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampli
         experts=inputs.get("trustrl_experts"),
         sampling=sampling,
     )
+
+
+def corrected(inputs: dict[str, Any], in_loss: Tensor) -> dict[str, Any]:
+    """Moves TRL's correction of the mismatch into the advantages.
+
+    The policy term is linear in the advantages; a penalty is not.
+    """
+    factor, advantages = inputs["importance_sampling_ratio"], inputs["advantages"]
+    advantages = (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)) * factor
+    ones = torch.ones_like(factor)
+    return {**inputs, "advantages": advantages.expand(in_loss.shape), "importance_sampling_ratio": ones}

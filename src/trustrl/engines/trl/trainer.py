@@ -33,15 +33,16 @@ from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted
 from trustrl.engines.common.vocabulary_read import Head, Wanted
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
-from trustrl.engines.trl.anchors import AnchorRecorder, rollout_tokens
+from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
 from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs, RegionState
 from trustrl.engines.trl.forward_capture import Capture, Seen
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
+from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.sampler_check import SamplerCheck
 from trustrl.engines.trl.step_metrics import UNSCORED, StepMetrics
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError
-from trustrl.recording import Recorder, Recording, sequence_ids
+from trustrl.recording import Recorder, Recording
 
 ARGUMENTS = list(inspect.signature(GRPOTrainer.__init__).parameters)[1:]
 """The arguments of `GRPOTrainer` in order."""
@@ -60,6 +61,9 @@ class TrustRegionMixin(_Trainer):
 
     _sampled = sampled_rows.SampledRows(None, None, None)
     """The sampler's records of the last rollout."""
+
+    _rows: RolloutRows | None = None
+    """Records the sequences of each rollout; None if nothing is recorded."""
 
     def __init__(
         self,
@@ -142,13 +146,19 @@ class TrustRegionMixin(_Trainer):
             self._needs, behavior, mismatch=measure_mismatch, sampling=self._sampling,
             logps=super()._get_per_token_logps_and_entropies,
         )  # fmt: skip
-        rank = self.accelerator.process_index
-        tokens = None if recording is None else Recorder(recording, region, rank=rank)
-        self._names = None if recording is None else _SequenceNames(rank)
         check = self._step_check(behavior, max_dropped_share)
-        self._region_metrics = StepMetrics(check, metrics, startup_checks=startup_checks, recorder=tokens)
+        recorder = self._tokens_recorder(recording)
+        self._region_metrics = StepMetrics(check, metrics, startup_checks=startup_checks, recorder=recorder)
         self._first_loss, self._num_losses = startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
+
+    def _tokens_recorder(self, recording: Recording | None) -> Recorder | None:
+        """Returns the recorder of this rank, and prepares the rows of its sequences; None if nothing is recorded."""
+        if recording is None:
+            return None
+        recorder = Recorder(recording, self.region, rank=self.accelerator.process_index, about=about(self))
+        self._rows = RolloutRows(self, recorder)
+        return recorder
 
     def _add_callbacks(self, *, startup_checks: bool) -> None:
         self.add_callback(RegionState(self.region))
@@ -194,11 +204,10 @@ class TrustRegionMixin(_Trainer):
         added = self._recorder.record(self.model, rollout, version=version, rows=rows, sampled=self._sampled)
         if training:
             self._sampler_check.run(self, rollout)
-        if training and self._names is not None:
-            ids = rollout["completion_ids"]
-            added["trustrl_sequence"] = self._names.of(self.state.global_step, len(ids)).to(ids.device)
+        if training and self._rows is not None:
+            added |= self._rows.name(rollout)
             if self._asked.experts:
-                added["trustrl_experts"] = sampled_rows.experts_tensor(self._sampled, ids)
+                added["trustrl_experts"] = sampled_rows.experts_tensor(self._sampled, rollout["completion_ids"])
         return {**rollout, **added}
 
     def _remember_head(self) -> None:
@@ -214,6 +223,8 @@ class TrustRegionMixin(_Trainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs TRL's own method, and logs the share of completions without a reward. TRL skips those and only warns."""
         rewards = super()._calculate_rewards(*args, **kwargs)
+        if self._rows is not None:
+            self._rows.score(rewards, *args, **kwargs)
         mode = "train" if self.model.training else "eval"
         self._metrics[mode][UNSCORED].append(rewards.isnan().all(dim=1).double().mean().item())
         return rewards
@@ -225,7 +236,7 @@ class TrustRegionMixin(_Trainer):
         _check_inputs(inputs, type(self))
         in_loss = sampled_rows.in_loss_of(inputs)
         if self.use_vllm and self.vllm_importance_sampling_correction:
-            inputs = _corrected(inputs, in_loss)
+            inputs = corrected(inputs, in_loss)
         if self._vocabulary is not None:
             self._vocabulary.rollout_head = self._rollout_heads.get(self.model.training)
         if "trustrl_kept" in inputs:
@@ -239,7 +250,7 @@ class TrustRegionMixin(_Trainer):
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
-        self._region_metrics.add(self, out, policy, rollout, weights, inputs.get("trustrl_sequence"))
+        self._region_metrics.add(self, out, policy, rollout, weights, inputs.get(SEQUENCE))
         return others + out.loss
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -303,33 +314,9 @@ class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
     """
 
 
-class _SequenceNames:
-    """Ids for the sequences of each rollout. A step may begin with several rollouts."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._last = (-1, 0)
-
-    def of(self, step: int, count: int) -> Tensor:
-        before, num_rollouts = self._last
-        self._last = (step, num_rollouts + 1 if step == before else 0)
-        return sequence_ids(step=step, rollout=self._last[1], rank=self._rank, count=count)
-
-
 def _base_model(model: Any) -> Any:
     """Returns the model inside a PEFT wrapper: the model to whose forward TRL added its fused head."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _corrected(inputs: dict[str, Any], in_loss: Tensor) -> dict[str, Any]:
-    """Moves TRL's correction of the mismatch into the advantages.
-
-    The policy term is linear in the advantages; a penalty is not.
-    """
-    factor, advantages = inputs["importance_sampling_ratio"], inputs["advantages"]
-    advantages = (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)) * factor
-    ones = torch.ones_like(factor)
-    return {**inputs, "advantages": advantages.expand(in_loss.shape), "importance_sampling_ratio": ones}
 
 
 def _given(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -116,10 +116,10 @@ def _check_scored(ids: Any, data: Any) -> None:
 
 def _faults(data: Any) -> list[str]:
     """Returns the reasons why agent loops could not record sequences of this batch."""
-    return sorted({one[FAULT] for one in _extra_fields(data) if FAULT in one})
+    return sorted({one[FAULT] for one in extra_fields(data) if FAULT in one})
 
 
-def _extra_fields(data: Any) -> list[dict[str, Any]]:
+def extra_fields(data: Any) -> list[dict[str, Any]]:
     """Returns each sequence's `extra_fields`; empty ones for the samples that verl pads batches with."""
     extra = data.get("extra_fields", None)
     known = extra.tolist() if hasattr(extra, "tolist") else extra or [None] * len(data["response_mask"])
@@ -156,11 +156,32 @@ def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:
     return {name: like_responses(x.to(device), data) for name, x in fields.items() if x is not None}
 
 
+def sequence_versions(data: Any, sent: Mapping[int, int]) -> Tensor | None:
+    """Returns the version of the weights that drew each sequence, (B,), numbered as in `versions`.
+
+    verl's own agent loops report only the first and the last version of a sequence.
+
+    Args:
+        data: This rank's part of the batch.
+        sent: The worker's training steps before each version of the weights was sent to the sampler.
+
+    Returns:
+        The versions, or None if a sequence has none, or was drawn by several.
+    """
+    found: list[int] = []
+    for one in extra_fields(data):
+        first, last = one.get("min_global_steps"), one.get("max_global_steps")
+        if first is None or first != last:
+            return None
+        found.append(_steps_before(int(first), sent) + 1)
+    return torch.tensor(found)
+
+
 def _per_token(data: Any, key: str) -> Tensor | None:
     """Returns a number per response token from `extra_fields`, (B, R); None if a token in the loss lacks it."""
     lengths = _lengths(data)
     rows = torch.full((len(lengths), max(lengths)), NOT_SCORED, dtype=torch.int64)
-    for row, (one, length) in enumerate(zip(_extra_fields(data), lengths, strict=True)):
+    for row, (one, length) in enumerate(zip(extra_fields(data), lengths, strict=True)):
         if one.get(key) is not None:
             found = torch.as_tensor(one[key][:length], dtype=torch.int64)
             rows[row, : len(found)] = found
@@ -183,7 +204,7 @@ def kept(data: Any) -> dict[str, Tensor]:
         MissingDataError: If the sampler did not record them.
     """
     mask = data["response_mask"]
-    columns = [_kept_column(one, length) for one, length in zip(_extra_fields(data), _lengths(data), strict=True)]
+    columns = [_kept_column(one, length) for one, length in zip(extra_fields(data), _lengths(data), strict=True)]
     advice = "Start the run with `python -m trustrl.engines.verl`, or set rollout.top_p=1 and rollout.top_k=-1."
     require_kept(columns, padded(mask).bool().cpu().numpy(), advice)
     fields = {KEPT_IDS: [column.ids for column in columns], KEPT_COUNTS: [column.counts for column in columns]}

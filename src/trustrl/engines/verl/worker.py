@@ -1,12 +1,13 @@
 """verl's actor worker with everything that a region needs: both anchors, the vocabulary, and sums over a whole step.
 
 Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this, and its `update_weights`, which is
-          called unchanged and numbers the weights that the sampler has; `TrainingWorker`'s `set_loss_fn`,
-          `train_mini_batch`, `train_batch`, `save_checkpoint`, and `load_checkpoint`, which all call super(); for
-          regions on the vocabulary the seams of `fsdp_pass` or `megatron_pass`, which call verl's for every other pass
+          called unchanged and numbers the weights that the sampler has; its `init_model`, for `run_settings`;
+          `TrainingWorker`'s `set_loss_fn`, `train_mini_batch`, `train_batch`, `save_checkpoint`, and
+          `load_checkpoint`, which all call super(); for regions on the vocabulary the seams of `fsdp_pass` or
+          `megatron_pass`, which call verl's for every other pass
 Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics, and its reduction, and
           finds the region's loss in its registry; `loss_context` passes the data that verl does not pass to a loss
-Inert:    if `loss_mode` does not name a region
+Inert:    if `loss_mode` does not name a region. With `TRUSTRL_RECORD`, the tokens are recorded; see `stock_record`
 """
 
 import functools
@@ -29,16 +30,17 @@ from trustrl.core.diagnostics import rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common import region_settings, seam
+from trustrl.engines.common import record_environment, region_settings, seam
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
 from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
-from trustrl.engines.verl import anchors, loss_context
+from trustrl.engines.verl import anchors, loss_context, run_settings, stock_record
+from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
 from trustrl.engines.verl.losses import clip_metrics
 from trustrl.engines.verl.response_layout import padded
 from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording_of, region_of
 from trustrl.engines.verl.vocabulary_pass import VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
-from trustrl.recording import Recorder, sequence_ids
+from trustrl.recording import Recorder, Recording
 
 
 class RegionWorker(TrainingWorker):
@@ -48,6 +50,9 @@ class RegionWorker(TrainingWorker):
     _metrics: Choice = "core"
     _vocabulary: VocabularyPass | None = None
     _recorder: Recorder | None = None
+    _stock: stock_record.StockRecord | None = None
+    """Records a loss of verl's own; None if a region trains or nothing is recorded."""
+
     _truncated = False
     """True if tokens are drawn from a part of the vocabulary."""
 
@@ -61,11 +66,12 @@ class RegionWorker(TrainingWorker):
         Raises:
             ConfigError: If a setting does not work with the region.
         """
+        self._sent: dict[int, int] = {}
         config = getattr(loss_fn, "keywords", {}).get("config")
         policy_loss = getattr(config, "policy_loss", None)
         if policy_loss is None or not region_settings.is_region_name(policy_loss.get("loss_mode", "")):
             self._region = None
-            super().set_loss_fn(loss_fn)
+            super().set_loss_fn(self._recorded(loss_fn, policy_loss))
             return
         if "distillation_config" in loss_fn.keywords:
             raise ConfigError(
@@ -87,18 +93,42 @@ class RegionWorker(TrainingWorker):
         )
         self._bypass = True
         self._vocabulary = None
-        self._sent: dict[int, int] = {}
         self._truncated = policy_loss.get("max_kept", None) is not None
         check_engine(self._region, policy_loss, self.engine_config, self.model_config)
         if self._needs.topk or self._needs.full or self._truncated:
             self._vocabulary = vocabulary_pass_of(self.engine, self._needs, truncated=self._truncated)
         if speaks and self.engine_config.strategy == "megatron":
             import_module("trustrl.engines.verl.megatron_pass").warn_of_padding(self.engine)
-        settings = recording_of(policy_loss)
-        self._recorder = None
-        if settings is not None and self.engine.is_mp_src_rank_with_outputs():  # other ranks hold the same tokens
-            self._recorder = Recorder(settings, self._region, rank=self.rank)
+        self._stock = None
+        self._recorder = self._recorder_of(recording_of(policy_loss) or self._asked(config), policy_loss)
         super().set_loss_fn(functools.partial(self._loss, loss_fn))
+
+    def _recorder_of(
+        self, settings: Recording | None, policy_loss: Any, observed: Region | None = None
+    ) -> Recorder | None:
+        """Returns the recorder of this rank, or None if nothing is recorded or another rank holds the same tokens."""
+        if settings is None or not self.engine.is_mp_src_rank_with_outputs():
+            return None
+        about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
+        return Recorder(settings, self._region or observed, rank=self.rank, about=about)
+
+    def _asked(self, config: Any) -> Recording | None:
+        """Returns the recording that the environment asks for, or None."""
+        rows = config.ppo_mini_batch_size * config.rollout_n / self.engine.get_data_parallel_size()
+        return record_environment.recording(rows)
+
+    def _recorded(self, loss_fn: Any, policy_loss: Any) -> Any:
+        """Returns verl's own loss, with recording if the environment asks for it and the loss is a policy's."""
+        self._stock = self._recorder = None
+        settings = None if policy_loss is None else self._asked(loss_fn.keywords["config"])
+        if settings is None:
+            return loss_fn
+        observed = record_environment.observed_region()
+        self._recorder = self._recorder_of(settings, policy_loss, observed)
+        if self._recorder is None:
+            return loss_fn
+        self._stock = stock_record.StockRecord(self._recorder, observed)
+        return functools.partial(self._stock.loss, loss_fn)
 
     @functools.wraps(TrainingWorker.train_mini_batch)
     def train_mini_batch(self, data: Any) -> Any:
@@ -108,8 +138,11 @@ class RegionWorker(TrainingWorker):
             MissingDataError: If the sampler did not record data that the region needs.
             NonFiniteError: If the step dropped more tokens than allowed.
         """
+        self._num_steps += 1
+        if self._recorder is not None:
+            name_sequences(self._recorder, data, self, step=self._num_steps)
         if self._region is None:
-            return super().train_mini_batch(data)
+            return self._train_as_verl(data)
         anchors.check(self._needs, data)
         self._bypass = self._everywhere(anchors.bypassed(data))
         if self._truncated:
@@ -130,10 +163,6 @@ class RegionWorker(TrainingWorker):
         if self._vocabulary is not None:
             tu.assign_non_tensor(data, **{anchors.PASS: "train"})
         self._step = StepSums()
-        self._num_steps += 1
-        if self._recorder is not None:
-            rank = self.engine.get_data_parallel_rank()
-            data["trustrl_sequence"] = sequence_ids(step=self._num_steps, rollout=0, rank=rank, count=len(data))
         out = super().train_mini_batch(data)
         total = self._step.total(self.engine.get_data_parallel_group())
         found = {} if total is None else rates(total)
@@ -147,16 +176,26 @@ class RegionWorker(TrainingWorker):
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
         return out
 
+    def _train_as_verl(self, data: Any) -> Any:
+        """Runs verl's own updates with verl's own loss."""
+        if self._stock is None:
+            return super().train_mini_batch(data)
+        self._stock.begin(self._num_steps, data, self._sent)
+        out = super().train_mini_batch(data)
+        self._stock.end()
+        return out
+
     def weights_sent(self, version: int) -> None:
         """Notes that the sampler now has the current weights, under this version."""
-        if self._region is not None:
-            self._sent[version] = self._num_steps
+        self._sent[version] = self._num_steps
 
     @functools.wraps(TrainingWorker.train_batch)
     def train_batch(self, data: Any) -> Any:
         """Runs one update."""
         if self._region is not None:
             self._step.updates += 1
+        if self._stock is not None:
+            self._stock.begin_update()
         return super().train_batch(data)
 
     @functools.wraps(TrainingWorker.save_checkpoint)
@@ -205,7 +244,7 @@ class RegionWorker(TrainingWorker):
         context = loss_context.LossContext(
             self._region,
             anchors.logps(data, bypass=self._bypass, truncated=self._truncated),
-            functools.partial(self._receive, data["dp_size"], data.get("trustrl_sequence", None)),
+            functools.partial(self._receive, data["dp_size"], data.get(SEQUENCE, None)),
             rollout,
             policy,
         )
@@ -282,5 +321,7 @@ def install() -> None:
         )
     if given is TrainingWorker:
         seam.require_parameters(ActorRolloutRefWorker, "update_weights", ("self", "global_steps", "mode"))
+        seam.require_parameters(ActorRolloutRefWorker, "init_model", ("self",))
         ActorRolloutRefWorker.actor_worker_cls = RegionWorker
+        ActorRolloutRefWorker.init_model = run_settings.knowing_the_config(ActorRolloutRefWorker.init_model)
         ActorRolloutRefWorker.update_weights = _noting_versions(ActorRolloutRefWorker.update_weights)

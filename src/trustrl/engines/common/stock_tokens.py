@@ -1,0 +1,118 @@
+"""Recorded tokens of a run with the trainer's own loss, and a region that observes them without any effect on training.
+
+`run.json` of such a record has `region_role` "observed" if a region was named: its decisions are in the record, and
+another loss trained. Without a region the columns of decisions are empty.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trustrl.config.axes import Region
+from trustrl.config.presets import preset
+from trustrl.config.terms import TokenWeights
+from trustrl.core.diagnostics import Sums
+from trustrl.core.policy_loss import LossOutput, policy_loss
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common.region_needs import more_than_sampled_tokens
+from trustrl.errors import ConfigError
+from trustrl.recording import Recorder
+
+
+def observable(region: Region | str | None) -> Region | None:
+    """Returns a region that can be observed: its settings, or a preset by name.
+
+    Raises:
+        ConfigError: If the region reads more than the sampled token, which a stock run does not compute.
+        UnknownNameError: If no preset has this name.
+    """
+    if region is None:
+        return None
+    found = preset(region) if isinstance(region, str) else region
+    if not isinstance(found, Region):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may run unchecked
+        raise ConfigError(f"region must be a trustrl region or the name of a preset, got {region!r}.")
+    if more := more_than_sampled_tokens(found):
+        raise ConfigError(
+            f"region must read only the sampled token in a run with the trainer's own loss, got {found.kind}, which "
+            f"reads {' and '.join(more)}. Train with the region, or choose one such as 'dppo-binary-tv'."
+        )
+    return found
+
+
+def default_sample(sequences: float | None) -> float:
+    """Returns the default share of sequences to record: about 32 of a step on each rank, and at least 1%.
+
+    Args:
+        sequences: The number of sequences of a step on this rank, or None if it is unknown.
+
+    Example:
+        >>> default_sample(16), default_sample(64), default_sample(100_000), default_sample(None)
+        (1.0, 0.5, 0.01, 0.01)
+    """
+    return min(1.0, max(0.01, 32 / sequences)) if sequences else 0.01
+
+
+class StockTokens:
+    """The tokens of each step, passed to the recorder, with the totals for its triggers.
+
+    Totals are those of this rank: recording adds no collective to a stock run. So each rank fires alone.
+
+    Args:
+        recorder: The recorder of this rank.
+        region: A region to observe, or None.
+    """
+
+    def __init__(self, recorder: Recorder, region: Region | None) -> None:
+        self._recorder = recorder
+        self._region = region
+        self._sums: Sums | None = None
+
+    @torch.no_grad()
+    def add(
+        self, policy: PolicyTokens, rollout: RolloutTokens, *, sequences: Tensor, step: int, update: int = 0
+    ) -> None:
+        """Adds one micro-batch.
+
+        Args:
+            policy: The policy's values, without gradient.
+            rollout: The sampler's values.
+            sequences: The sequence id of each row.
+            step: The training step.
+            update: The optimizer step inside it.
+
+        Raises:
+            MissingDataError: If the run does not record the log-probs of the region's anchor.
+        """
+        out = None if self._region is None else _decided(policy, rollout, self._region)
+        sums = _totals(policy, rollout) if out is None else out.sums
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._recorder.add(out, policy, rollout, sequences=sequences, step=step, update=update)
+
+    def end_step(self, step: int) -> None:
+        """Ends a training step."""
+        self._recorder.end_step(step, self._sums)
+        self._sums = None
+
+
+def _decided(policy: PolicyTokens, rollout: RolloutTokens, region: Region) -> LossOutput:
+    """Returns the region's decision. The loss in the result has no meaning."""
+    weights = TokenWeights(rollout.in_loss.float(), like=region.needs().reduction)
+    return policy_loss(replace(policy, logp=policy.logp.detach()), rollout, region, reduction=weights)
+
+
+def _totals(policy: PolicyTokens, rollout: RolloutTokens) -> Sums:
+    """Returns what triggers read without a region: non-finite values, and the sum of the entropy."""
+    on = rollout.in_loss
+    advantage = rollout.advantage if rollout.advantage.ndim == on.ndim else rollout.advantage.unsqueeze(-1)
+    values = {
+        "policy": policy.logp, "behavior": rollout.behavior_logp, "proximal": rollout.proximal_logp,
+        "advantage": advantage,
+    }  # fmt: skip
+    added = {f"fault/{name}": (~x.isfinite() & on).sum() for name, x in values.items() if x is not None}
+    if policy.entropy is not None:
+        known = policy.entropy.isfinite() & on
+        zero = known.sum() * 0
+        added |= {"entropy/kept": torch.where(known, policy.entropy, 0.0).sum(dtype=torch.float64)}
+        added |= {"entropy/kept_measured": known.sum(), "entropy/stopped": zero, "entropy/stopped_measured": zero}
+    return Sums(added, {})

@@ -1,0 +1,132 @@
+"""Sequences of verl's training batches in the token record: texts, rewards and groups, as the actor's worker has them.
+
+verl sends the worker the whole batch, so nothing is fetched. Texts are decoded from ids with the worker's tokenizer.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from trustrl.engines.verl.anchors import extra_fields
+from trustrl.engines.verl.response_layout import padded
+from trustrl.recording import Recorder, SequenceRows, sequence_ids
+
+SEQUENCE = "trustrl_sequence"
+"""The field added to a batch: the id of each sequence."""
+
+SCORES = ("rm_scores", "token_level_scores")
+"""Reward of each response token, as verl's two trainers name it."""
+
+
+def name_sequences(recorder: Recorder, data: Any, worker: Any, *, step: int) -> None:
+    """Adds an id for each sequence to a batch, and records the sequences.
+
+    Args:
+        recorder: The recorder of this rank.
+        data: This rank's part of the batch.
+        worker: verl's `TrainingWorker`.
+        step: The training step.
+    """
+    rank = worker.engine.get_data_parallel_rank()
+    ids = sequence_ids(step=step, rollout=0, rank=rank, count=len(data))
+    data[SEQUENCE] = ids
+    padding = is_padding(data)
+    chosen = [row for row, on in enumerate(recorder.sampled(ids).tolist()) if on and not padding[row]]
+    if chosen:
+        recorder.add_sequences(sequence_rows(data, ids, chosen, worker.model_config), step=step)
+
+
+def sequence_rows(data: Any, sequences: Tensor, chosen: list[int], model: Any) -> SequenceRows:
+    """Returns the rows of some sequences of a batch.
+
+    Args:
+        data: This rank's part of the batch.
+        sequences: The id of each sequence.
+        chosen: The rows of the batch to return.
+        model: verl's `HFModelConfig`, with the tokenizer.
+    """
+    prompts, responses = _ids(data, "prompts", chosen), _ids(data, "responses", chosen)
+    more: dict[str, Any] = {}
+    for name in SCORES:
+        if data.get(name, None) is not None:
+            more["reward"] = padded(data[name])[chosen].sum(-1).tolist()
+            break
+    extra = [extra_fields(data)[row].get("reward_extra_info", {}) for row in chosen]
+    if any(extra):
+        more["rewards"] = [_numbers(one) for one in extra]
+    uid, task = _column(data, "uid"), _tasks(data)
+    ends = _end_ids(model)
+    tokenizer = model.tokenizer
+    if tokenizer is not None:
+        more["prompt"] = tokenizer.batch_decode(prompts, skip_special_tokens=False)
+        more["completion"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return SequenceRows(
+        sequence=sequences[chosen].tolist(),
+        group=None if uid is None else [_group(uid[row]) for row in chosen],
+        task_id=None if task is None else [task[row] for row in chosen],
+        prompt_tokens=[len(one) for one in prompts],
+        completion_tokens=[len(one) for one in responses],
+        advantage=_advantages(data, chosen),
+        stop_reason=["stop" if one and one[-1] in ends else "length" for one in responses] if ends else None,
+        **more,
+    )
+
+
+def is_padding(data: Any) -> list[bool]:
+    """Returns whether each sequence is one that verl pads short batches with: no token in the loss, one prompt id."""
+    in_loss = padded(data["response_mask"]).bool().any(-1).tolist()
+    prompts = _ids(data, "prompts", range(len(in_loss)))
+    return [not on and len(set(ids)) == 1 for on, ids in zip(in_loss, prompts, strict=True)]
+
+
+def _group(uid: Any) -> int:
+    """Returns verl's uid of a prompt, a text, as the record's number of 63 bits."""
+    return int.from_bytes(hashlib.blake2b(str(uid).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _ids(data: Any, name: str, rows: Iterable[int]) -> list[list[int]]:
+    """Returns the ids of prompts or responses without padding."""
+    x = data[name]
+    if x.is_nested:
+        parts = x.unbind()
+        return [parts[row].tolist() for row in rows]
+    width = data["prompts"].shape[1]
+    on = data["attention_mask"][:, :width] if name == "prompts" else data["attention_mask"][:, width:]
+    return [x[row][on[row].bool()].tolist() for row in rows]
+
+
+def _column(data: Any, name: str) -> list[Any] | None:
+    """Returns a field that is not a tensor, one value per sequence."""
+    found = data.get(name, None)
+    if found is None:
+        return None
+    return found.tolist() if hasattr(found, "tolist") else list(found)
+
+
+def _tasks(data: Any) -> list[str | None] | None:
+    """Returns `data_source`, followed by the index in `extra_info` if the dataset has one."""
+    sources, infos = _column(data, "data_source"), _column(data, "extra_info")
+    if sources is None:
+        return None
+    indices = [one.get("index") if isinstance(one, dict) else None for one in infos or [None] * len(sources)]
+    return [str(a) if b is None else f"{a}/{b}" for a, b in zip(sources, indices, strict=True)]
+
+
+def _numbers(info: dict[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in info.items() if isinstance(x, (bool, int, float))}
+
+
+def _advantages(data: Any, chosen: list[int]) -> list[float | None]:
+    """Returns the advantage of each sequence; None if it differs between the tokens."""
+    advantages, in_loss = padded(data["advantages"]), padded(data["response_mask"]).bool()
+    found = [advantages[row][in_loss[row]] for row in chosen]
+    return [float(x[0]) if len(x) and bool((x == x[0]).all()) else None for x in found]
+
+
+def _end_ids(model: Any) -> set[int]:
+    """Returns the ids that end a response."""
+    given = [getattr(source, "eos_token_id", None) for source in (model.generation_config, model.tokenizer)]
+    every = [one for ends in given for one in (ends if isinstance(ends, list) else [ends])]
+    return {one for one in every if one is not None}
