@@ -6,71 +6,14 @@ Only `recipe.toml` must exist. Any other file may be missing or incomplete.
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict
-from trustrl.errors import ConfigError, RecordError, TrustRLError
+from trustrl.errors import ConfigError, RecordError
 from trustrl.recording.record_files import RECORDS
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.grid import LAST_WORDS
-from trustrl.runner.run_verdict import summary
-
-Status = Literal["finished", "unfinished", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One run."""
-
-    path: Path
-    label: str
-    """Label that distinguishes it from the other runs of the report."""
-
-    recipe: dict[str, Any]
-    """Contents of recipe.toml."""
-
-    region: Region | None
-    """None if the region is not registered here. Reports then list its settings."""
-
-    rows: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
-    verdict: dict[str, Any]
-    """Summary of the run so far, by the rules of `trustrl.runner.run_verdict`."""
-
-    status: Status
-    last_words: str
-    """Last lines of the log of an unfinished run, or empty."""
-
-    seconds: float | None
-
-    @property
-    def name(self) -> str:
-        """Name of the recipe."""
-        return str(self.recipe.get("name", self.path.name))
-
-    @property
-    def steps(self) -> int:
-        """Number of steps so far."""
-        return self.rows[-1]["step"] if self.rows else 0
-
-    @property
-    def steps_planned(self) -> int | None:
-        """Number of steps in the recipe, or None."""
-        return self.table("schedule").get("steps")
-
-    @property
-    def records(self) -> Path:
-        """Folder of the recorded tokens. It may not exist."""
-        return self.path / RECORDS
-
-    def table(self, name: str) -> Mapping[str, Any]:
-        """Returns one table of the recipe, or an empty mapping."""
-        found = self.recipe.get(name)
-        return found if isinstance(found, Mapping) else {}
-
+from trustrl.runs.run import Run, RunSettings, Status
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Reads the runs in these folders.
@@ -88,17 +31,28 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         if resolved.count(folder.resolve()) > 1:
             raise ConfigError(f"Each RUN must be given once, got {folder} twice.")
     recipes = [_recipe(folder) for folder in folders]
-    labels = short_labels([str(recipe.get("name", "run")) for recipe in recipes], folders)
-    return [_run(*one) for one in zip(folders, labels, recipes, strict=True)]
+    return [_run(*one) for one in zip(folders, recipes, strict=True)]
 
 
-def _run(folder: Path, label: str, recipe: dict[str, Any]) -> Run:
+def _run(folder: Path, recipe: dict[str, Any]) -> Run:
     directory = RunDirectory(folder)
     rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
-    verdict = summary(rows, evaluations, updates_per_batch(recipe))
     result = directory.result() if directory.finished else {}
     status, words = _ending(folder, finished=directory.finished)
-    return Run(folder, label, recipe, _region(recipe), rows, evaluations, verdict, status, words, result.get("seconds"))
+
+    def of(table, key):
+        found = recipe.get(table)
+        return found.get(key) if isinstance(found, Mapping) else None
+
+    return Run(
+        path=str(folder), name=str(recipe.get("name", folder.name)), source="trustrl run directory",
+        settings=RunSettings(
+            engine=of("engine", "name"), model=of("model", "name"), region=recipe.get("region"),
+            steps_planned=of("schedule", "steps"), updates_per_batch=updates_per_batch(recipe),
+        ),
+        rows=rows, evaluations=evaluations, recipe=recipe, status=status, seconds=result.get("seconds"),
+        last_words=words, records=(str(folder / RECORDS),) if (folder / RECORDS).is_dir() else (),
+    )
 
 
 def updates_per_batch(recipe: Mapping[str, Any]) -> int:
@@ -119,14 +73,6 @@ def _recipe(folder: Path) -> dict[str, Any]:
         raise RecordError(f"{folder / 'recipe.toml'} must be valid TOML, got {error}.") from None
 
 
-def _region(recipe: Mapping[str, Any]) -> Region | None:
-    try:
-        found = config_from_dict(recipe["region"])
-    except (TrustRLError, TypeError, KeyError):
-        return None
-    return found if isinstance(found, Region) else None
-
-
 def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
     """Returns the status, and the last lines of the log that `trustrl compare` writes next to the folder."""
     if finished:
@@ -138,27 +84,6 @@ def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
         lines = []
     failed = any(line.startswith(("error:", "Traceback")) for line in lines)
     return "failed" if failed else "unfinished", "\n".join(lines)
-
-
-def short_labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
-    """Returns the names without their common first and last words. Adds the folder's name if two are equal.
-
-    Example:
-        >>> short_labels(["stale-ppo-7", "stale-dppo-topk-tv-7"], [Path("a"), Path("b")])
-        ['ppo', 'dppo-topk-tv']
-    """
-    if len(names) == 1:
-        return list(names)
-    words = [name.split("-") for name in names]
-    while all(len(one) > 1 and one[0] == words[0][0] for one in words):
-        words = [one[1:] for one in words]
-    while all(len(one) > 1 and one[-1] == words[0][-1] for one in words):
-        words = [one[:-1] for one in words]
-    labels = ["-".join(one) for one in words]
-    alike = [labels.count(label) > 1 for label in labels]
-    return [
-        f"{label} ({folder.name})" if two else label for label, two, folder in zip(labels, alike, folders, strict=True)
-    ]
 
 
 def read_json(file: Path) -> Any:
