@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from support.run_folders import HOSTILE, hostile_tokenizer, run_folder, steps, write_records
+from trustrl.runs.open_run import open_runs
 from trustrl.tools.report.html_page import page
 from trustrl.tools.report.report_contents import gather
-from trustrl.tools.report.run_folders import read_runs
 
 
 class Seen(HTMLParser):
@@ -44,7 +44,7 @@ class Seen(HTMLParser):
 
 
 def seen(*folders, **bounds):
-    text = page(gather(read_runs(folders), **bounds))
+    text = page(gather(open_runs(folders), **bounds))
     text.encode()
     return Seen(text), text
 

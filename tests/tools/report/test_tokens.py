@@ -11,8 +11,8 @@ pytest.importorskip("pyarrow")
 
 from support.run_folders import write_records
 from trustrl.errors import RecordError
-from trustrl.tools.report import token_sample as module
 from trustrl.runs.run import Run, RunSettings
+from trustrl.tools.report import token_sample as module
 from trustrl.tools.report.shown_completions import choose_completions
 from trustrl.tools.report.token_sample import read_tokens
 
@@ -24,7 +24,6 @@ def read(folder, max_points=10_000):
 def shown(folder, max_shown=10_000):
     run = Run(path=str(folder), name="a", source="records", settings=RunSettings(engine="trl"), rows=[])
     return choose_completions(run, read(folder), max_shown=max_shown).listed
-
 
 
 def drawn(seed, count, sequences=5):

@@ -82,7 +82,8 @@ _FIRST = (
     _Metric(key="length", names=("completion_length",), title="Completion length", unit="tokens", about="Mean."),
     _Metric(key="truncated", names=("truncated_share",), title="Truncated completions", unit="share", percent=True),
     _Metric(key="reward_std", names=("reward_std",), title="Reward spread", unit="standard deviation in a group"),
-    _Metric(key="zero_std", names=("frac_reward_zero_std",), title="Groups of equal rewards", unit="share", percent=True),
+    _Metric(key="zero_std", names=("frac_reward_zero_std",), title="Groups of equal rewards", unit="share",
+            percent=True),
 )  # fmt: skip
 _ACTED = ("trustrl/masked_share", "trustrl/projected_share")
 
@@ -102,8 +103,8 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
             explanation=explained("accuracy"),
         ),
         Chart(
-            key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0 (projected: of all)",
-            percent=True, lines=_lines(measured, _acted), band=_band("masked_share", runs),
+            key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0",
+            about="Projected tokens are a share of all tokens.", percent=True, lines=_lines(measured, _acted), band=_band("masked_share", runs),
             explanation=explained("trustrl/masked_share"),
         ),
         *_divergences(runs),
@@ -115,7 +116,9 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def _chart(metric: _Metric, runs: Sequence[ReportedRun]) -> Chart:
-    name = next((one for one in metric.names if any(one in row for run in runs for row in run.run.rows)), metric.names[0])
+    name = next(
+        (one for one in metric.names if any(one in row for run in runs for row in run.run.rows)), metric.names[0]
+    )
     return Chart(
         key=metric.key, title=metric.title, unit=metric.unit, about=metric.about, percent=metric.percent,
         band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name),
@@ -141,9 +144,7 @@ def _divergences(runs: Sequence[ReportedRun]) -> list[Chart]:
         for name, title in (("divergence_mean", "Divergence, mean"), ("divergence_p99", "Divergence, 99% quantile")):
             lines = _lines(here, _reader(f"trustrl/{name}"))
             key, why = f"{name}-{unit.split()[0]}", explained(f"trustrl/{name}")
-            found.append(
-                Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines)
-            )
+            found.append(Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines))
     return found
 
 

@@ -57,9 +57,7 @@ def _figure(chart: Chart) -> str:
     note = f'<span class="about">{said(about)}</span>' if about else ""
     key = escape(chart.key)
     title = said(chart.title, 200)
-    why = (
-        f' <a class="why" href="#about-{key}" aria-label="Explain: {title}">explain</a>' if chart.explanation else ""
-    )
+    why = f' <a class="why" href="#about-{key}" aria-label="Explain: {title}">explain</a>' if chart.explanation else ""
     return (
         f'<figure id="chart-{key}"><figcaption><strong>{title}</strong>'
         f'<span class="unit">{said(chart.unit)}</span>{why}{note}</figcaption><div class="plot"></div></figure>'
@@ -217,12 +215,12 @@ def completions_section(report: Report) -> str:
 <h2 id="text-title">Completions</h2>
 {counts}
 <div class="bar" id="controls">
-<label for="layout">Show</label><select id="layout" autocomplete="off"><option value="groups">groups</option>
-<option value="list">completions</option></select>
-<label for="sort">first</label><select id="sort" autocomplete="off"></select>
-<label for="tint">Color</label><select id="tint" autocomplete="off"></select>
-<label for="search">Search</label><input id="search" type="search" autocomplete="off" spellcheck="false"
-placeholder="text or token">
+<span><label for="layout">Show</label> <select id="layout" autocomplete="off"><option value="groups">groups</option>
+<option value="list">completions</option></select></span>
+<span><label for="sort">first</label> <select id="sort" autocomplete="off"></select></span>
+<span><label for="tint">Color</label> <select id="tint" autocomplete="off"></select></span>
+<span><label for="search">Search</label> <input id="search" type="search" autocomplete="off" spellcheck="false"
+placeholder="text or token"></span>
 <label class="check"><input id="whole" type="checkbox" autocomplete="off"> whole tokens</label>
 <output id="matches" for="search whole"></output></div>
 <ul id="text-legend" class="legend" aria-label="Legend of the text"></ul>
@@ -235,7 +233,9 @@ def _chosen(one: ShownCompletions) -> str:
     rows = sum(each.columns is not None for each in one.listed)
     what = f"All {one.num_known:,}" if len(one.listed) == one.num_known else f"{len(one.listed):,} of {one.num_known:,}"
     how = (
-        "" if len(one.listed) == one.num_known else ": the worst by each measure, with their groups, and a random sample"
+        ""
+        if len(one.listed) == one.num_known
+        else ": the worst by each measure, with their groups, and a random sample"
     )
     numbers = f" {rows:,} have the numbers of each token: hover over it, or use the arrow keys." if rows else ""
     return f"{what} recorded completions{how}.{numbers}"

@@ -89,9 +89,7 @@ def _points(one: ReportedRun, tokens: TokenSample) -> dict[str, list[Any]]:
     return {**points, "step": [measured_step(one.run, *place) for place in places]}
 
 
-def _completion(
-    number: int, shown: ShownCompletion, prompts: dict[str, int], groups: dict[str, int]
-) -> dict[str, Any]:
+def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], groups: dict[str, int]) -> dict[str, Any]:
     one, score = shown.completion, shown.score
     prompt = None if one.prompt is None else visible(one.prompt, LONGEST_PROMPT, lines=True)
     found = {

@@ -34,13 +34,19 @@ class Report:
     """For each run, the reason its tokens are shown as ids without text, or empty."""
 
 
-def gather(runs: Sequence[Run], *, max_points: int = MAX_POINTS, max_shown: int = MAX_SHOWN) -> Report:
-    """Reads the records, completions, and tokenizers of runs. Those that cannot be read are skipped with a note."""
-    sharing = max(1, sum(bool(run.records) for run in runs))
+def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max_shown: int = MAX_SHOWN) -> Report:
+    """Reads the records, completions, and tokenizers of runs. Those that cannot be read are skipped with a note.
+
+    Args:
+        runs: Runs with their labels, as `trustrl.runs.open_run.open_runs` returns them.
+        max_points: Maximum tokens in all scatter plots.
+        max_shown: Maximum tokens in all texts.
+    """
+    sharing = max(1, sum(bool(run.records) for _, run in runs))
     tokens: list[TokenSample | None] = []
     shown: list[ShownCompletions] = []
     notes, texts, text_notes = [], [], []
-    for run in runs:
+    for _, run in runs:
         found, listed, note = None, ShownCompletions([], 0), ""
         try:
             found = read_tokens(run.records, max_points=max_points // sharing)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from trustrl.config.axes import Region
@@ -32,12 +31,11 @@ class ReportedRun:
         return self.run.settings.region or {}
 
 
-def reported(runs: Sequence[Run]) -> list[ReportedRun]:
-    """Adds labels, regions, and verdicts to runs."""
-    labels = short_labels([run.name for run in runs], [run.path for run in runs])
+def reported(runs: Sequence[tuple[str, Run]]) -> list[ReportedRun]:
+    """Adds regions and verdicts to labelled runs, as `trustrl.runs.open_run.open_runs` returns them."""
     return [
         ReportedRun(run, label, _region(run), summary(run.rows, _measured(run), updates_per_row(run)))
-        for run, label in zip(runs, labels, strict=True)
+        for label, run in runs
     ]
 
 
@@ -74,25 +72,3 @@ def measured_step(run: Run, step: int, update: int | None = None) -> int:
         return step
     updates = run.settings.updates_per_batch or 1
     return step * updates if update is None else (step - 1) * updates + update + 1
-
-
-def short_labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Returns the names without their common first and last words. Adds the folder's name if two are equal.
-
-    Example:
-        >>> short_labels(["stale-ppo-7", "stale-dppo-topk-tv-7"], ["a", "b"])
-        ['ppo', 'dppo-topk-tv']
-    """
-    if len(names) == 1:
-        return list(names)
-    words = [name.split("-") for name in names]
-    while all(len(one) > 1 and one[0] == words[0][0] for one in words):
-        words = [one[1:] for one in words]
-    while all(len(one) > 1 and one[-1] == words[0][-1] for one in words):
-        words = [one[:-1] for one in words]
-    labels = ["-".join(one) for one in words]
-    alike = [labels.count(label) > 1 for label in labels]
-    return [
-        f"{label} ({PurePath(path).name})" if two else label
-        for label, two, path in zip(labels, alike, paths, strict=True)
-    ]

@@ -187,4 +187,3 @@ def _rows_of(file: Path, sequences: set[int]) -> Iterator[tuple[tuple[int, int],
         if at == len(keys) or keys[at] != keys[start]:
             yield keys[start], {name: values[start:at] for name, values in columns.items()}
             start = at
-

@@ -3,6 +3,7 @@
 Files are read one at a time and all limits are fixed, so memory does not grow with the number of tokens.
 """
 
+import json
 import random
 from bisect import bisect_left
 from collections import Counter
@@ -17,7 +18,6 @@ from trustrl.errors import TrustRLError
 from trustrl.optional_imports import need
 from trustrl.recording.record_files import parts_in, read_table
 from trustrl.tools.report.recorded_actions import DOWN, NO_VERDICT, STOPPED, UP, VERDICTS, with_verdicts
-from trustrl.tools.report.run_folders import read_json
 
 SEED = 0
 MAX_ROWS = 3_000_000
@@ -28,7 +28,14 @@ COLUMNS = (
     "step", "update", "sequence", "position", "token_id", "advantage", "behavior_logp", "proximal_logp", "policy_logp",
     "weight", "kept", "divergence_lower", "divergence_upper", "entropy",
 )  # fmt: skip
-POINTS = {"mu": "mu", "pi": "policy_logp", "verdict": "verdict", "token_id": "token_id", "step": "step", "update": "update"}
+POINTS = {
+    "mu": "mu",
+    "pi": "policy_logp",
+    "verdict": "verdict",
+    "token_id": "token_id",
+    "step": "step",
+    "update": "update",
+}
 
 
 class SequenceScore(NamedTuple):
@@ -250,8 +257,15 @@ def _most_stopped(seen: _Seen) -> list[dict[str, Any]]:
 def _dump(folder: Path) -> dict[str, Any]:
     """Returns the step of a dump and the triggers that fired."""
     about = next(
-        (found for file in sorted(folder.glob("trigger.*.json")) if isinstance(found := read_json(file), dict)), {}
+        (found for file in sorted(folder.glob("trigger.*.json")) if isinstance(found := _json(file), dict)), {}
     )
     fired = about.get("fired")
     causes = [one for one in fired if isinstance(one, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
+
+
+def _json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
