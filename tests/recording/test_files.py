@@ -68,6 +68,7 @@ def test_a_file_holds_what_the_loss_decided_bit_for_bit(case, tmp_path):
         expected["entropy"] = b.policy.entropy[on]
     if b.rollout.topk is not None:
         expected |= {"topk_ids": b.rollout.topk.ids[on], "topk_logp": b.rollout.topk.logp[on]}
+        expected["topk_tail"] = b.rollout.topk.tail_logp[on]
         expected["proximal_logp"] = b.rollout.proximal_logp[on]
     assert list(found) == [c.name for c in COLUMNS if c.name in expected]
     for name, x in expected.items():
@@ -263,7 +264,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert left[0] in os.listdir(tmp_path)  # another rank's
     made = recorder(tmp_path)
     batches.give(made, batches.batch(), step=2)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001.rank-0000.parquet", "step-00000002.rank-0000.parquet"]
+    names = ["run.json", "step-00000001.rank-0000.parquet", "step-00000002.rank-0000.parquet"]
+    assert sorted(os.listdir(tmp_path)) == names
     assert set(read(tmp_path)["step"].tolist()) == {1, 2}
 
 
@@ -338,7 +340,7 @@ def test_files_of_two_regions_are_not_mixed(tmp_path):
 
 def test_nothing_sampled_is_no_file(tmp_path):
     batches.give(recorder(tmp_path, sample=0.0), batches.batch())
-    assert not list(tmp_path.iterdir())
+    assert os.listdir(tmp_path) == ["run.json"]
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
@@ -352,7 +354,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypat
     with pytest.warns(trustrl.errors.TrustRLWarning, match="No space left on device"):
         batches.give(made, batches.batch(), step=1)
     batches.give(made, batches.batch(), step=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000000.rank-0000.parquet"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "step-00000000.rank-0000.parquet"]
 
 
 def test_sequences_must_be_named_one_by_one(tmp_path):

@@ -8,6 +8,7 @@ import torch
 import trustrl
 from trustrl import PolicyTokens, RolloutTokens, TopK
 from trustrl.core.policy_loss import LossOutput, policy_loss
+from trustrl.recording import SequenceRows
 
 REGION = trustrl.preset("dppo-binary-tv")
 
@@ -39,7 +40,8 @@ def batch(
         ids = torch.stack([torch.randperm(97, generator=draw)[:k] for _ in range(rows * length)]).view(rows, length, k)
         # The ids share 0.9 of what the sampled token leaves on either side.
         left = torch.log1p(-torch.maximum(behavior, logp.detach()).clamp(max=-1e-3).exp()) + math.log(0.9)
-        topk = TopK(ids, torch.log_softmax(normal(rows, length, k), -1) + left.unsqueeze(-1))
+        at_ids = torch.log_softmax(normal(rows, length, k), -1) + left.unsqueeze(-1)
+        topk = TopK(ids, at_ids, tail_logp=torch.log1p(-behavior.exp() - at_ids.exp().sum(-1)))
     rollout = RolloutTokens(
         advantage=normal(rows),
         in_loss=in_loss,
@@ -64,3 +66,16 @@ def give(recorder, *batches, step=0, update=0):
     for b in batches:
         recorder.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=step, update=update)
     return recorder.end_step(step, trustrl.merge([b.out.sums for b in batches]))
+
+
+def sequence_rows(ids=(5, 6, 7), **more) -> SequenceRows:
+    """Completions of one prompt, with every field known."""
+    ids = list(ids)
+    usual = {
+        "group": [11] * len(ids), "task_id": ["sums"] * len(ids), "prompt_tokens": [4] * len(ids),
+        "completion_tokens": list(range(1, len(ids) + 1)), "reward": [float(at) for at in range(len(ids))],
+        "rewards": [{"correct": 0.5, "format": float(at)} for at in range(len(ids))],
+        "advantage": [-1.0] * len(ids), "stop_reason": ["length"] * len(ids),
+        "prompt": [f"2 + {at}" for at in ids], "completion": [f"= {at + 2}" for at in ids],
+    }  # fmt: skip
+    return SequenceRows(sequence=ids, **usual | more)

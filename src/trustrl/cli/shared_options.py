@@ -41,8 +41,9 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 def add_records(parser: argparse.ArgumentParser) -> None:
     """Adds RECORDS and the options for reading them, for every verb that reads records."""
     parser.add_argument(
-        "records", metavar="RECORDS", nargs="+", type=Path, help="Record folders, run directories, or record files"
-    )
+        "records", metavar="RECORDS", nargs="+",
+        help="Record folders, run directories, or record files: paths, or addresses such as s3://bucket/run",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object")
     parser.add_argument("--workers", type=int, default=1, help="Number of parallel processes (default: 1)")
     parser.add_argument("--ray", action="store_true", help="Read the records on a Ray cluster with Ray Data")

@@ -1,6 +1,7 @@
-"""Token records on disk: sampled tokens, the policy's log-probs at each update, and the region's decisions.
+"""Token records: sampled tokens, the policy's log-probs at each update, the region's decisions, rewards and texts.
 
 `Recording` holds the settings; engines take it as `recording=`. `read` loads files, `stream` reads them in pieces.
+Folders and files are local paths or addresses in an object store.
 Reading and writing need pyarrow: `pip install "trustrl[records]"`. The settings load without torch; the other names are
 imported on first use.
 """
@@ -9,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trustrl.recording.recording_settings import EntropySlope, Facts, NonFinite, QuantileAbove, Recording, Trigger
-from trustrl.recording.schema import COLUMNS, VERSION
+from trustrl.recording.run_file import read_run
+from trustrl.recording.schema import COLUMNS, SEQUENCE_COLUMNS, TEXT_COLUMNS, VERSION
+from trustrl.recording.sequence_tables import SequenceRows, read_sequences, read_texts
 
 if TYPE_CHECKING:
     from trustrl.recording.record_reader import Piece, Records, read, stream
@@ -22,8 +25,9 @@ _WITH_TORCH = {
 }  # fmt: skip
 
 __all__ = [
-    "COLUMNS", "VERSION", "EntropySlope", "Facts", "NonFinite", "Piece", "QuantileAbove", "Recorder", "Recording",
-    "Records", "Trigger", "read", "sequence_ids", "stream",
+    "COLUMNS", "SEQUENCE_COLUMNS", "TEXT_COLUMNS", "VERSION", "EntropySlope", "Facts", "NonFinite", "Piece",
+    "QuantileAbove", "Recorder", "Recording", "Records", "SequenceRows", "Trigger", "read", "read_run",
+    "read_sequences", "read_texts", "sequence_ids", "stream",
 ]  # fmt: skip
 
 

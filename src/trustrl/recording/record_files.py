@@ -1,19 +1,31 @@
-"""Record files on disk: their names, cleanup before a process writes, and opening them with pyarrow. No torch."""
+"""Files of a record: their names, cleanup before a process writes, and opening them with pyarrow. No torch."""
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import RecordError
 from trustrl.optional_imports import need
-from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording import storage
+from trustrl.recording.schema import COLUMNS, REGION_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.storage import Place, Remote, SamePlace
 
 RECORDS = "records"
 """Name of the records directory inside a run directory."""
 
+RUN = "run.json"
+"""Name of the file that describes the run, next to the part files of tokens."""
+
+SEQUENCES, TEXTS = "sequences", "texts"
+"""Names of the folders of the other tables, next to the part files of tokens."""
+
 NAMES = tuple(column.name for column in COLUMNS)
+
+_FIRST_WITHOUT_REGION = 3
+"""Version that introduced records without a region."""
 
 
 def part_name(step: int, rank: int) -> str:
@@ -21,22 +33,30 @@ def part_name(step: int, rank: int) -> str:
     return f"step-{step:08d}.rank-{rank:04d}.parquet"
 
 
-def parts_in(folder: Path) -> list[Path]:
+def parts_in(folder: SamePlace) -> list[SamePlace]:
     """Returns the part files directly in a directory, by step and rank. Dumps are subdirectories."""
-    return sorted(folder.glob("step-*.parquet"))
+    return storage.entries(folder, "step-*.parquet")
 
 
-def part_files(path: str | Path) -> list[Path]:
+def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
     """Returns the file itself, or all part files of a directory by step and rank, without those in dumps.
 
+    Args:
+        path: A local path, or an address as `trustrl.recording.storage.place` reads it.
+
     Raises:
-        RecordError: If no such file exists.
+        RecordError: If no such file exists, or the store cannot be read.
+        ConfigError: If the address has an unknown scheme.
     """
-    path = Path(path)
-    files = parts_in(path) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
+    where = storage.place(path)
+    try:
+        files = parts_in(where) if storage.is_folder(where) else [where]
+        found = bool(files) and (len(files) > 1 or storage.is_file(files[0]))
+    except OSError as error:
+        raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
+    if not found:
         raise RecordError(
-            f"No records found at `{path}`. Pass a Parquet file written by trustrl.recording, or a directory of them."
+            f"No records found at `{where}`. Pass a Parquet file written by trustrl.recording, or a directory of them."
         )
     return files
 
@@ -51,47 +71,54 @@ def about_name(rank: int) -> str:
     return f"trigger.rank-{rank:04d}.json"
 
 
-def remove_unfinished(folder: Path, rank: int) -> None:
-    """Deletes temporary files that a killed process of this rank left behind."""
-    for path in folder.rglob(f".*.rank-{rank:04d}.*.tmp"):
-        path.unlink(missing_ok=True)
+def remove_unfinished(folder: Place, rank: int) -> None:
+    """Deletes temporary files that a killed process of this rank left behind. Only local folders have any."""
+    if isinstance(folder, Path):
+        for path in folder.rglob(f".*.rank-{rank:04d}.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
-def remove_from(folder: Path, step: int, rank: int) -> None:
+def remove_from(folder: Place, step: int, rank: int) -> None:
     """Deletes this rank's files of a step and of all later steps, including those in dumps written since that step."""
-    for path in folder.glob(f"step-*.rank-{rank:04d}.parquet"):
-        if path.name >= part_name(step, rank):
-            path.unlink()
-    for dump in folder.glob("dump-*"):
+    for inside in (folder, folder / SEQUENCES, folder / TEXTS):
+        for path in storage.entries(inside, f"step-*.rank-{rank:04d}.parquet"):
+            if path.name >= part_name(step, rank):
+                storage.remove(path)
+    for dump in storage.entries(folder, "dump-*"):
         if dump.name >= dump_name(step):
-            for path in dump.glob(f"*.rank-{rank:04d}.*"):
-                path.unlink()
-            with suppress(OSError):  # it holds other ranks' files, or another rank has just removed it
-                dump.rmdir()
+            for path in storage.entries(dump, f"*.rank-{rank:04d}.*"):
+                storage.remove(path)
+            storage.remove_empty(dump)
 
 
-def read_table(file: Path, columns: Sequence[str] = NAMES) -> tuple[Any, dict[str, Any]]:
-    """Returns the file's table, or some of its columns, and the settings of the region that decided.
+def read_table(file: Place, columns: Sequence[str] = NAMES) -> tuple[Any, dict[str, Any] | None]:
+    """Returns the file's tokens, or some of their columns, and the settings of the region that decided, if any.
 
     Raises:
         RecordError: If trustrl did not write the file, a newer trustrl wrote it, or it is incomplete.
         MissingPackageError: If pyarrow is not installed.
     """
     with opened(file) as (parquet, region):
-        present = [name for name in columns if name in parquet.schema_arrow.names]
-        table = parquet.read(present).replace_schema_metadata(None)
-    pa, schema = need("pyarrow", extra="records"), arrow_schema()
-    for name in columns:
-        if name not in present:  # added to the schema after the file was written
-            table = table.append_column(schema.field(name), pa.nulls(len(table), schema.field(name).type))
-    return table.select(list(columns)), region
+        table = parquet.read([name for name in columns if name in parquet.schema_arrow.names])
+    return in_todays_schema(table, "tokens", columns), region
+
+
+def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
+    """Returns a table of an older version with today's schema. Columns that were added since are null."""
+    pa = need("pyarrow", extra="records")
+    fields = [arrow_schema(table=name).field(column) for column in columns]
+    arrays = [
+        table[one.name] if one.name in table.column_names else pa.chunked_array([pa.nulls(len(table), one.type)])
+        for one in fields
+    ]
+    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Opens a part file as a `pyarrow.parquet.ParquetFile` and yields it with its region's settings.
+def opened(file: Place, table: str = "tokens") -> Iterator[tuple[Any, dict[str, Any] | None]]:
+    """Opens a part file as a `pyarrow.parquet.ParquetFile` and yields it with its region's settings, if it has any.
 
-    Reads only the footer.
+    Reads only the footer. A remote file fetches the columns of a later read in few large requests.
 
     Raises:
         RecordError: If trustrl did not write the file, a newer trustrl wrote it, or it proves broken while being read.
@@ -99,8 +126,11 @@ def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     """
     pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
     try:
-        with pq.ParquetFile(file) as parquet:
-            yield parquet, _checked_region(file, parquet.schema_arrow)
+        with (
+            storage.readable(file) as source,
+            pq.ParquetFile(source, pre_buffer=isinstance(file, Remote)) as parquet,
+        ):
+            yield parquet, _checked_region(file, parquet.schema_arrow, table)
     except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         got = str(error).rstrip(".")
         raise RecordError(
@@ -108,23 +138,28 @@ def opened(file: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
         ) from error
 
 
-def _checked_region(file: Path, found: Any) -> dict[str, Any]:
+def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | None:
     """Checks the schema that was found and returns the region's settings from its metadata."""
     metadata = found.metadata or {}
     version = _checked_version(file, metadata.get(VERSION_KEY))
-    expected = arrow_schema()
-    for name in (column.name for column in COLUMNS if column.since <= version):
+    got = metadata.get(TABLE_KEY, b"tokens").decode()
+    if got != table:
+        raise RecordError(f"`{file}` must be a file of the {table} table, got one of the {got} table.")
+    expected = arrow_schema(table=table)
+    for name in (column.name for column in TABLES[table] if column.since <= version):
         wanted = expected.field(name).type
         if name not in found.names or found.field(name).type != wanted:
             got = found.field(name).type if name in found.names else "no such column"
             raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {got}.")
+    if table != "tokens":
+        return None
     region = json.loads(metadata.get(REGION_KEY, b""))
-    if not isinstance(region, dict):
+    if not isinstance(region, dict) and (region is not None or version < _FIRST_WITHOUT_REGION):
         raise RecordError(f"`{file}` must contain its region's settings as a JSON object, got {region!r}.")
     return region
 
 
-def _checked_version(file: Path, given: bytes | None) -> int:
+def _checked_version(file: Place, given: bytes | None) -> int:
     if given is None or not given.isdigit():
         got = "a Parquet file without a schema version" if given is None else f"schema version {given!r}"
         raise RecordError(f"`{file}` must be written by trustrl.recording, got {got}.")

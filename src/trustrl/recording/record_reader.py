@@ -1,7 +1,7 @@
 """Readers for record files: `read` loads them at once, `stream` yields pieces of bounded size."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording.record_files import opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
+from trustrl.recording.storage import Place, Remote, place
 
 ROWS = 65_536
 """Rows in a piece. Only a longer sequence makes a larger piece."""
@@ -30,12 +31,12 @@ class Records(Mapping[str, Tensor]):
     A top-K column is (N, K), padded with −1 and NaN if a token has fewer ids.
     """
 
-    def __init__(self, table: Any, region: dict[str, Any]) -> None:
+    def __init__(self, table: Any, region: dict[str, Any] | None) -> None:
         self.table = table
         """The pyarrow table, for `.to_pandas()`, DuckDB or Polars."""
 
         self.region = region
-        """The region's settings, for `trustrl.config_from_dict`."""
+        """The region's settings, for `trustrl.config_from_dict`. None if no region decided."""
 
         self._names = [name for name in table.column_names if table[name].null_count < len(table)]
 
@@ -51,8 +52,11 @@ class Records(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def read(path: str | Path) -> Records:
+def read(path: str | PathLike[str] | Remote) -> Records:
     """Reads a record file, or all part files of a directory by step and rank. Skips dumps, which are subdirectories.
+
+    Args:
+        path: A local path, or an address such as `s3://bucket/run/records`.
 
     Raises:
         RecordError: If the path has no records, trustrl did not write a file, a newer trustrl wrote it, or the files
@@ -106,21 +110,23 @@ class Piece(NamedTuple):
     run: Int[Tensor, " n"]
     """Index of each token's sequence in this piece, from 0. A sequence at another update has another index."""
 
-    region: dict[str, Any]
-    """Settings of the region whose decisions were recorded, for `trustrl.config_from_dict`."""
+    region: dict[str, Any] | None
+    """Settings of the region whose decisions were recorded, for `trustrl.config_from_dict`. None without a region."""
 
     def __len__(self) -> int:
         return len(self.run)
 
 
-def stream(files: str | Path | Sequence[Path], *, columns: Sequence[str] = _FLAT, rows: int = ROWS) -> Iterator[Piece]:
+def stream(
+    files: str | PathLike[str] | Remote | Sequence[Place], *, columns: Sequence[str] = _FLAT, rows: int = ROWS
+) -> Iterator[Piece]:
     """Yields the tokens of part files in order. Small files share a piece.
 
     Needs memory for about two pieces of these columns and one row group. If the tokens of a sequence are not
     contiguous, as with packed micro-batches of some trainers, the whole file is read and sorted.
 
     Args:
-        files: One part file, or several.
+        files: One part file, by its path or address, or several.
         columns: The columns to read, without the top-K.
         rows: The number of rows per piece.
 
@@ -130,8 +136,8 @@ def stream(files: str | Path | Sequence[Path], *, columns: Sequence[str] = _FLAT
     """
     wanted = [name for name in _FLAT if name in {*columns, *_NAMES}]
     waiting: list[dict[str, Tensor]] = []
-    whose: dict[str, Any] = {}
-    for file in [Path(files)] if isinstance(files, (str, Path)) else files:
+    whose: dict[str, Any] | None = None
+    for file in [place(files)] if isinstance(files, (str, PathLike, Remote)) else files:
         for part, region in _one_file(file, wanted, rows):
             alike = not waiting or (region == whose and part.keys() == waiting[0].keys())
             if not alike or sum(map(_length, waiting)) + _length(part) > rows:
@@ -142,7 +148,7 @@ def stream(files: str | Path | Sequence[Path], *, columns: Sequence[str] = _FLAT
     yield from _piece(waiting, whose)
 
 
-def _piece(parts: list[dict[str, Tensor]], region: dict[str, Any]) -> Iterator[Piece]:
+def _piece(parts: list[dict[str, Tensor]], region: dict[str, Any] | None) -> Iterator[Piece]:
     runs, num = [], 0
     for part in parts:  # indexed file by file, because two runs with one seed have equal ids
         runs.append(_runs(part) + num)
@@ -155,7 +161,7 @@ def _length(columns: dict[str, Tensor]) -> int:
     return len(columns["sequence"])
 
 
-def _one_file(file: Path, names: list[str], rows: int) -> Iterator[tuple[dict[str, Tensor], dict[str, Any]]]:
+def _one_file(file: Place, names: list[str], rows: int) -> Iterator[tuple[dict[str, Tensor], dict[str, Any] | None]]:
     with opened(file) as (parquet, region):
         pieces = _batches(parquet, names, rows, file)
         if not _contiguous(parquet, rows):
@@ -165,7 +171,7 @@ def _one_file(file: Path, names: list[str], rows: int) -> Iterator[tuple[dict[st
                 yield part, region
 
 
-def _batches(parquet: Any, names: list[str], rows: int, file: Path) -> Iterator[dict[str, Tensor]]:
+def _batches(parquet: Any, names: list[str], rows: int, file: Place) -> Iterator[dict[str, Tensor]]:
     present: list[str] | None = None
     names = [name for name in names if name in parquet.schema_arrow.names]  # older files lack some
     for batch in parquet.iter_batches(batch_size=rows, columns=names, use_threads=False):

@@ -1,17 +1,17 @@
-"""Writer for part files: streams row groups under a temporary name and renames the finished file."""
+"""Writer for part files of tokens: streams row groups into a file that appears when it is complete."""
 
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trustrl.optional_imports import need
+from trustrl.recording import schema
 from trustrl.recording.record_files import part_name
-from trustrl.recording.schema import COLUMNS, REGION_KEY, SHARED, STEP_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.schema import COLUMNS, SHARED
+from trustrl.recording.storage import Place, WholeFile
 from trustrl.recording.token_rows import Rows
 
 ROWS_PER_GROUP = 65_536
@@ -22,24 +22,18 @@ _DICTIONARY = ["step", "update", "rank", "sequence", "advantage", "sampler_versi
 _SPLIT = [c.name for c in COLUMNS if c.kind == "float32" and c.name not in _DICTIONARY]
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Writes a JSON file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(data, indent=1) + "\n")
-    os.replace(temporary, path)
-
-
 class PartWriter:
     """Writer for one part file. The file appears under its name only after `close`."""
 
-    def __init__(self, folder: Path, *, step: int, rank: int, region: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Place, *, step: int, rank: int, region: Mapping[str, Any] | None) -> None:
         self._path = folder / part_name(step, rank)
-        self._temporary = folder / f".{self._path.name}.tmp"
-        metadata = {VERSION_KEY: str(VERSION).encode(), REGION_KEY: json.dumps(region).encode()}
-        self._schema = arrow_schema(metadata)
+        self._whole = WholeFile(self._path)
+        metadata = schema.metadata("tokens") | {schema.REGION_KEY: json.dumps(region).encode()}
+        self._schema = schema.arrow_schema(metadata)
         pq = need("pyarrow.parquet", extra="records")
         self._file = pq.ParquetWriter(
-            self._temporary, self._schema, compression="zstd", use_dictionary=_DICTIONARY, use_byte_stream_split=_SPLIT,
+            self._whole.target, self._schema, compression="zstd",
+            use_dictionary=_DICTIONARY, use_byte_stream_split=_SPLIT,
             write_statistics=["step", "update", "rank", "sequence"],
         )  # fmt: skip
         self._waiting: list[Any] = []
@@ -54,17 +48,17 @@ class PartWriter:
         if self._num_waiting >= ROWS_PER_GROUP:
             self._flush()
 
-    def close(self, *, num_tokens: int) -> Path:
-        """Finishes the file, renames it and returns its path.
+    def close(self, *, num_tokens: int) -> Place:
+        """Finishes the file, gives it its name and returns its place.
 
         Args:
             num_tokens: The number of tokens in the loss of this step and rank, written or not.
         """
         self._flush()
         counts = {"tokens_in_loss": num_tokens, "rows": self.num_rows}
-        self._file.add_key_value_metadata({STEP_KEY.decode(): json.dumps(counts)})
+        self._file.add_key_value_metadata({schema.STEP_KEY.decode(): json.dumps(counts)})
         self._file.close()
-        os.replace(self._temporary, self._path)
+        self._whole.publish()
         return self._path
 
     def abandon(self) -> None:
@@ -72,7 +66,7 @@ class PartWriter:
         try:
             self._file.close()
         finally:
-            self._temporary.unlink(missing_ok=True)
+            self._whole.abandon()
 
     def _flush(self) -> None:
         if self._waiting:
@@ -81,11 +75,11 @@ class PartWriter:
             self._waiting, self._num_waiting = [], 0
 
 
-def _batch(rows: Rows, schema: Any) -> Any:
+def _batch(rows: Rows, fields: Any) -> Any:
     """Returns a record batch that shares the tensors' memory."""
     pa = need("pyarrow", extra="records")
     num, arrays = len(rows), []
-    for field in schema:
+    for field in fields:
         if field.name in SHARED:
             arrays.append(_array(pa, torch.full((num,), getattr(rows, field.name), dtype=torch.int32), field.type))
         elif field.name == "kept_ids" and field.name in rows.columns:
@@ -94,7 +88,7 @@ def _batch(rows: Rows, schema: Any) -> Any:
             arrays.append(_array(pa, rows.columns[field.name], field.type))
         else:
             arrays.append(pa.nulls(num, field.type))
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+    return pa.RecordBatch.from_arrays(arrays, schema=fields)
 
 
 def _array(pa: Any, x: Tensor, kind: Any) -> Any:

@@ -1,12 +1,13 @@
 """Recorder for one rank: writes a sample of each step, and the last steps in full when a trigger fires."""
 
+import json
 import warnings
 from collections import deque
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trustrl.config.axes import Region
@@ -14,11 +15,15 @@ from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import Sums
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.errors import TrustRLWarning
+from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.optional_imports import need
+from trustrl.recording import storage
 from trustrl.recording.record_files import about_name, dump_name, remove_from, remove_unfinished
-from trustrl.recording.record_writer import PartWriter, write_json
+from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
+from trustrl.recording.run_file import run_description, write_run
+from trustrl.recording.sequence_tables import SequenceRows, write_sequences
+from trustrl.recording.storage import Place
 from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_sampled
 
 
@@ -79,32 +84,43 @@ class Recorder:
     """Records each micro-batch as the loss saw it, without changing it.
 
     Host memory holds the ring (`ring_bytes`), one micro-batch in transit, and the step's sampled rows that do not yet
-    fill a row group. If the disk is full, the recorder warns and stops recording; training continues.
+    fill a row group, and the step's sampled sequences. For an object store it also holds the step's compressed file. If
+    the disk is full or the store fails, the recorder warns and stops recording; training continues.
 
     At its first step, the recorder deletes files that an earlier process of the same rank wrote for this step and for
     later ones, because a resumed run records these steps again.
     """
 
-    def __init__(self, settings: Recording, region: Region, *, rank: int) -> None:
-        """Creates the directory.
+    def __init__(
+        self, settings: Recording, region: Region | None, *, rank: int, about: Mapping[str, Any] | None = None
+    ) -> None:
+        """Creates the directory. Rank 0 also writes run.json.
 
         Args:
             settings: The settings of the recording.
-            region: The region that decides. Every file stores its settings.
+            region: The region that decides, or None if there is none. Every file stores its settings.
             rank: The rank of this process. Part of every file's name.
+            about: Facts about the run for run.json, by key: `engine` (a dictionary with `name` and `version`),
+                `packages` (versions by name, in addition to the usual ones), `model`, `tokenizer`, `dtypes` (`trainer`
+                and `sampler`) and `sampling` (`temperature`, `top_p`, `top_k`, `min_p`). Only rank 0 needs it.
 
         Raises:
-            MissingPackageError: If pyarrow is not installed.
-            OSError: If the directory cannot be created.
+            ConfigError: If `about` has an unknown key or a value of the wrong type, or the address is unknown.
+            MissingPackageError: If pyarrow, or the package that reads the address, is not installed.
+            OSError: If the directory cannot be created, or the store cannot be written to.
         """
         need("pyarrow.parquet", extra="records")  # fail now, not at the first file
         self.settings = settings
         self.ring = Ring(num_steps=settings.ring_steps, max_bytes=settings.ring_bytes)
         self._rank = rank
-        self._region = config_to_dict(region)
-        self._folder = Path(settings.folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._region = None if region is None else config_to_dict(region)
+        self._folder = storage.place(settings.folder)
+        storage.make_folder(self._folder)
         remove_unfinished(self._folder, rank)
+        if rank == 0:
+            shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder")}
+            write_run(self._folder, run_description(about, region=self._region, recording=shown))
+        self._sequences: dict[int, dict[int, dict[str, Any]]] = {}
         self._transit: HostCopy | None = None
         self._part: PartWriter | None = None
         self._num_tokens = self._num_sampled = 0
@@ -115,7 +131,7 @@ class Recorder:
 
     def add(
         self,
-        out: LossOutput,
+        out: LossOutput | None,
         policy: PolicyTokens,
         rollout: RolloutTokens,
         *,
@@ -126,7 +142,7 @@ class Recorder:
         """Adds one micro-batch without waiting for its device.
 
         Args:
-            out: The output of `policy_loss`.
+            out: The output of `policy_loss`, or None without a region. The file has no verdicts then.
             policy: The policy's values.
             rollout: The sampler's values.
             sequences: The sequence id of each row, or of each token when packed. See `sequence_ids`.
@@ -142,12 +158,31 @@ class Recorder:
         self._absorb()
         self._transit = None if self._stopped else copy
 
-    def end_step(self, step: int, sums: Sums) -> list[Path]:
-        """Writes the step's part file and, if a trigger fires, the ring.
+    def sampled(self, sequences: Int[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
+        """Flags the sequences that this recorder writes. Decode only their text."""
+        return is_sampled(sequences, self.settings.sample)
+
+    def add_sequences(self, rows: SequenceRows, *, step: int) -> None:
+        """Adds the sampled ones of these sequences. `end_step` writes them; a later row of an id replaces an earlier.
+
+        Args:
+            rows: Sequences of a rollout, sampled or not.
+            step: The training step.
+        """
+        if not self._began:
+            self._begin(step)
+        if self._stopped or not len(rows.sequence):
+            return
+        keep = self.sampled(torch.as_tensor(rows.sequence, dtype=torch.int64)).tolist()
+        self._sequences.setdefault(step, {}).update({row["sequence"]: row for row in rows.rows(keep)})
+
+    def end_step(self, step: int, sums: Sums | None) -> list[Place]:
+        """Writes the step's part files and, if a trigger fires, the ring.
 
         Args:
             step: The training step, as passed to `add`.
-            sums: The step's totals over micro-batches and all ranks, so that all ranks fire together.
+            sums: The step's totals over micro-batches and all ranks, so that all ranks fire together. None evaluates
+                no trigger.
 
         Returns:
             The directory of the dump, if one was written.
@@ -155,20 +190,26 @@ class Recorder:
         if self._stopped:
             return []
         self._absorb()
-        dumps: list[Path] = []
+        dumps: list[Place] = []
         try:
+            self._end_sequences(step)
             if self._part is not None:
                 self._part.close(num_tokens=self._num_tokens)
-            self._facts.append(facts_of(step, sums))
-            fired = self._fired(step)
+                self._part = None
+            fired = [] if sums is None else self._fired(step, sums)
             if fired and self._num_dumps < self.settings.max_dumps:
                 self._num_dumps += 1
                 dumps.append(self._dump(step, fired))
-        except OSError as error:
+        except (OSError, RecordError) as error:
             self._stop(error)
-        self._part = None
         self._num_tokens = self._num_sampled = 0
         return dumps
+
+    def _end_sequences(self, step: int) -> None:
+        """Writes the sequences of this step and of earlier ones that did not end."""
+        for at in sorted(self._sequences):
+            if at <= step and (rows := self._sequences.pop(at)):
+                write_sequences(self._folder, list(rows.values()), step=at, rank=self._rank, text=self.settings.text)
 
     def _begin(self, step: int) -> None:
         """Deletes what this process will record again."""
@@ -205,7 +246,8 @@ class Recorder:
         except OSError as error:
             self._stop(error)
 
-    def _fired(self, step: int) -> list[dict[str, Any]]:
+    def _fired(self, step: int, sums: Sums) -> list[dict[str, Any]]:
+        self._facts.append(facts_of(step, sums))
         found = []
         for trigger in self.settings.triggers:
             last = self._fired_at.get(trigger)
@@ -217,10 +259,10 @@ class Recorder:
                 found.append({"trigger": config_to_dict(trigger), "found": numbers})
         return found
 
-    def _dump(self, step: int, fired: list[dict[str, Any]]) -> Path:
+    def _dump(self, step: int, fired: list[dict[str, Any]]) -> Place:
         """Writes every step in the ring as a part file, then the JSON file. If that exists, the dump is complete."""
         folder = self._folder / dump_name(step)
-        folder.mkdir(exist_ok=True)
+        storage.make_folder(folder)
         kept = {}
         for at, parts in self.ring.steps():
             num_tokens = sum(map(len, parts)) + self.ring.left_off.get(at, 0)
@@ -234,12 +276,13 @@ class Recorder:
                 raise
             kept[at] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(at, 0)}
         about = {"step": step, "fired": fired, "steps": kept, "ring_bytes": self.ring.nbytes, "region": self._region}
-        write_json(folder / about_name(self._rank), about)
+        storage.write_text(folder / about_name(self._rank), json.dumps(about, indent=1) + "\n")
         return folder
 
-    def _stop(self, error: OSError) -> None:
+    def _stop(self, error: OSError | RecordError) -> None:
         self._stopped = True
         part, self._part, self._transit = self._part, None, None
+        self._sequences = {}
         self.ring = Ring(num_steps=0, max_bytes=1)
         try:
             if part is not None:
@@ -247,7 +290,7 @@ class Recorder:
         except OSError:
             pass  # the disk that failed before
         warnings.warn(
-            f"Cannot write records to `{self._folder}`: {error}. Recording stops; training continues.",
+            f"Cannot write records to `{self._folder}`: {str(error).rstrip('.')}. Recording stops; training continues.",
             TrustRLWarning,
             stacklevel=3,
         )

@@ -165,7 +165,8 @@ class Recording:
     kind: ClassVar[str] = "recording"
 
     folder: str | PathLike[str]
-    """Directory for the files; created if missing. Several machines may share it, or each may have its own."""
+    """Directory for the files; created if missing. Several machines may share it, or each may have its own. An address
+    such as `s3://bucket/run/records` writes to an object store: any that pyarrow or fsspec knows."""
 
     sample: float = 0.01
     """Share of the sequences written at each step, the same ones at every update. 0 writes none, 1 all."""
@@ -173,8 +174,11 @@ class Recording:
     max_rows_per_step: int = 100_000
     """Limit on rows (tokens × updates) written per step and rank. Sequences beyond it are dropped."""
 
+    text: bool = True
+    """Writes prompts and completions of these sequences too, to separate files."""
+
     topk: bool = False
-    """Records the anchor's top-K too, if the region has one. Adds 8 K bytes per token."""
+    """Records the anchor's top-K too, if the region has one. Adds 8 K + 4 bytes per token."""
 
     kept_ids: bool = False
     """Records the ids that top-p, top-k or min-p left to sample from too. Adds 4 bytes per id to the file. In memory,
@@ -206,6 +210,7 @@ class Recording:
         validators.whole("recording.ring_steps", self.ring_steps, low=0)
         validators.whole("recording.ring_bytes", self.ring_bytes, low=1)
         validators.whole("recording.max_dumps", self.max_dumps, low=0)
+        validators.truth("recording.text", self.text)
         validators.truth("recording.topk", self.topk)
         validators.truth("recording.kept_ids", self.kept_ids)
         validators.truth("recording.experts", self.experts)

@@ -134,7 +134,7 @@ class HostCopy:
 
 @torch.no_grad()
 def copied_to_host(
-    out: LossOutput,
+    out: LossOutput | None,
     policy: PolicyTokens,
     rollout: RolloutTokens,
     sequences: Int[Tensor, "*batch_or_rows"],
@@ -145,7 +145,7 @@ def copied_to_host(
     """Starts copying one micro-batch to the host. The copy keeps neither the graph nor device memory alive.
 
     Args:
-        out: The output of `policy_loss`.
+        out: The output of `policy_loss`, or None without a region. Its columns are null then.
         policy: The policy's values.
         rollout: The sampler's values.
         sequences: The sequence id of each row, or of each token when packed.
@@ -155,27 +155,30 @@ def copied_to_host(
     Raises:
         RecordError: If the number of ids is wrong.
     """
-    decision, in_loss = out.decision, rollout.in_loss
+    in_loss = rollout.in_loss
     if sequences.shape != in_loss.shape[:1]:
         raise RecordError(
             f"sequences must be of shape {tuple(in_loss.shape[:1])}, got {tuple(sequences.shape)}. Pass one id per "
             "row, or one per token when packed."
         )
-    interval = decision.divergence or (None, None)
     floats = {
         "advantage": advantage_per_token(rollout), "behavior_logp": rollout.behavior_logp,
-        "proximal_logp": rollout.proximal_logp, "policy_logp": policy.logp, "weight": decision.weight,
-        "divergence_lower": interval[0], "divergence_upper": interval[1], "entropy": policy.entropy,
+        "proximal_logp": rollout.proximal_logp, "policy_logp": policy.logp, "entropy": policy.entropy,
     }  # fmt: skip
-    floats = {name: x for name, x in floats.items() if x is not None}
-    whole = {"kept": decision.keep, "token_id": _int32(rollout.token_ids), "sampler_version": _int32(rollout.version)}
+    whole = {"token_id": _int32(rollout.token_ids), "sampler_version": _int32(rollout.version)}
     whole["turn"] = _int32(rollout.turn)
+    if out is not None:
+        lower, upper = out.decision.divergence or (None, None)
+        floats |= {"weight": out.decision.weight, "divergence_lower": lower, "divergence_upper": upper}
+        whole["kept"] = out.decision.keep
     if "kept_ids" in more:
         whole["kept_ids"] = _int32(rollout.kept_ids)
     if "topk" in more and rollout.topk is not None:
         whole |= {"topk_ids": _int32(rollout.topk.ids), "topk_logp": rollout.topk.logp.detach().float()}
+        floats["topk_tail"] = rollout.topk.tail_logp
     if "experts" in more and rollout.experts is not None:
         whole["experts"] = rollout.experts.detach().to(torch.int16)
+    floats = {name: x for name, x in floats.items() if x is not None}
     stacked = torch.stack([x.detach().to(torch.float32).reshape(in_loss.shape) for x in floats.values()])
     copy = HostCopy(
         shared,

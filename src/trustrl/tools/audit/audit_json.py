@@ -6,7 +6,9 @@ from typing import Any
 
 from trustrl.config.loading import config_to_dict
 from trustrl.errors import ConfigError, RecordError
+from trustrl.recording import storage
 from trustrl.recording.record_files import RECORDS, opened, part_files
+from trustrl.recording.storage import Place
 from trustrl.tools.audit.region_replay import Arm
 from trustrl.tools.audit.token_counts import BINS, PER_ARM, REPRODUCED, TokenCounts
 
@@ -19,35 +21,40 @@ RECORDED = "recorded"
 DEFAULT_REGIONS = ("ppo", "gspo", "dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv")
 
 
-def record_files(paths: Sequence[str | Path]) -> list[Path]:
+def record_files(paths: Sequence[str | Path]) -> list[Place]:
     """Returns the part files of record folders, run directories with `records/`, and files, without duplicates.
 
+    Args:
+        paths: Local paths, or addresses such as `s3://bucket/run`.
+
     Raises:
-        ConfigError: If a path does not exist.
-        RecordError: If a path has no records.
+        ConfigError: If a path does not exist, or an address has an unknown scheme.
+        RecordError: If a path has no records, or a store cannot be read.
     """
-    found: dict[Path, None] = {}
-    for path in map(Path, paths):
-        if not path.exists():
-            raise ConfigError(f"RECORDS must be existing folders or files, got `{path}`.")
-        inside = path / RECORDS
+    found: dict[Place, None] = {}
+    for path in map(storage.place, paths):
         try:
-            files = part_files(inside if inside.is_dir() else path)
+            if not (storage.is_folder(path) or storage.is_file(path)):
+                raise ConfigError(f"RECORDS must be existing folders or files, got `{path}`.")
+            inside = path / RECORDS
+            files = part_files(inside if storage.is_folder(inside) else path)
+        except OSError as error:
+            raise RecordError(f"Cannot read `{path}`: {str(error).rstrip('.')}.") from error
         except RecordError:
-            if (path / "recipe.toml").is_file():
+            if storage.is_file(path / "recipe.toml"):
                 raise RecordError(f"`{path}`: this run has no records. Run it with records.sample=0.1.") from None
             raise
         for file in files:
-            found[file.resolve()] = None
+            found[file.resolve() if isinstance(file, Path) else file] = None
     return list(found)
 
 
-def recorded_regions(files: Sequence[Path]) -> list[dict[str, Any]]:
+def recorded_regions(files: Sequence[Place]) -> list[dict[str, Any]]:
     """Returns the regions the files were recorded with, without duplicates. Reads only the file footers."""
     found: list[dict[str, Any]] = []
     for file in files:
         with opened(file) as (_, region):
-            if region not in found:
+            if region is not None and region not in found:
                 found.append(region)
     return found
 
@@ -67,7 +74,7 @@ def check_names(arms: Sequence[Arm]) -> None:
 def audit_report(
     counted: TokenCounts,
     arms: Sequence[Arm],
-    files: Sequence[Path],
+    files: Sequence[Place],
     *,
     top: int = 10,
     text_of: Callable[[int], str] | None = None,
@@ -113,8 +120,9 @@ def share(part: float, whole: float) -> float | None:
 
 
 def _region(count: Mapping[str, int], how: str, reason: str, given: Arm | None, total: int) -> dict[str, Any]:
-    if how != "left out" and not count["rows"]:
-        assert given is not None
+    if given is None and not count["rows"]:
+        how, reason = "left out", "no region decided when these records were written"
+    elif given is not None and how != "left out" and not count["rows"]:
         wanted = " and ".join(f"{anchor}_logp" for anchor in sorted(given.region.needs().anchors))
         how, reason = "left out", f"needs {wanted}, which these records do not have"
     elif how != "left out" and count["rows"] < total:

@@ -7,7 +7,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from trustrl.config import validators
 from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import Piece, stream
+from trustrl.recording.storage import Place, address_of, place
 from trustrl.tools.audit.token_counts import TokenCounts
 
 Where = Literal["processes", "ray"]
@@ -24,7 +24,7 @@ GROUPS_PER_WORKER = 4
 
 
 def count_records(
-    files: Sequence[Path],
+    files: Sequence[Place],
     of: Callable[[Piece], TokenCounts],
     *,
     columns: Sequence[str],
@@ -34,7 +34,7 @@ def count_records(
     """Applies `of` to each piece of the files and returns the sum of the counts.
 
     Args:
-        files: Part files. On Ray, every machine must see them under these names.
+        files: Part files. On Ray, every machine must reach them under these paths or addresses.
         of: Function that other processes can import. Bind further arguments with `functools.partial`.
         columns: Columns that `of` reads.
         workers: Number of parallel processes; on Ray, of parallel file groups.
@@ -63,14 +63,14 @@ def count_records(
     return total
 
 
-def _of_group(files: Sequence[Path], of: Callable[[Piece], TokenCounts], columns: Sequence[str]) -> TokenCounts | None:
+def _of_group(files: Sequence[Place], of: Callable[[Piece], TokenCounts], columns: Sequence[str]) -> TokenCounts | None:
     total: TokenCounts | None = None
     for piece in stream(files, columns=columns):
         total = of(piece) if total is None else total + of(piece)
     return total
 
 
-def _in_processes(groups: list[list[Path]], work: Any, workers: int) -> Iterator[TokenCounts | None]:
+def _in_processes(groups: list[list[Place]], work: Any, workers: int) -> Iterator[TokenCounts | None]:
     # Spawned, not forked: torch's threads do not survive a fork.
     others = set(active_children())
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -102,21 +102,21 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _as_bytes(files: Sequence[Path], work: Any) -> bytes | None:
+def _as_bytes(files: Sequence[Place], work: Any) -> bytes | None:
     found = work(files)
     return None if found is None else found.to_bytes()
 
 
-def _on_ray(groups: list[list[Path]], work: Any) -> Iterator[TokenCounts | None]:
+def _on_ray(groups: list[list[Place]], work: Any) -> Iterator[TokenCounts | None]:
     ray, data = need("ray", extra="ray"), need("ray.data", extra="ray")
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     data.DataContext.get_current().enable_progress_bars = False
-    items = [{"files": [str(file) for file in group]} for group in groups]
+    items = [{"files": [address_of(file) for file in group]} for group in groups]
     for row in data.from_items(items, override_num_blocks=len(items)).map(partial(_of_row, work=work)).iter_rows():
         yield TokenCounts.from_bytes(row["summary"]) if row["summary"] else None
 
 
 def _of_row(row: dict[str, Any], work: Any) -> dict[str, bytes]:
     torch.set_num_threads(1)
-    return {"summary": _as_bytes([Path(file) for file in row["files"]], work) or b""}
+    return {"summary": _as_bytes([place(file) for file in row["files"]], work) or b""}

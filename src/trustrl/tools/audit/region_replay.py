@@ -198,8 +198,10 @@ class _Measured(NamedTuple):
         return torch.nextafter(x, x.new_full((), torch.inf)).double()
 
 
-def recorded_region(settings: Mapping[str, Any]) -> Region | None:
-    """Returns the region a file was recorded with, or None if its kind is not registered here."""
+def recorded_region(settings: Mapping[str, Any] | None) -> Region | None:
+    """Returns the region a file was recorded with, or None if it has none or its kind is not registered here."""
+    if settings is None:
+        return None
     try:
         region = config_from_dict(settings)
     except (TrustRLError, TypeError):
@@ -207,7 +209,7 @@ def recorded_region(settings: Mapping[str, Any]) -> Region | None:
     return region if isinstance(region, Region) and region.kind in REGION_KINDS else None
 
 
-def _measured_by(settings: Mapping[str, Any], columns: Mapping[str, Tensor]) -> _Measured | None:
+def _measured_by(settings: Mapping[str, Any] | None, columns: Mapping[str, Tensor]) -> _Measured | None:
     region = recorded_region(settings)
     axes = None if region is None else token_mask(region)
     if axes is None or "divergence_lower" not in columns or "divergence_upper" not in columns:

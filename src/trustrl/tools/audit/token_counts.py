@@ -69,8 +69,9 @@ class TokenCounts:
         columns, replay = piece.columns, Replay(piece)
         measured = possible(columns["policy_logp"]) & columns["advantage"].isfinite()
         signed = measured & (columns["advantage"] != 0)
-        recorded = ~columns["kept"]
-        verdicts = [RegionVerdict(measured, recorded, recorded, None, None), *(replay.verdict(one) for one in arms)]
+        stopped = ~columns["kept"] if "kept" in columns else None
+        recorded = None if stopped is None else RegionVerdict(measured, stopped, stopped, None, None)
+        verdicts = [recorded, *(replay.verdict(one) for one in arms)]
         there = torch.tensor([one is not None for one in verdicts])
         nothing = torch.zeros_like(signed)
         stopped = torch.stack([nothing if one is None else one.masked & signed for one in verdicts])

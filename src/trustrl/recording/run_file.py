@@ -1,0 +1,159 @@
+"""run.json of a record: versions, model, sampling settings and region of the run. No torch."""
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from os import PathLike
+from typing import Any
+
+from trustrl import __version__
+from trustrl.errors import ConfigError, RecordError
+from trustrl.recording import storage
+from trustrl.recording.record_files import RUN
+from trustrl.recording.schema import VERSION
+from trustrl.recording.storage import Place, Remote
+
+PACKAGES = ("torch", "pyarrow", "transformers", "accelerate", "trl", "verl", "vllm", "sglang", "ray")
+"""Packages whose versions are always recorded, if they are installed."""
+
+_TEXT = {"type": ["string", "null"]}
+
+RUN_SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "run.json of a trustrl token record",
+    "type": "object",
+    "required": [
+        "version", "trustrl", "engine", "packages", "model", "tokenizer", "dtypes", "sampling", "region", "recording",
+        "started",
+    ],
+    "properties": {
+        "version": {"description": "version of this specification", "type": "integer", "minimum": 3},
+        "trustrl": {"description": "version of trustrl", "type": "string"},
+        "engine": {
+            "description": "trainer that produced the record",
+            "type": ["object", "null"],
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "version": _TEXT},
+        },
+        "packages": {
+            "description": "versions of installed packages by name",
+            "type": "object",
+            "additionalProperties": {"type": "string"},
+        },
+        "model": {"description": "name or path of the model", **_TEXT},
+        "tokenizer": {"description": "name or path of the tokenizer", **_TEXT},
+        "dtypes": {
+            "description": "number formats of the weights",
+            "type": ["object", "null"],
+            "properties": {"trainer": _TEXT, "sampler": _TEXT},
+        },
+        "sampling": {
+            "description": "settings of the sampler",
+            "type": ["object", "null"],
+            "properties": {
+                "temperature": {"type": ["number", "null"]},
+                "top_p": {"type": ["number", "null"]},
+                "top_k": {"type": ["integer", "null"]},
+                "min_p": {"type": ["number", "null"]},
+            },
+        },
+        "region": {"description": "settings of the trust region; null without one", "type": ["object", "null"]},
+        "recording": {"description": "settings of the recording, without its folder", "type": "object"},
+        "started": {"description": "time at which the process started recording, ISO 8601 in UTC", "type": "string"},
+    },
+}  # fmt: skip
+"""JSON Schema of run.json. Other keys are allowed, and a reader ignores them."""
+
+ABOUT = ("engine", "packages", "model", "tokenizer", "dtypes", "sampling")
+"""Keys of `Recorder(about=...)`."""
+
+
+def run_description(
+    about: Mapping[str, Any] | None, *, region: Mapping[str, Any] | None, recording: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the content of run.json.
+
+    Raises:
+        ConfigError: If `about` has an unknown key, or a value of the wrong type.
+    """
+    about = about or {}
+    unknown = sorted(set(about) - set(ABOUT))
+    if unknown:
+        raise ConfigError(f"about must have keys in {', '.join(ABOUT)}, got {', '.join(unknown)}. Remove them.")
+    found = {
+        "version": VERSION, "trustrl": __version__,
+        **{name: about.get(name) for name in ABOUT},
+        "packages": _installed() | dict(about.get("packages") or {}),
+        "region": None if region is None else dict(region), "recording": dict(recording),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }  # fmt: skip
+    for place, rule in violations(found):
+        raise ConfigError(f"about{place.removeprefix('run')} must be {rule}.")
+    return found
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_run(folder: Place, description: Mapping[str, Any]) -> None:
+    """Writes run.json atomically."""
+    storage.write_text(folder / RUN, json.dumps(description, indent=1) + "\n")
+
+
+def read_run(path: str | PathLike[str] | Remote) -> dict[str, Any] | None:
+    """Returns run.json of a record folder, or None if it has none, as before version 3.
+
+    Raises:
+        RecordError: If the file is not as the specification says, or a newer trustrl wrote it.
+    """
+    file = storage.place(path) / RUN
+    try:
+        found = json.loads(storage.read_bytes(file))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from error
+    for place, rule in violations(found):
+        raise RecordError(f"`{file}` must have {place} that is {rule}.")
+    if found["version"] > VERSION:
+        raise RecordError(
+            f"`{file}` must have version {VERSION} or lower, got {found['version']}. Install a newer trustrl."
+        )
+    return found
+
+
+_KINDS: dict[str, Any] = {
+    "object": dict, "string": str, "integer": int, "number": (int, float), "null": type(None),
+}  # fmt: skip
+
+
+def violations(found: Any, schema: Mapping[str, Any] = RUN_SCHEMA, place: str = "run") -> Iterator[tuple[str, str]]:
+    """Yields each place that breaks the schema, with the rule it breaks.
+
+    Example:
+        >>> next(violations({"version": "3"}, {"properties": {"version": {"type": "integer"}}}))
+        ('run.version', "of type integer, got '3'")
+    """
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    fits = any(isinstance(found, _KINDS[kind]) and not isinstance(found, bool) for kind in kinds)
+    if kinds and not fits:
+        yield place, f"of type {' or '.join(kinds)}, got {found!r}"
+    elif isinstance(found, Mapping):
+        for name in schema.get("required", ()):
+            if name not in found:
+                yield f"{place}.{name}", "present, got nothing"
+        for name, value in found.items():
+            rule = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
+            if rule is not None:
+                yield from violations(value, rule, f"{place}.{name}")
+    elif "minimum" in schema and found < schema["minimum"]:
+        yield place, f"at least {schema['minimum']}, got {found!r}"

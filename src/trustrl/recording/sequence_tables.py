@@ -1,0 +1,152 @@
+"""The sequence and text tables of a record: rewards, groups and texts of the sampled sequences. No torch."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike
+from typing import Any
+
+from trustrl.errors import RecordError
+from trustrl.optional_imports import need
+from trustrl.recording import storage
+from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, part_name, parts_in
+from trustrl.recording.schema import TABLES, arrow_schema, metadata
+from trustrl.recording.storage import Place, Remote, WholeFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceRows:
+    """Sequences of a rollout, one list entry each. A field, or a single entry, is None if it is unknown.
+
+    Example:
+        >>> SequenceRows(sequence=[7, 8], reward=[1.0, 0.0], rewards=[{"correct": 1.0}, {"correct": 0.0}]).reward
+        [1.0, 0.0]
+        >>> SequenceRows(sequence=[7, 8], reward=[1.0])
+        Traceback (most recent call last):
+        ...
+        trustrl.errors.RecordError: SequenceRows.reward must have one entry per sequence, got 1 for 2 sequences.
+    """
+
+    sequence: Sequence[int]
+    """Ids, as passed to `Recorder.add`."""
+
+    group: Sequence[int | None] | None = None
+    """Equal for completions of one prompt in one batch."""
+
+    task_id: Sequence[str | None] | None = None
+    """Name of the task or data set that the prompt comes from."""
+
+    prompt_tokens: Sequence[int | None] | None = None
+    completion_tokens: Sequence[int | None] | None = None
+    reward: Sequence[float | None] | None = None
+    """Total reward."""
+
+    rewards: Sequence[Mapping[str, float | None] | None] | None = None
+    """Reward by component."""
+
+    advantage: Sequence[float | None] | None = None
+    stop_reason: Sequence[str | None] | None = None
+    """Reason why sampling ended, as the engine names it."""
+
+    prompt: Sequence[str | None] | None = None
+    completion: Sequence[str | None] | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            given = getattr(self, one.name)
+            if given is not None and len(given) != len(self.sequence):
+                raise RecordError(
+                    f"SequenceRows.{one.name} must have one entry per sequence, got {len(given)} for "
+                    f"{len(self.sequence)} sequences."
+                )
+
+    def rows(self, keep: Sequence[bool]) -> Iterator[dict[str, Any]]:
+        """Yields the sequences to keep, each as a dictionary of its known values."""
+        given = {one.name: getattr(self, one.name) for one in fields(self)}
+        for at, kept in enumerate(keep):
+            if kept:
+                yield {name: values[at] for name, values in given.items() if values is not None}
+
+
+def write_sequences(folder: Place, rows: Collection[dict[str, Any]], *, step: int, rank: int, text: bool) -> None:
+    """Writes the sequences of one step on one rank, and their texts if wanted.
+
+    The texts come first, so that a row of the sequence table never names a missing file.
+
+    Args:
+        folder: The folder of the record.
+        rows: Sequences, as `SequenceRows.rows` yields them.
+        step: The training step.
+        rank: The rank of this process.
+        text: False leaves out prompts and completions.
+    """
+    name = part_name(step, rank)
+    texts = [row for row in rows if row.get("prompt") is not None or row.get("completion") is not None] if text else []
+    if texts:
+        _write(folder / TEXTS, name, "texts", texts)
+    held = {row["sequence"] for row in texts}
+    more = [row | {"step": step, "rank": rank, "text": name if row["sequence"] in held else None} for row in rows]
+    _write(folder / SEQUENCES, name, "sequences", more)
+
+
+def _write(folder: Place, name: str, table: str, rows: Collection[dict[str, Any]]) -> None:
+    pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
+    schema = arrow_schema(metadata(table), table)
+    arrays = [_array(pa, field, [_value(row.get(field.name)) for row in rows]) for field in schema]
+    storage.make_folder(folder)
+    whole = WholeFile(folder / name)
+    try:
+        pq.write_table(pa.Table.from_arrays(arrays, schema=schema), whole.target, compression="zstd")
+        whole.publish()
+    except BaseException:
+        whole.abandon()
+        raise
+
+
+def _array(pa: Any, field: Any, values: list[Any]) -> Any:
+    try:
+        return pa.array(values, field.type)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        got = str(error).rstrip(".")
+        raise RecordError(f"SequenceRows.{field.name} must contain {field.type} or None, got: {got}.") from error
+
+
+def _value(given: Any) -> Any:
+    """Returns a value as pyarrow takes it: a map as pairs, and text that UTF-8 can represent."""
+    if isinstance(given, Mapping):
+        return [(_value(key), value) for key, value in given.items()]
+    if isinstance(given, str):
+        return given.encode("utf-8", "replace").decode()  # a tokenizer may return lone surrogates
+    return given
+
+
+def read_sequences(path: str | PathLike[str] | Remote) -> Any:
+    """Returns the sequences of a record folder as a `pyarrow.Table`, by step and rank. Empty if it has none.
+
+    Raises:
+        RecordError: If a file cannot be read, or a newer trustrl wrote it.
+        MissingPackageError: If pyarrow is not installed.
+    """
+    return _read(storage.place(path) / SEQUENCES, "sequences")
+
+
+def read_texts(path: str | PathLike[str] | Remote) -> Any:
+    """Returns prompts and completions of a record folder as a `pyarrow.Table`. Empty if it has none.
+
+    Raises:
+        RecordError: If a file cannot be read, or a newer trustrl wrote it.
+        MissingPackageError: If pyarrow is not installed.
+    """
+    return _read(storage.place(path) / TEXTS, "texts")
+
+
+def _read(folder: Place, table: str) -> Any:
+    pa, names = need("pyarrow", extra="records"), [column.name for column in TABLES[table]]
+    try:
+        files = parts_in(folder)
+    except OSError as error:
+        raise RecordError(f"Cannot read `{folder}`: {str(error).rstrip('.')}.") from error
+    tables = []
+    for file in files:
+        with opened(file, table) as (parquet, _):
+            tables.append(in_todays_schema(parquet.read(), table, names))
+    return pa.concat_tables(tables) if tables else arrow_schema(table=table).empty_table()

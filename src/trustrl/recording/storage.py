@@ -1,0 +1,291 @@
+"""Files of a record by address: local paths, and object stores that pyarrow or fsspec know. No torch.
+
+A place is a `Path` on this machine or a `Remote` anywhere else. pyarrow reads s3, gs, abfs and hdfs itself; fsspec
+adds the schemes of the packages that are installed, such as hf, memory and sftp.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+from shutil import copyfileobj
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, TypeAlias, TypeVar, cast
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from trustrl.errors import ConfigError, MissingPackageError
+from trustrl.optional_imports import need
+
+IN_MEMORY = 16 * 2**20
+"""Bytes of an unfinished remote file that memory holds. A larger one continues in a temporary file."""
+
+_WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
+"""Filesystems of pyarrow in which a name may contain a slash without a folder. They need no request to create one."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Remote:
+    """File or folder outside this machine. `str` and `repr` leave out passwords and the query, which may hold keys."""
+
+    address: str
+    """Complete address, as `place` reads it."""
+
+    filesystem: Any = field(compare=False)
+    """The `pyarrow.fs.FileSystem`."""
+
+    path: str = field(compare=False)
+    """Name in the filesystem."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    def __truediv__(self, name: str) -> "Remote":
+        before, mark, query = self.address.partition("?")
+        path = f"{self.path.rstrip('/')}/{name}" if self.path else name
+        return Remote(f"{before.rstrip('/') if self.path else before}/{name}{mark}{query}", self.filesystem, path)
+
+    def __str__(self) -> str:
+        return _shown(self.address)
+
+    def __repr__(self) -> str:
+        return f"Remote({str(self)!r})"
+
+
+Place: TypeAlias = Path | Remote
+SamePlace = TypeVar("SamePlace", bound=Place)
+"""Local for a local folder, remote for a remote one."""
+
+
+def place(address: "str | os.PathLike[str] | Remote") -> Place:
+    """Returns the place that an address names. Makes no request, except where pyarrow looks up a bucket's region.
+
+    Args:
+        address: A local path, or an address such as `s3://bucket/run/records`, `gs://...`, `abfs://...`, `hf://...`
+            or `file:///...`. A query passes settings to pyarrow: `s3://bucket/x?endpoint_override=host:9000`.
+
+    Raises:
+        ConfigError: If neither pyarrow nor fsspec knows the scheme, or the address is malformed.
+        MissingPackageError: If the package that reads the address is not installed.
+    """
+    if isinstance(address, Remote):
+        return address
+    if not isinstance(address, str) or "://" not in address:
+        cut = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)", os.fspath(address))
+        if cut and cut[1] != "file":
+            raise ConfigError(
+                f"An address must contain two slashes after the scheme, got `{address}`. Pass it as a string: pathlib "
+                "removes one."
+            )
+        return Path(address)
+    if address.startswith("file://"):
+        return Path(url2pathname(urlsplit(address).path))
+    before, mark, query = address.partition("?")
+    scheme, _, rest = before.rstrip("/").partition("://")
+    folder, slash, name = rest.rpartition("/")
+    # Files of one folder share a connection.
+    root = Remote(*_resolved(f"{scheme}://{folder if slash else name}{mark}{query}"))
+    return root / name if slash else root
+
+
+@lru_cache(maxsize=64)
+def _resolved(address: str) -> tuple[str, Any, str]:
+    pa, fs = need("pyarrow", extra="records"), need("pyarrow.fs", extra="records")
+    try:
+        return address, *fs.FileSystem.from_uri(address)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        refused = error  # not a scheme of this build of pyarrow, or malformed
+    except ImportError as error:
+        raise MissingPackageError(f"`{_shown(address)}` needs a package that is not installed: {error}.") from error
+    try:
+        from fsspec.core import url_to_fs
+
+        found, path = url_to_fs(address)
+    except ImportError as error:
+        raise MissingPackageError(f"`{_shown(address)}` needs a package that is not installed: {error}.") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"An address must be a local path or have a scheme that pyarrow or fsspec knows, got `{_shown(address)}`. "
+            f"pyarrow: {refused}. fsspec: {error}."
+        ) from error
+    return address, fs.PyFileSystem(fs.FSSpecHandler(found)), path
+
+
+def _shown(address: str) -> str:
+    scheme, _, rest = address.partition("?")[0].partition("://")
+    before, at, after = rest.partition("@")
+    return f"{scheme}://{after}" if at and ":" in before else f"{scheme}://{rest}"
+
+
+def address_of(where: Place) -> str:
+    """Returns the address as `place` reads it, with everything that another process needs."""
+    return str(where) if isinstance(where, Path) else where.address
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raises every error of a store as an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # each package behind fsspec raises other ones
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def entries(folder: SamePlace, pattern: str) -> list[SamePlace]:
+    """Returns the files and folders directly in a folder whose names match, sorted by name. One request if remote.
+
+    Returns an empty list if the folder does not exist.
+    """
+    return cast("list[SamePlace]", _local(folder, pattern) if isinstance(folder, Path) else _remote(folder, pattern))
+
+
+def _local(folder: Path, pattern: str) -> list[Path]:
+    return sorted(folder.glob(pattern))
+
+
+def _remote(folder: Remote, pattern: str) -> list[Remote]:
+    fs = need("pyarrow.fs", extra="records")
+    with _os_errors():
+        if "fsspec" in folder.filesystem.type_name:
+            folder.filesystem.handler.fs.invalidate_cache()  # other processes write too
+        found = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
+    names = {one.path.rstrip("/").rpartition("/")[2] for one in found}
+    return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
+
+
+def is_folder(where: Place) -> bool:
+    """Returns True if this is a folder, or the start of a name in an object store."""
+    return where.is_dir() if isinstance(where, Path) else _kind(where) == "Directory"
+
+
+def is_file(where: Place) -> bool:
+    """Returns True if this is a file."""
+    return where.is_file() if isinstance(where, Path) else _kind(where) == "File"
+
+
+def _kind(where: Remote) -> str:
+    with _os_errors():
+        return where.filesystem.get_file_info(where.path).type.name
+
+
+@contextmanager
+def readable(where: Place) -> Iterator[Any]:
+    """Context manager that yields a source for `pyarrow.parquet.ParquetFile`: the path, or an open remote file."""
+    if isinstance(where, Path):
+        yield where
+        return
+    with _os_errors():
+        file = where.filesystem.open_input_file(where.path)
+    with file:
+        yield file
+
+
+def read_bytes(where: Place) -> bytes:
+    """Returns the content of a small file.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    if isinstance(where, Path):
+        return where.read_bytes()
+    with _os_errors(), where.filesystem.open_input_file(where.path) as file:
+        return file.read()
+
+
+def write_text(where: Place, text: str) -> None:
+    """Writes a small file atomically."""
+    whole = WholeFile(where)
+    try:
+        with whole.opened() as file:
+            file.write(text.encode())
+        whole.publish()
+    except OSError:
+        whole.abandon()
+        raise
+
+
+def make_folder(folder: Place) -> None:
+    """Creates a folder and its parents if they are missing. Makes no request in object stores, which have none."""
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+    elif folder.filesystem.type_name not in _WITHOUT_FOLDERS:
+        with _os_errors():
+            folder.filesystem.create_dir(folder.path, recursive=True)
+
+
+def remove(where: Place) -> None:
+    """Deletes a file. Does nothing if another process has deleted it."""
+    if isinstance(where, Path):
+        where.unlink(missing_ok=True)
+        return
+    with _os_errors(), suppress(FileNotFoundError):
+        where.filesystem.delete_file(where.path)
+
+
+def remove_empty(folder: Place) -> None:
+    """Deletes a local folder if it is empty. An object store has no empty folders."""
+    if isinstance(folder, Path):
+        with suppress(OSError):  # it has files, or another process has just removed it
+            folder.rmdir()
+
+
+class WholeFile:
+    """File that appears under its name only when it is complete.
+
+    On this machine it is written under a temporary name and renamed. For a store it is collected here, in memory and
+    then in a temporary file, and uploaded at once: a stream that breaks off could leave part of a file there.
+    """
+
+    def __init__(self, where: Place) -> None:
+        self._where = where
+        self.target: Path | IO[bytes]
+        """Path or file to write to, as `pyarrow.parquet.ParquetWriter` takes it."""
+
+        if isinstance(where, Path):
+            self.target = where.with_name(f".{where.name}.tmp")
+        else:
+            self.target = SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115
+
+    @contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """Context manager that yields the target as an open file."""
+        if isinstance(self.target, Path):
+            with self.target.open("wb") as file:
+                yield file
+        else:
+            yield self.target
+
+    def publish(self) -> None:
+        """Gives the complete file its name.
+
+        Raises:
+            OSError: If the disk or the store refuses. Call `abandon` then.
+        """
+        if isinstance(self.target, Path):
+            os.replace(self.target, self._where)  # pyright: ignore[reportArgumentType]: both are local
+            return
+        assert isinstance(self._where, Remote)
+        self.target.seek(0)
+        try:
+            with _os_errors(), self._where.filesystem.open_output_stream(self._where.path) as sink:
+                copyfileobj(self.target, sink, IN_MEMORY)
+        except OSError:
+            with suppress(OSError):  # closing a stream may have published a part
+                remove(self._where)
+            raise
+        self.target.close()
+
+    def abandon(self) -> None:
+        """Deletes the unfinished file."""
+        if isinstance(self.target, Path):
+            self.target.unlink(missing_ok=True)
+        else:
+            self.target.close()
