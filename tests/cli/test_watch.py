@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,7 @@ def reports(folder, *between):
             raise Stop
         actions.pop(0)()
 
-    with pytest.raises(Stop):
+    with suppress(Stop):
         for report in live_reports([str(folder)], every=0.5, with_page=False, sleep=sleep):
             found.append(report.runs[0].run.steps)
     return found, pauses

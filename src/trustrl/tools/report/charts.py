@@ -104,8 +104,8 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
         ),
         Chart(
             key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0",
-            about="Projected tokens are a share of all tokens.", percent=True, lines=_lines(measured, _acted), band=_band("masked_share", runs),
-            explanation=explained("trustrl/masked_share"),
+            about="Projected: of all tokens.", percent=True, lines=_lines(measured, _acted),
+            band=_band("masked_share", runs), explanation=explained("trustrl/masked_share"),
         ),
         *_divergences(runs),
         *(_chart(metric, runs) for metric in _FIRST),
@@ -116,9 +116,8 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def _chart(metric: _Metric, runs: Sequence[ReportedRun]) -> Chart:
-    name = next(
-        (one for one in metric.names if any(one in row for run in runs for row in run.run.rows)), metric.names[0]
-    )
+    logged = {name for run in runs for row in run.run.rows for name in row}
+    name = next((one for one in metric.names if one in logged), metric.names[0])
     return Chart(
         key=metric.key, title=metric.title, unit=metric.unit, about=metric.about, percent=metric.percent,
         band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name),

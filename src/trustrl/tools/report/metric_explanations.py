@@ -43,23 +43,27 @@ _LOGGED_BY_TRAINERS = {
     "reward": Explanation(
         formula="mean reward of a rollout's completions", unit="the task's", healthy="rises, then levels off",
         direction="a fall is bad",
-        action="A fall while the divergence or the mismatch rises points to the update; run `trustrl explain`. A rise while held-out accuracy falls points to the reward.",
+        action="A fall while the divergence or the mismatch rises points to the update; run `trustrl explain`. A rise "
+        "while held-out accuracy falls points to the reward.",
         elsewhere={"trl": "reward", "verl": "critic/score/mean"},
     ),
     "accuracy": Explanation(
         formula="share of held-out problems solved; step 0 is before training", unit="share", healthy="rises",
-        direction="a fall is bad", action="A last value below the first by more than two standard errors counts as a collapse.",
+        direction="a fall is bad",
+        action="A last value below the first by more than two standard errors counts as a collapse.",
         elsewhere={"verl": "val-core/.../acc"},
     ),
     "grad_norm": Explanation(
         formula="L2 norm of the gradient before clipping", unit="L2", healthy=_TASK, direction="a sudden rise is bad",
-        action="A spike that coincides with a rising masked share points to a few tokens with a large ratio. Read them below, sorted by |log r|.",
+        action="A spike that coincides with a rising masked share points to a few tokens with a large ratio. Read them "
+        "among the completions, sorted by |log π/μ|.",
         elsewhere={"trl": "grad_norm", "verl": "actor/grad_norm"},
     ),
     "entropy": Explanation(
         formula="mean entropy of the policy over tokens", unit="nats", healthy=_TASK,
         direction="a fast change in either direction is bad",
-        action="If it falls to 0, the policy no longer explores. If it keeps rising, probability mass moves to unlikely tokens.",
+        action="If it falls to 0, the policy no longer explores. If it keeps rising, probability mass moves to "
+        "unlikely tokens.",
         elsewhere={"trl": "entropy", "verl": "actor/entropy"},
     ),
     "completion_length": Explanation(
@@ -92,6 +96,7 @@ _LOGGED_BY_TRAINERS = {
         action="The value of a policy-gradient loss means little. A value that is not finite ends learning.",
     ),
     "learning_rate": Explanation(
-        formula="learning rate of the step", unit="none", healthy=_TASK, action="Compare its schedule with the other curves."
+        formula="learning rate of the step", unit="none", healthy=_TASK,
+        action="Compare its schedule with the other curves.",
     ),
 }  # fmt: skip

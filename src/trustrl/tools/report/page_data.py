@@ -71,6 +71,8 @@ def _run_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any] 
     completions, start = [], 0
     for number, each in enumerate(shown):
         completions.append(_completion(number, each, prompts, groups) | {"start": start})
+        if each.completion.text is not None and (each.columns is None or not texts):
+            completions[-1]["text"] = visible(each.completion.text, LONGEST_TEXT, lines=True)
         start += len(each.columns["token_id"]) if each.columns else 0
     return {
         "points": None if tokens is None else columns(_points(one, tokens)),
@@ -109,8 +111,6 @@ def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], gr
     if score is not None:
         found |= {"stopped": score.stopped, "changed": score.changed}
         found |= {"log_ratio": _finite(score.log_ratio), "gap": _finite(score.gap)}
-    if shown.columns is None and one.text is not None:
-        found["text"] = visible(one.text, LONGEST_TEXT, lines=True)
     return {name: value for name, value in found.items() if value is not None and value != {}}
 
 

@@ -1,18 +1,20 @@
 """Completions that a page shows: those in which most went wrong by any measure, whole groups of them, and some others.
 
-Candidates are the completions that the run's reader yields and the sequences in its token records. A completion with a
-`sequence` is the one of that id in the records.
+Candidates are the completions in the tables of its token records, or those that the run's reader yields, and the
+sequences of the token table. A completion with a `sequence` is the one of that id in the records.
 """
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import Any, NamedTuple
 
 from trustrl.optional_imports import need
+from trustrl.recording.storage import Place
 from trustrl.runs.run import Completion, Run
+from trustrl.tools.report.recorded_completions import recorded_completions, with_texts
 from trustrl.tools.report.reported_runs import measured_step
 from trustrl.tools.report.token_sample import SEED, SequenceScore, TokenSample, decided
 
@@ -74,12 +76,16 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
     Raises:
         RecordError: If the records cannot be read.
     """
-    candidates = list(_candidates(run, tokens))
+    recorded = list(islice(recorded_completions(run), MAX_CANDIDATES))
+    candidates = list(_candidates(run.completions() if not recorded else (one for one, _ in recorded), tokens))
     if not max_shown:
         return ShownCompletions([], len(candidates))
     chosen = _chosen(candidates)
     wanted = {one.at for one in chosen if one.at is not None}
-    read = {at: one for at, one in enumerate(run.completions()) if at in wanted} if wanted else {}
+    if recorded:
+        read = with_texts({at: recorded[at] for at in wanted})
+    else:
+        read = {at: one for at, one in enumerate(run.completions()) if at in wanted} if wanted else {}
     fitting = {one.sequence: one.score for one in _fitting(chosen, max_shown) if one.score is not None}
     rows = dict(_rows(fitting))
     listed, known = [], set()
@@ -103,11 +109,9 @@ def _from_records(run: Run, one: _Candidate) -> Completion:
     return Completion(step=step, sequence=one.sequence, advantage=score.advantage, num_tokens=score.tokens)
 
 
-def _candidates(run: Run, tokens: TokenSample | None) -> Iterator[_Candidate]:
+def _candidates(completions: Iterator[Completion], tokens: TokenSample | None) -> Iterator[_Candidate]:
     scores = dict(tokens.scores) if tokens is not None else {}
-    for at, one in enumerate(run.completions()):
-        if at == MAX_CANDIDATES:
-            break
+    for at, one in enumerate(islice(completions, MAX_CANDIDATES)):
         score = scores.pop(one.sequence, None) if one.sequence is not None else None
         length = one.num_tokens or (score.tokens if score else len(one.text or "") // 4)
         yield _Candidate(at, one.sequence, one.group, one.reward, one.stop_reason in TRUNCATED, length, score)
@@ -163,7 +167,7 @@ def _fitting(chosen: Sequence[_Candidate], max_shown: int) -> Iterator[_Candidat
 
 def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
     """Yields the token rows of sequences at the update of their score."""
-    by_file: dict[Path, dict[int | None, int]] = defaultdict(dict)
+    by_file: dict[Place, dict[int | None, int]] = defaultdict(dict)
     for sequence, score in scores.items():
         by_file[score.file][sequence] = score.update
     for file, updates in by_file.items():
@@ -172,7 +176,7 @@ def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dic
                 yield sequence, columns
 
 
-def _rows_of(file: Path, sequences: set[int]) -> Iterator[tuple[tuple[int, int], dict[str, list[Any]]]]:
+def _rows_of(file: Place, sequences: set[int]) -> Iterator[tuple[tuple[int, int], dict[str, list[Any]]]]:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     table, _ = decided(file)
     table = table.filter(pc.is_in(table["sequence"], value_set=pa.array(sorted(sequences), pa.int64())))

@@ -9,14 +9,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
 from trustrl.optional_imports import need
+from trustrl.recording import storage
 from trustrl.recording.record_files import parts_in, read_table
+from trustrl.recording.storage import Place
 from trustrl.tools.report.recorded_actions import DOWN, NO_VERDICT, STOPPED, UP, VERDICTS, with_verdicts
 
 SEED = 0
@@ -57,7 +58,7 @@ class SequenceScore(NamedTuple):
 
     step: int
     update: int
-    file: Path
+    file: Place
 
     @property
     def rank(self) -> tuple[int, int, float]:
@@ -105,12 +106,13 @@ class _Seen:
     symbols: set[str] = field(default_factory=set)
 
 
-def record_files(folders: Sequence[str]) -> list[Path]:
+def record_files(folders: Sequence[str]) -> list[Place]:
     """Returns the record files of a run. A dump that has a step in full replaces the sample of that step."""
-    found: dict[tuple[str, str], Path] = {}
+    found: dict[tuple[str, str], Place] = {}
     for folder in folders:
-        found |= {(folder, file.name): file for file in parts_in(Path(folder))}
-        found |= {(folder, file.name): file for file in sorted(Path(folder).glob("dump-*/step-*.parquet"))}
+        place = storage.place(folder)
+        found |= {(folder, file.name): file for file in parts_in(place)}
+        found |= {(folder, file.name): file for dump in storage.entries(place, "dump-*") for file in parts_in(dump)}
     return [found[name] for name in sorted(found)]
 
 
@@ -148,20 +150,21 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
         mu="μ" if "μ" in seen.symbols else "π'",
         scores=seen.scores,
         most_stopped=_most_stopped(seen),
-        dumps=[_dump(one) for folder in folders for one in sorted(Path(folder).glob("dump-*")) if one.is_dir()],
+        dumps=[_dump(one) for folder in folders for one in storage.entries(storage.place(folder), "dump-*")],
     )
 
 
-def _num_rows(file: Path) -> int:
+def _num_rows(file: Place) -> int:
     """Returns the row count from the file footer, or 0 if it has none; `read_table` then raises."""
     pq, pa = need("pyarrow.parquet", extra="records"), need("pyarrow", extra="records")
     try:
-        return pq.read_metadata(file).num_rows
+        with storage.readable(file) as source:
+            return pq.read_metadata(source).num_rows
     except (pa.ArrowException, OSError):
         return 0
 
 
-def decided(file: Path) -> tuple[Any, str]:
+def decided(file: Place) -> tuple[Any, str]:
     """Returns the rows of a file with verdicts and a column `mu`, and the symbol of the policy that `mu` belongs to."""
     table, plain = read_table(file, COLUMNS)
     table = with_verdicts(table.combine_chunks(), _region(plain))
@@ -176,7 +179,7 @@ def _region(plain: dict[str, Any] | None) -> Region | None:
         return None
 
 
-def _take_in(seen: _Seen, file: Path, places: list[int]) -> None:
+def _take_in(seen: _Seen, file: Place, places: list[int]) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     table, symbol = decided(file)
     seen.symbols.add(symbol)
@@ -213,7 +216,7 @@ def _count_tokens(seen: _Seen, table: Any) -> None:
             sums[at] += one[f"{name}_sum"] or 0
 
 
-def _score_sequences(seen: _Seen, table: Any, file: Path) -> None:
+def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
 
     def distance(one: Any, other: Any) -> Any:
@@ -254,18 +257,17 @@ def _most_stopped(seen: _Seen) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _dump(folder: Path) -> dict[str, Any]:
+def _dump(folder: Place) -> dict[str, Any]:
     """Returns the step of a dump and the triggers that fired."""
-    about = next(
-        (found for file in sorted(folder.glob("trigger.*.json")) if isinstance(found := _json(file), dict)), {}
-    )
+    files = storage.entries(folder, "trigger.*.json")
+    about = next((found for file in files if isinstance(found := _json(file), dict)), {})
     fired = about.get("fired")
     causes = [one for one in fired if isinstance(one, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
 
 
-def _json(file: Path) -> Any:
+def _json(file: Place) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(storage.read_bytes(file))
     except (OSError, ValueError):
         return None

@@ -16,9 +16,9 @@ function card(area, tokens, one, look) {
   const box = put(area, "article", { class: "sequence" });
   heading(box, tokens, one, look);
   if (!look.inGroup && one.prompt !== undefined) promptOf(box, tokens, one, look.hits);
+  if (one.text) marked(put(box, "div", { class: "tokens plain" }), one.text, look.hits?.text);
   if (one.rows) tokensOf(box, tokens, one, look);
-  else if (one.text) marked(put(box, "div", { class: "tokens plain" }), one.text, look.hits?.text);
-  else put(box, "p", { class: "hint" }, "The text of this completion was not recorded.");
+  if (!one.text && !one.rows) put(box, "p", { class: "hint" }, "The text of this completion was not recorded.");
 }
 
 function heading(box, tokens, one, look) {

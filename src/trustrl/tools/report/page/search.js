@@ -16,7 +16,8 @@ function matcher(tokens, query, whole) {
         found.count++;
         for (let row = rowAt(one, from); row < one.start + one.rows && one.offsets[row - one.start] < to; row++) found.rows.add(row);
       }
-    } else if (one.text) found.text = rangesOf(one.text.toLowerCase(), wanted);
+    }
+    if (one.text) found.text = rangesOf(one.text.toLowerCase(), wanted);
     if (one.prompt !== undefined) found.prompt = rangesOf(tokens.prompts[one.prompt].toLowerCase(), wanted);
     found.count += found.text.length + found.prompt.length;
     return found;
