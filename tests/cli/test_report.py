@@ -69,7 +69,7 @@ def test_records_without_pyarrow_name_the_extra(tmp_path, capsys, monkeypatch):
     ("arguments", "said"),
     [
         pytest.param([], "RUN", id="no run"),
-        pytest.param(["nowhere"], "must be a run directory that `trustrl run` created", id="no folder"),
+        pytest.param(["nowhere"], "must be a folder or file that exists", id="no folder"),
     ],
 )
 def test_wrong_usage_ends_with_2(arguments, said, capsys):

@@ -9,6 +9,7 @@ from support.recipes import small
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset
 from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
+from trustrl.recording.sequence_tables import write_sequences
 
 HOSTILE = {
     0: "</script><img src=x onerror=document.title='owned'>",
@@ -66,7 +67,7 @@ def run_folder(
 
 
 def write_records(folder, columns, *, step=0, rank=0, region="dppo-binary-tv"):
-    """One file of records; columns that are not given are as dull as can be."""
+    """One file of records; columns that are not given are as dull as can be. Without a region, nothing is decided."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -76,13 +77,46 @@ def write_records(folder, columns, *, step=0, rank=0, region="dppo-binary-tv"):
         "step": step, "update": 0, "rank": rank, "sequence": 1, "advantage": 1.0, "behavior_logp": -1.0,
         "policy_logp": -1.0, "weight": 1.0, "kept": True, "token_id": 0,
     }  # fmt: skip
-    settings = config_to_dict(preset(region))
+    settings = None if region is None else config_to_dict(preset(region))
+    if region is None:
+        dull |= {"weight": None, "kept": None}
     schema = arrow_schema({VERSION_KEY: str(VERSION).encode(), REGION_KEY: json.dumps(settings).encode()})
     filled = {
         column.name: columns.get(column.name, [dull.get(column.name)] * count) for column in COLUMNS if column.name != "position"
     } | {"position": columns.get("position", list(range(count)))}  # fmt: skip
     table = pa.table([pa.array(filled[field.name], field.type) for field in schema], schema=schema)
     pq.write_table(table, folder / f"step-{step:08d}.rank-{rank:04d}.parquet")
+
+
+def write_groups(folder, groups, *, step=0, region="dppo-binary-tv", tokens=6):
+    """Records of groups of completions, as the recorder writes them: tokens, sequences and texts.
+
+    `groups` maps a prompt to its rewards. The tokens of a completion have ids from 0 and fall by a tenth of a nat more
+    with each completion; the first completion of a group has its first token masked.
+    """
+    rows, columns = (
+        [],
+        {name: [] for name in ("sequence", "position", "token_id", "policy_logp", "proximal_logp", "kept")},
+    )
+    for group, (prompt, rewards) in enumerate(groups.items()):
+        for at, reward in enumerate(rewards):
+            sequence = 100 * group + at
+            rows.append(
+                {
+                    "sequence": sequence, "group": group, "task_id": "sums", "completion_tokens": tokens, "reward": reward,
+                    "rewards": {"correct": reward, "format": 1.0}, "advantage": reward - 0.5, "prompt": prompt,
+                    "stop_reason": "length" if at == len(rewards) - 1 else "stop", "completion": f"answer {sequence}",
+                }
+            )  # fmt: skip
+            for place in range(tokens):
+                values = (sequence, place, place, -1.0 - at / 10, -1.0 + group / 100, bool(at or place))
+                for column, value in zip(columns.values(), values, strict=True):
+                    column.append(value)
+    if region is None:
+        del columns["kept"]
+    write_records(folder, columns, step=step, region=region)
+    write_sequences(folder, rows, step=step, rank=0, text=True)
+    return folder
 
 
 def hostile_tokenizer(monkeypatch, folder):

@@ -18,6 +18,7 @@ VERBS = {
     "run": "Train a recipe in a new run directory, or resume it with --resume",
     "compare": "Train every region with several seeds, and write a table and figures",
     "report": "Summarize runs in the terminal, or write a self-contained HTML page with every token",
+    "watch": "Follow runs while they train: a summary in the terminal, and a page that reloads itself",
     "explain": "Diagnose a run: rank likely causes and show the evidence for each",
     "metrics": "Explain a logged metric: its meaning, its healthy range, and how to respond",
     "conformance": "Test a policy loss on small batches with known answers",

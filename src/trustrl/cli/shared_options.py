@@ -102,6 +102,18 @@ def check_writable(option: str, file: Path) -> None:
             pass
 
 
+def prepare_file(option: str, file: Path) -> None:
+    """Creates the parent folders of a file and checks that it can be written.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    with written(option, file):
+        if not file.parent.exists():
+            file.parent.mkdir(parents=True)
+    check_writable(option, file)
+
+
 def tokenizer_of(option: str, name: str) -> Any:
     """Loads the tokenizer of a known model, a folder, or a hub id.
 

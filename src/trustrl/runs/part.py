@@ -120,6 +120,6 @@ def _status(parts: Sequence[Part], rows: Sequence[Mapping[str, Any]], settings: 
         return "finished"
     if "failed" in known:
         return "failed"
-    if settings.steps_planned and rows:
+    if not known and settings.steps_planned and rows:
         return "finished" if rows[-1]["step"] >= settings.steps_planned else "unfinished"
     return "unfinished" if known else "unknown"

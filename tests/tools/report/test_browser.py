@@ -13,9 +13,9 @@ if browsing.CHROMIUM is None:
     pytest.skip("needs Chromium: `apt-get install chromium`", allow_module_level=True)
 
 from support.run_folders import HOSTILE, hostile_tokenizer, run_folder, steps, write_records
+from trustrl.runs.open_run import open_runs
 from trustrl.tools.report.html_page import page as page_of
 from trustrl.tools.report.report_contents import gather
-from trustrl.tools.report.run_folders import read_runs
 
 SIZES = {"laptop": (1366, 768), "phone": (390, 844)}
 
@@ -39,7 +39,7 @@ def opened(browser, tmp_path):
         tab.on("dialog", lambda dialog: wrong.append(dialog.message))
         tab.on("request", lambda request: requests.append(request.url))
         file = tmp_path / "report.html"
-        file.write_text(text or page_of(gather(read_runs(folders))))
+        file.write_text(text or page_of(gather(open_runs(folders))))
         tab.goto(file.as_uri())
         return tab
 
@@ -215,7 +215,7 @@ def test_long_texts_come_in_portions(opened, tmp_path):
 def test_a_page_of_a_hundred_thousand_tokens_opens_in_two_seconds(opened, tmp_path):
     """In CPU time of the page's process, its own start included: a busy machine stretches only the clock."""
     folder = recorded(run_folder(tmp_path / "a", rows=steps(2000)), 150_000, sequences=300)
-    text = page_of(gather(read_runs([folder])))
+    text = page_of(gather(open_runs([folder])))
     assert len(text.encode()) < 15e6
     began = time.perf_counter()
     tab = opened(text=text)

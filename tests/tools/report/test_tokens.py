@@ -11,10 +11,19 @@ pytest.importorskip("pyarrow")
 
 from support.run_folders import write_records
 from trustrl.errors import RecordError
+from trustrl.runs.run import Run, RunSettings
 from trustrl.tools.report import token_sample as module
+from trustrl.tools.report.shown_completions import choose_completions
 from trustrl.tools.report.token_sample import read_tokens
 
-MANY = {"max_points": 10_000, "max_shown": 10_000}
+
+def read(folder, max_points=10_000):
+    return read_tokens([str(folder)], max_points=max_points)
+
+
+def shown(folder, max_shown=10_000):
+    run = Run(path=str(folder), name="a", source="records", settings=RunSettings(engine="trl"), rows=[])
+    return choose_completions(run, read(folder), max_shown=max_shown).listed
 
 
 def drawn(seed, count, sequences=5):
@@ -51,7 +60,7 @@ def drawn(seed, count, sequences=5):
 )  # fmt: skip
 def test_a_row_has_one_verdict(row, verdict, tmp_path):
     write_records(tmp_path, {name: [value] for name, value in ({"token_id": 3} | row).items()})
-    found = read_tokens(tmp_path, **MANY)
+    found = read(tmp_path)
     assert {name: count for name, count in found.verdicts.items() if count} == {verdict: 1}
 
 
@@ -59,15 +68,15 @@ def test_a_correction_is_held_against_the_samplers_ratio(tmp_path):
     """TIS weighs with π/π' · min(π'/μ, 2): below π/μ only where the cap acts."""
     columns = {"policy_logp": [0.0, 0.0], "proximal_logp": [0.0, 0.0], "behavior_logp": [-0.5, -1.0]}
     write_records(tmp_path, columns | {"weight": [math.exp(0.5), 2.0]}, region="tis")
-    assert read_tokens(tmp_path, **MANY).verdicts == Counter({"kept": 1, "down-weighted": 1}) | {
-        "stopped": 0, "up-weighted": 0, "no gradient": 0, "not finite": 0,
+    assert read(tmp_path).verdicts == Counter({"kept": 1, "down-weighted": 1}) | {
+        "stopped": 0, "up-weighted": 0, "no gradient": 0, "not finite": 0, "no verdict": 0,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(("region", "verdict"), [("gspo", "kept"), ("ppo", "down-weighted")])
 def test_a_weight_of_the_whole_sequence_is_not_held_against_a_tokens_ratio(region, verdict, tmp_path):
     write_records(tmp_path, {"weight": [0.9]}, region=region)
-    assert read_tokens(tmp_path, **MANY).verdicts[verdict] == 1
+    assert read(tmp_path).verdicts[verdict] == 1
 
 
 def test_counts_are_those_of_a_plain_loop(tmp_path):
@@ -76,7 +85,7 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
         columns = drawn(step, 200)
         write_records(tmp_path, columns | {"weight": [1.0] * 200}, step=step)
         everything += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    found = read_tokens(tmp_path, **MANY)
+    found = read(tmp_path)
     stopped = [row for row in everything if not row["kept"] and row["advantage"] != 0]
     signed = [row for row in everything if row["advantage"] != 0]
     assert (found.num_rows, found.num_read, found.verdicts["stopped"]) == (800, 800, len(stopped))
@@ -90,19 +99,17 @@ def test_counts_are_those_of_a_plain_loop(tmp_path):
         assert one["rising"] == sum(row["policy_logp"] > row["behavior_logp"] for row in here)
         assert one["mu"] == pytest.approx(sum(math.exp(row["behavior_logp"]) for row in here) / len(here), rel=1e-5)
     by_sequence = Counter(row["sequence"] for row in stopped)
-    assert {one.sequence: one.num_stopped for one in found.shown} == by_sequence
-    assert [one.num_stopped for one in found.shown] == sorted(by_sequence.values(), reverse=True)
+    assert {sequence: one.stopped for sequence, one in found.scores.items()} == by_sequence
 
 
 def test_the_sample_is_bounded_repeatable_and_of_all_files(tmp_path):
     for step in range(10):
         write_records(tmp_path, drawn(step, 300), step=step)
-    first, again = (read_tokens(tmp_path, max_points=500, max_shown=0) for _ in range(2))
+    first, again = (read(tmp_path, 500) for _ in range(2))
     assert first.points == again.points
     assert {len(column) for column in first.points.values()} == {500}
     by_step = Counter(first.points["step"])
     assert all(25 <= by_step[step] <= 80 for step in range(10)), by_step  # 50 ± 4 standard deviations
-    assert first.shown == []
 
 
 def test_a_sequence_is_shown_at_the_update_that_stopped_most(tmp_path):
@@ -111,9 +118,9 @@ def test_a_sequence_is_shown_at_the_update_that_stopped_most(tmp_path):
         "kept": [True, True, False, False, True, False], "token_id": [12, 11, 10, 12, 11, 10],
     }  # fmt: skip
     write_records(tmp_path, columns)
-    (shown,) = read_tokens(tmp_path, **MANY).shown
-    assert (shown.update, shown.num_stopped, shown.num_tokens) == (1, 2, 3)
-    assert shown.columns["token_id"] == [10, 11, 12]
+    (one,) = shown(tmp_path)
+    assert (one.score.update, one.score.stopped, one.score.tokens) == (1, 2, 3)
+    assert one.columns["token_id"] == [10, 11, 12]
 
 
 def test_text_is_bounded_and_no_sequence_is_cut(tmp_path):
@@ -123,13 +130,12 @@ def test_text_is_bounded_and_no_sequence_is_cut(tmp_path):
         "kept": [False] * 500,
     }
     write_records(tmp_path, columns)
-    shown = read_tokens(tmp_path, max_points=0, max_shown=95).shown
-    assert [one.num_tokens for one in shown] == [10] * 9
+    assert [len(one.columns["token_id"]) for one in shown(tmp_path, 95)] == [10] * 9
 
 
 def test_the_same_text_is_shown_once(tmp_path):
     write_records(tmp_path, {"sequence": [1, 1, 2, 2], "token_id": [5, 6, 5, 6], "position": [0, 1, 0, 1]})
-    assert len(read_tokens(tmp_path, **MANY).shown) == 1
+    assert len(shown(tmp_path)) == 1
 
 
 def test_a_step_that_a_dump_has_in_full_is_read_from_there_alone(tmp_path):
@@ -138,27 +144,27 @@ def test_a_step_that_a_dump_has_in_full_is_read_from_there_alone(tmp_path):
     write_records(tmp_path / "dump-00000004", drawn(1, 40), step=4)
     cause = {"trigger": {"kind": "non-finite"}, "found": {"tokens": 2}}
     (tmp_path / "dump-00000004" / "trigger.rank-0000.json").write_text(json.dumps({"step": 4, "fired": [cause]}))
-    found = read_tokens(tmp_path, **MANY)
+    found = read(tmp_path)
     assert found.num_rows == 50
     assert found.dumps == [{"name": "dump-00000004", "step": 4, "causes": [cause]}]
 
 
 def test_a_dump_without_its_reason_is_still_listed(tmp_path):
     write_records(tmp_path / "dump-00000004", drawn(1, 4), step=4)
-    assert read_tokens(tmp_path, **MANY).dumps == [{"name": "dump-00000004", "step": None, "causes": []}]
+    assert read(tmp_path).dumps == [{"name": "dump-00000004", "step": None, "causes": []}]
 
 
 def test_of_too_many_rows_some_files_are_read(tmp_path, monkeypatch):
     for step in range(6):
         write_records(tmp_path, drawn(step, 10), step=step)
     monkeypatch.setattr(module, "MAX_ROWS", 30)
-    found = read_tokens(tmp_path, **MANY)
+    found = read(tmp_path)
     assert (found.num_rows, found.num_read) == (60, 30)
     assert set(found.points["step"]) == {0, 2, 4}
 
 
 def test_no_records_are_none(tmp_path):
-    assert read_tokens(tmp_path / "nowhere", **MANY) is None
+    assert read(tmp_path / "nowhere") is None
 
 
 def test_a_file_that_is_not_whole_is_an_error(tmp_path):
@@ -166,10 +172,10 @@ def test_a_file_that_is_not_whole_is_an_error(tmp_path):
     (file,) = tmp_path.glob("*.parquet")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(RecordError, match="complete Parquet file"):
-        read_tokens(tmp_path, **MANY)
+        read(tmp_path)
 
 
 def test_a_region_that_is_not_known_here_has_verdicts_too(tmp_path, monkeypatch):
     write_records(tmp_path, {"kept": [False, True]})
     monkeypatch.setattr(module, "config_from_dict", lambda plain: (_ for _ in ()).throw(TypeError))
-    assert read_tokens(tmp_path, **MANY).verdicts["stopped"] == 1
+    assert read(tmp_path).verdicts["stopped"] == 1

@@ -6,7 +6,12 @@ from trustrl.config.axes import TrustRegion
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset, presets
 from trustrl.config.statistics import BinaryTV, FullTV
+from trustrl.runs.run import Run, RunSettings
 from trustrl.tools.report.region_descriptions import facts, region_in_words, unit_of
+
+
+def run(settings=None, recipe=None):
+    return Run(path="a", name="a", source="", settings=settings or RunSettings(), rows=[], recipe=recipe or {})
 
 
 def said(region):
@@ -74,5 +79,16 @@ def test_a_divergence_has_the_unit_of_its_statistic(name, unit):
 
 
 def test_a_recipe_without_tables_has_no_facts_that_are_not_there():
-    assert "model" not in facts({})
-    assert facts({"schedule": {"seed": 0}})["seed"] == "0"
+    assert facts(run()) == {}
+    assert facts(run(recipe={"schedule": {"seed": 0}})) == {"seed": "0"}
+
+
+def test_a_run_without_a_recipe_has_the_facts_of_its_settings():
+    settings = RunSettings(engine="trl", engine_version="1.16", loss="grpo", temperature=0.7, top_p=0.9, seed=0)
+    assert facts(run(settings=settings)) == {
+        "engine": "TRL 1.16", "loss": "grpo", "sampling": "temperature 0.7, top-p 0.9", "seed": "0",
+    }  # fmt: skip
+
+
+def test_no_region_has_no_words():
+    assert region_in_words(None, {}) == ""

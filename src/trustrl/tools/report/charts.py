@@ -8,16 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trustrl.core.metrics import METRICS
-from trustrl.runner.run_verdict import rollouts, windows
+from trustrl.runner.run_verdict import rollouts
+from trustrl.tools.report.healthy_bands import Band, band_of
+from trustrl.tools.report.metric_explanations import Explanation, explained
 from trustrl.tools.report.region_descriptions import number, statistic_of, unit_of
-from trustrl.tools.report.run_folders import Run, updates_per_batch
+from trustrl.tools.report.reported_runs import ReportedRun, updates_per_row
 
 MAX_POINTS = 1000
-"""Maximum points of a line. Longer lines keep the minimum and maximum of each interval of steps."""
+"""Maximum points of a line. Longer lines keep the minimum and maximum of each interval of steps, and its mean."""
 
-SMOOTHED_FROM, WINDOWS = 250, 50
-"""Lines with this many points get a running mean over a fiftieth of them, which smooths the updates of a batch."""
+MAX_OTHERS, OTHER_POINTS = 100, 300
+"""Maximum charts of metrics that the report does not know by name, and maximum points of their lines."""
 
 Point = tuple[int, float | None]
 
@@ -30,8 +31,8 @@ class Line:
     """Index among the runs of the report."""
 
     points: list[Point]
-    mean: list[Point]
-    """Running mean; empty for short lines."""
+    means: list[Point]
+    """Mean of each interval of steps if the line was thinned, otherwise empty. Smoothing reads these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,69 +43,98 @@ class Chart:
     title: str
     unit: str
     about: str = ""
-    """Description and healthy range."""
-
     percent: bool = False
     bound: float | None = None
     """Threshold of the region, if all lines share it."""
 
+    band: Band | None = None
+    """Healthy range, if all lines share it."""
+
+    explanation: Explanation | None = None
+    other: bool = False
+    """True for a metric that the report does not know by name. The page folds these charts."""
+
     lines: list[Line]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the chart as data for the page's script."""
-        lines = [{"run": line.run, "points": line.points, "mean": line.mean} for line in self.lines]
-        own = {name: getattr(self, name) for name in self.__slots__ if name != "lines"}
-        return {**own, "lines": lines}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Metric:
+    """Metric with a chart of its own, read under the first of its names that a row has."""
+
+    key: str
+    names: tuple[str, ...]
+    title: str
+    unit: str
+    about: str = ""
+    percent: bool = False
 
 
-def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Returns every chart that at least one run has data for."""
-    measured = [run.rows for run in runs]
+_FIRST = (
+    _Metric(key="kl_k3", names=("trustrl/kl_k3",), title="KL to the anchor", unit="nats",
+            about="The k3 estimate, comparable between regions."),
+    _Metric(key="entropy", names=("trustrl/entropy", "entropy"), title="Entropy", unit="nats",
+            about="Mean over tokens. Near 0, the policy no longer explores."),
+    _Metric(key="grad_norm", names=("grad_norm",), title="Gradient norm", unit="L2", about="Before clipping."),
+    _Metric(key="mismatch", names=("trustrl/mismatch_abs_mean",), title="Sampler–trainer mismatch", unit="nats",
+            about="Mean |log π' − log μ|."),
+    _Metric(key="clipped", names=("clip_share",), title="Tokens clipped by the engine", unit="share of tokens",
+            percent=True),
+    _Metric(key="length", names=("completion_length",), title="Completion length", unit="tokens", about="Mean."),
+    _Metric(key="truncated", names=("truncated_share",), title="Truncated completions", unit="share", percent=True),
+    _Metric(key="reward_std", names=("reward_std",), title="Reward spread", unit="standard deviation in a group"),
+    _Metric(key="zero_std", names=("frac_reward_zero_std",), title="Groups of equal rewards", unit="share",
+            percent=True),
+)  # fmt: skip
+_ACTED = ("trustrl/masked_share", "trustrl/projected_share")
+
+
+def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
+    """Returns every chart that at least one run has data for, those with a name of their own first."""
+    measured = [run.run.rows for run in runs]
+    rewards = [rollouts(run.run.rows, updates_per_row(run.run)) for run in runs]
     found = [
         Chart(
-            key="reward", title="Reward", unit="mean per rollout",
-            about="One point per rollout, at its first update.",
-            lines=_lines([rollouts(run.rows, updates_per_batch(run.recipe)) for run in runs], _reader("reward")),
+            key="reward", title="Reward", unit="mean per rollout", explanation=explained("reward"),
+            about="One point per rollout, at its first update.", lines=_lines(rewards, _reader("reward")),
         ),
         Chart(
             key="accuracy", title="Held-out accuracy", unit="share of problems", about="Step 0 is before training.",
-            percent=True, lines=_lines([run.evaluations for run in runs], _reader("accuracy")),
+            percent=True, lines=_lines([run.run.evaluations for run in runs], _reader("accuracy")),
+            explanation=explained("accuracy"),
         ),
         Chart(
-            key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0 (projected: of all)",
-            about=_healthy("masked_share"), percent=True, lines=_lines(measured, _acted),
+            key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0",
+            about="Projected: of all tokens.", percent=True, lines=_lines(measured, _acted),
+            band=_band("masked_share", runs), explanation=explained("trustrl/masked_share"),
         ),
         *_divergences(runs),
-        Chart(
-            key="kl_k3", title="KL to the anchor", unit="nats", lines=_lines(measured, _reader("trustrl/kl_k3")),
-            about=f"The k3 estimate, comparable between regions. {_healthy('kl_k3')}",
-        ),
-        Chart(
-            key="entropy", title="Entropy", unit="nats", lines=_lines(measured, _reader("trustrl/entropy", "entropy")),
-            about="Entropy of the policy, mean over tokens. Near 0, the policy no longer explores.",
-        ),
-        Chart(
-            key="grad_norm", title="Gradient norm", unit="L2", about="Before clipping.",
-            lines=_lines(measured, _reader("grad_norm")),
-        ),
-        Chart(
-            key="mismatch", title="Sampler–trainer mismatch", unit="nats",
-            about=f"Mean |log π' − log μ|. {_healthy('mismatch_abs_mean')}",
-            lines=_lines(measured, _reader("trustrl/mismatch_abs_mean")),
-        ),
+        *(_chart(metric, runs) for metric in _FIRST),
     ]  # fmt: skip
-    return [chart for chart in found if chart.lines]
+    shown = {"step", "reward", *_ACTED, "trustrl/divergence_mean", "trustrl/divergence_p99"}
+    shown |= {name for metric in _FIRST for name in metric.names}
+    return [chart for chart in (*found, *_others(runs, shown)) if chart.lines]
 
 
-def _healthy(name: str) -> str:
-    return f"Healthy: {next(metric.healthy for metric in METRICS if metric.name == name)}."
+def _chart(metric: _Metric, runs: Sequence[ReportedRun]) -> Chart:
+    logged = {name for run in runs for row in run.run.rows for name in row}
+    name = next((one for one in metric.names if one in logged), metric.names[0])
+    return Chart(
+        key=metric.key, title=metric.title, unit=metric.unit, about=metric.about, percent=metric.percent,
+        band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name),
+        lines=_lines([run.run.rows for run in runs], _reader(*metric.names)),
+    )  # fmt: skip
 
 
-def _divergences(runs: Sequence[Run]) -> list[Chart]:
+def _band(name: str, runs: Sequence[ReportedRun]) -> Band | None:
+    found = {band_of(name, run.run.settings) for run in runs}
+    return found.pop() if len(found) == 1 else None
+
+
+def _divergences(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Returns charts of the mean and the 99% quantile of D, separate for each unit."""
     found = []
     for unit in dict.fromkeys(unit for run in runs if (unit := unit_of(run.region)) is not None):
-        here = [run.rows if unit_of(run.region) == unit else [] for run in runs]
+        here = [run.run.rows if unit_of(run.region) == unit else [] for run in runs]
         statistics = [one for run in runs if unit_of(run.region) == unit and (one := statistic_of(run.region))]
         bounds = {bound for one in statistics for bound in one.bounds}
         bound = bounds.pop() if len(bounds) == 1 and math.inf not in bounds else None
@@ -112,9 +142,24 @@ def _divergences(runs: Sequence[Run]) -> list[Chart]:
         about = f"{', '.join(dict.fromkeys(one.kind for one in statistics))}; lower end of the interval.{edge}"
         for name, title in (("divergence_mean", "Divergence, mean"), ("divergence_p99", "Divergence, 99% quantile")):
             lines = _lines(here, _reader(f"trustrl/{name}"))
-            key = f"{name}-{unit.split()[0]}"
-            found.append(Chart(key=key, title=title, unit=unit, about=about, bound=bound, lines=lines))
+            key, why = f"{name}-{unit.split()[0]}", explained(f"trustrl/{name}")
+            found.append(Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines))
     return found
+
+
+def _others(runs: Sequence[ReportedRun], shown: set[str]) -> list[Chart]:
+    """Returns one chart for each other metric in the rows, under the name it has there."""
+    names = sorted({name for run in runs for row in run.run.rows for name in row} - shown)
+    rows = [run.run.rows for run in runs]
+    return [
+        Chart(
+            key=f"other-{at}", title=name, unit=why.unit if why else "", explanation=why, other=True,
+            band=_band(name.removeprefix("trustrl/"), runs), percent=why is not None and why.unit == "share",
+            lines=_lines(rows, _reader(name), OTHER_POINTS),
+        )
+        for at, name in enumerate(names[:MAX_OTHERS])
+        for why in (explained(name),)
+    ]  # fmt: skip
 
 
 Reader = Callable[[Mapping[str, Any]], tuple[bool, float | None]]
@@ -132,7 +177,7 @@ def _reader(*names: str) -> Reader:
 
 
 def _acted(row: Mapping[str, Any]) -> tuple[bool, float | None]:
-    names = [name for name in ("trustrl/masked_share", "trustrl/projected_share") if name in row]
+    names = [name for name in _ACTED if name in row]
     values = [_finite(row[name]) for name in names]
     return bool(names), None if None in values else sum(value for value in values if value is not None)
 
@@ -142,24 +187,15 @@ def _finite(value: Any) -> float | None:
     return float(value) if good else None
 
 
-def _lines(rows_of_runs: Sequence[Sequence[Mapping[str, Any]]], read: Reader) -> list[Line]:
+def _lines(rows_of_runs: Sequence[Sequence[Mapping[str, Any]]], read: Reader, most: int = MAX_POINTS) -> list[Line]:
     found = ((at, points_of(rows, read)) for at, rows in enumerate(rows_of_runs))
-    return [Line(at, thinned(points), thinned(running_mean(points))) for at, points in found if points]
+    return [Line(at, thinned(points, most), interval_means(points, most)) for at, points in found if points]
 
 
 def points_of(rows: Sequence[Mapping[str, Any]], read: Reader) -> list[Point]:
     """Returns (step, value) of every row that has the metric."""
     found = ((int(row["step"]), *read(row)) for row in rows)
     return [(step, value) for step, there, value in found if there]
-
-
-def running_mean(points: Sequence[Point]) -> list[Point]:
-    """Returns the running mean over a fiftieth of the points, or an empty list for short lines."""
-    finite = [(step, value) for step, value in points if value is not None]
-    if len(finite) < SMOOTHED_FROM:
-        return []
-    means = windows([value for _, value in finite], max(2, len(finite) // WINDOWS))
-    return list(zip((step for step, _ in finite), means, strict=True))
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -171,15 +207,35 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    width = math.ceil(len(points) / max(1, most // 3))
     kept: list[Point] = []
-    for start in range(0, len(points), width):
-        stretch = points[start : start + width]
+    for stretch in _intervals(points, most):
         finite = [point for point in stretch if point[1] is not None]
         ends = [min(finite, key=_value), max(reversed(finite), key=_value)] if finite else []
         gap = [point for point in stretch if point[1] is None][:1]
         kept += sorted({*ends, *gap}, key=lambda point: point[0])
     return kept
+
+
+def interval_means(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Returns the mean of each interval of a line that `thinned` reduces, at its last step, or an empty list.
+
+    Example:
+        >>> interval_means([(step, float(step)) for step in range(8)], 6)
+        [(3, 1.5), (7, 5.5)]
+    """
+    if len(points) <= most:
+        return []
+    found: list[Point] = []
+    for stretch in _intervals(points, most):
+        finite = [value for _, value in stretch if value is not None]
+        if finite:
+            found.append((stretch[-1][0], sum(finite) / len(finite)))
+    return found
+
+
+def _intervals(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
+    width = math.ceil(len(points) / max(1, most // 3))
+    return [points[start : start + width] for start in range(0, len(points), width)]
 
 
 def _value(point: Point) -> float:

@@ -6,13 +6,13 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import MIS
 from trustrl.optional_imports import need
 
-VERDICTS = ("kept", "stopped", "down-weighted", "up-weighted", "no gradient", "not finite")
+VERDICTS = ("kept", "stopped", "down-weighted", "up-weighted", "no gradient", "not finite", "no verdict")
 """Verdicts by code, as `--json` names them."""
 
 LABELS = {name: "masked" if name == "stopped" else name for name in VERDICTS}
 """Verdicts as reports show them."""
 
-KEPT, STOPPED, DOWN, UP, NO_GRADIENT, NOT_FINITE = range(len(VERDICTS))
+KEPT, STOPPED, DOWN, UP, NO_GRADIENT, NOT_FINITE, NO_VERDICT = range(len(VERDICTS))
 WITH_GRADIENT = VERDICTS[:4]
 """Verdicts on tokens that have a gradient. The region does not affect the others."""
 
@@ -26,6 +26,7 @@ MEANINGS = {
     "up-weighted": "kept with a weight more than 1% above the ratio",
     "no gradient": "advantage or weight is 0",
     "not finite": "a log-prob, weight, or advantage is NaN or infinite",
+    "no verdict": "the run has no region",
 }
 
 
@@ -33,7 +34,7 @@ def with_verdicts(table: Any, region: Region | None) -> Any:
     """Adds a column `verdict` to the table.
 
     Weights are compared with the ratio π/b, or with π/μ if the region also corrects the sampler mismatch. Weights that
-    belong to a whole sequence are not compared.
+    belong to a whole sequence are not compared. Tokens that no region decided on have the verdict "no verdict".
     """
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     logp, weight, advantage = table["policy_logp"], table["weight"], table["advantage"]
@@ -41,9 +42,10 @@ def with_verdicts(table: Any, region: Region | None) -> Any:
     compared = _weighs_tokens(region)
     lower = pc.and_(compared, pc.less(weight, pc.multiply(ratio, 1 - TOLERANCE)))
     higher = pc.and_(compared, pc.greater(weight, pc.multiply(ratio, 1 + TOLERANCE)))
-    finite = pc.and_(pc.is_finite(logp), pc.and_(pc.is_finite(weight), pc.is_finite(advantage)))
+    finite = pc.and_(pc.is_finite(logp), pc.and_(pc.fill_null(pc.is_finite(weight), True), pc.is_finite(advantage)))
     cases = [
         (pc.invert(finite), NOT_FINITE),
+        (pc.is_null(table["kept"]), NO_VERDICT),
         (pc.equal(advantage, 0.0), NO_GRADIENT),
         (pc.invert(table["kept"]), STOPPED),
         (pc.equal(weight, 0.0), NO_GRADIENT),

@@ -8,6 +8,7 @@ from trustrl.config import regions as settings
 from trustrl.config.axes import AnchoredRegion, PrefixBudget, Region, TrustRegion, reads_ages
 from trustrl.config.statistics import Divergence, Statistic
 from trustrl.config.terms import MIS, TIS
+from trustrl.runs.run import Run, RunSettings
 
 MEASURES = {
     "ratio": ("|π/{b} − 1|", "ratio"),
@@ -51,7 +52,9 @@ def anchor_of(region: Region | None) -> str:
 
 
 def region_in_words(region: Region | None, plain: Mapping[str, Any]) -> str:
-    """Describes in one or two sentences what the region does to a token."""
+    """Describes in one or two sentences what the region does to a token. Returns an empty text without a region."""
+    if region is None and not plain:
+        return ""
     if region is None:
         return f"{plain.get('kind', 'no region')}, which is not registered here: {_listed(plain)}."
     say = _OWN_WORDS.get(type(region))
@@ -188,28 +191,50 @@ def _correction(correction: Any) -> str:
 FACT_LABELS = {"a step": "batch", "updates a batch": "updates per batch"}
 """Names of facts that reports show differently from `--json`."""
 
+_PROPER = {"trl": "TRL", "vllm": "vLLM", "skyrl": "SkyRL"}
 
-def facts(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Returns short facts about a recipe by name, omitting those it does not have."""
 
+def facts(run: Run) -> dict[str, str]:
+    """Returns short facts about a run by name, omitting those that its files do not contain."""
+    found = _recipe_facts(run.recipe) if run.recipe else _settings_facts(run.settings)
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def _recipe_facts(recipe: Mapping[str, Any]) -> dict[str, Any]:
     def of(table: str, key: str, default: Any = None) -> Any:
         found = recipe.get(table)
         return found.get(key, default) if isinstance(found, Mapping) else default
 
     ranks, device = (of("engine", "nodes") or 1) * (of("engine", "ranks_per_node") or 1), of("engine", "device")
     prompts, completions = of("schedule", "prompts_per_step"), of("schedule", "completions_per_prompt")
-    known = {"trl": "TRL", "vllm": "vLLM"}
-    found = {
+    return {
         "model": _joined(of("model", "name"), of("model", "dtype")),
         "task": of("task", "name"),
-        "engine": _joined(known.get(of("engine", "name"), of("engine", "name")), device and f"{ranks} × {device}"),
-        "sampler": _joined(known.get(of("sampler", "kind"), of("sampler", "kind")), of("sampler", "dtype")),
+        "engine": _joined(_PROPER.get(of("engine", "name"), of("engine", "name")), device and f"{ranks} × {device}"),
+        "sampler": _joined(_PROPER.get(of("sampler", "kind"), of("sampler", "kind")), of("sampler", "dtype")),
         "a step": prompts and f"{prompts} × {completions} completions",
         "updates a batch": of("schedule", "updates_per_batch"),
         "learning rate": of("optimiser", "learning_rate"),
         "seed": of("schedule", "seed"),
     }
-    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def _settings_facts(settings: RunSettings) -> dict[str, Any]:
+    engine = _PROPER.get(settings.engine or "", settings.engine)
+    version = f" {settings.engine_version}" if settings.engine_version else ""
+    sampling = [("temperature", settings.temperature), ("top-p", settings.top_p), ("top-k", settings.top_k)]
+    return {
+        "model": _joined(settings.model, settings.trainer_dtype),
+        "task": settings.task,
+        "engine": engine and f"{engine}{version}",
+        "loss": settings.loss,
+        "sampler": settings.sampler_dtype,
+        "sampling": _joined(*(f"{name} {value}" for name, value in sampling if value is not None)),
+        "completions per prompt": settings.completions_per_prompt,
+        "updates a batch": settings.updates_per_batch,
+        "learning rate": settings.learning_rate,
+        "seed": settings.seed,
+    }
 
 
 def _joined(*parts: Any) -> str:

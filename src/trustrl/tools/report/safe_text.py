@@ -21,8 +21,13 @@ MOST_MARKS = 3
 WHITE = {"\n": "⏎", "\t": "⇥"}
 
 
-def visible(text: str, longest: int = LONGEST) -> str:
+def visible(text: str, longest: int = LONGEST, *, lines: bool = False) -> str:
     r"""Escapes characters that are invisible or change how the rest of the text is displayed.
+
+    Args:
+        text: The text.
+        longest: Maximum number of characters. The rest is replaced by an ellipsis.
+        lines: Keep line ends and tabs, for text that is shown on several lines.
 
     Example:
         >>> visible("a\n\u202eb\x00")
@@ -31,6 +36,10 @@ def visible(text: str, longest: int = LONGEST) -> str:
     cut = text if len(text) <= longest else text[: longest - 1] + "…"
     shown, marks = [], 0
     for character in cut:
+        if lines and character in WHITE:
+            shown.append(character)
+            marks = 0
+            continue
         kind = unicodedata.category(character)
         marks = marks + 1 if kind[0] == "M" else 0
         if marks and not shown:

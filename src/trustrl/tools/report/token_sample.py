@@ -1,53 +1,69 @@
-"""Recorded tokens of a run: a sample for the scatter plots, the most masked sequences, and counts over all tokens.
+"""Recorded tokens of a run: a sample for the scatter plots, scores of each sequence, and counts over all tokens.
 
-Files are read one at a time and all limits are fixed, so memory does not grow with the length of a run.
+Files are read one at a time and all limits are fixed, so memory does not grow with the number of tokens.
 """
 
+import json
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
 from trustrl.optional_imports import need
+from trustrl.recording import storage
 from trustrl.recording.record_files import parts_in, read_table
-from trustrl.tools.report.recorded_actions import DOWN, STOPPED, UP, VERDICTS, with_verdicts
-from trustrl.tools.report.run_folders import read_json
+from trustrl.recording.storage import Place
+from trustrl.tools.report.recorded_actions import DOWN, NO_VERDICT, STOPPED, UP, VERDICTS, with_verdicts
 
 SEED = 0
 MAX_ROWS = 3_000_000
 """Maximum rows to read for one run. Longer runs are read every second, third, … file."""
 
-MAX_SEQUENCES = 200
 MOST_STOPPED = 20
 COLUMNS = (
     "step", "update", "sequence", "position", "token_id", "advantage", "behavior_logp", "proximal_logp", "policy_logp",
     "weight", "kept", "divergence_lower", "divergence_upper", "entropy",
 )  # fmt: skip
-NUMBERS = (
-    "advantage", "behavior_logp", "proximal_logp", "policy_logp", "weight", "divergence_lower", "divergence_upper",
-    "entropy",
-)  # fmt: skip
+POINTS = {
+    "mu": "mu",
+    "pi": "policy_logp",
+    "verdict": "verdict",
+    "token_id": "token_id",
+    "step": "step",
+    "update": "update",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class ShownSequence:
-    """A sequence at one update, whose tokens the page shows."""
+class SequenceScore(NamedTuple):
+    """Scores of a sequence at the update that masked most of it. A score is None if its columns are missing."""
 
-    sequence: int
-    step: int
-    update: int
-    num_stopped: int
-    num_changed: int
+    stopped: int
+    changed: int
     """Number of reweighted tokens."""
 
-    num_tokens: int
-    columns: Mapping[str, list[Any]]
+    log_ratio: float | None
+    """Largest |log π − log μ|."""
+
+    gap: float | None
+    """Largest |log π' − log μ|."""
+
+    tokens: int
+    advantage: float | None
+    """Mean over the tokens."""
+
+    step: int
+    update: int
+    file: Place
+
+    @property
+    def rank(self) -> tuple[int, int, float]:
+        """Order of the updates of a sequence; the largest is shown."""
+        return self.stopped, self.changed, self.log_ratio or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +78,7 @@ class TokenSample:
     """Tokens read with A ≠ 0 and finite log π and A. Shares refer to these, as in the metrics and in audits."""
 
     verdicts: dict[str, int]
-    """Number of tokens read, by verdict."""
+    """Number of tokens read, by verdict; empty if no region decided on them."""
 
     points: Mapping[str, list[Any]]
     """A sample of the tokens: `mu`, `pi` (log-probs), `verdict`, `token_id`, `step`, `update`."""
@@ -70,7 +86,9 @@ class TokenSample:
     mu: str
     """Symbol of the policy whose log-prob `mu` is: μ, or π' if the records have no sampler log-probs."""
 
-    shown: list[ShownSequence]
+    scores: Mapping[int, SequenceScore]
+    """Scores by sequence."""
+
     most_stopped: list[dict[str, Any]]
     dumps: list[dict[str, Any]]
 
@@ -79,39 +97,37 @@ class TokenSample:
 class _Seen:
     """Accumulator over files."""
 
-    points: dict[str, list[Any]] = field(
-        default_factory=lambda: {k: [] for k in ("mu", "pi", "verdict", "token_id", "step", "update")}
-    )
+    points: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in POINTS})
     verdicts: Counter[int] = field(default_factory=Counter)
     tokens: dict[int | None, list[float]] = field(default_factory=dict)
     """By id: tokens with A ≠ 0, masked, masked while rising, and sums of exp(mu) and exp(pi) over masked tokens."""
 
-    best: dict[int, tuple[int, int, int, Path, int]] = field(default_factory=dict)
-    """By sequence: (masked, reweighted, tokens, file, update) at the update that masked most."""
-
+    scores: dict[int, SequenceScore] = field(default_factory=dict)
     symbols: set[str] = field(default_factory=set)
 
 
-def record_files(folder: Path) -> list[Path]:
+def record_files(folders: Sequence[str]) -> list[Place]:
     """Returns the record files of a run. A dump that has a step in full replaces the sample of that step."""
-    found = {file.name: file for file in parts_in(folder)}
-    found |= {file.name: file for file in sorted(folder.glob("dump-*/step-*.parquet"))}
+    found: dict[tuple[str, str], Place] = {}
+    for folder in folders:
+        place = storage.place(folder)
+        found |= {(folder, file.name): file for file in parts_in(place)}
+        found |= {(folder, file.name): file for dump in storage.entries(place, "dump-*") for file in parts_in(dump)}
     return [found[name] for name in sorted(found)]
 
 
-def read_tokens(folder: Path, *, max_points: int, max_shown: int) -> TokenSample | None:
-    """Reads the records in a folder. Returns None if it has none.
+def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | None:
+    """Reads the records of a run. Returns None if it has none.
 
     Args:
-        folder: The folder `records/` of a run.
+        folders: Folders of records.
         max_points: Maximum tokens in the scatter plots.
-        max_shown: Maximum tokens to show as text.
 
     Raises:
         RecordError: If a file cannot be read.
         MissingPackageError: If pyarrow is not installed.
     """
-    files = record_files(folder)
+    files = record_files(folders)
     if not files:
         return None
     counts = [_num_rows(file) for file in files]
@@ -124,30 +140,32 @@ def read_tokens(folder: Path, *, max_points: int, max_shown: int) -> TokenSample
         low, high = bisect_left(wanted, start), bisect_left(wanted, start + count)
         _take_in(seen, file, [at - start for at in wanted[low:high]])
         start += count
+    decided = set(seen.verdicts) != {NO_VERDICT}
     return TokenSample(
         num_rows=sum(counts),
         num_read=num_read,
         num_signed=int(sum(signed for signed, *_ in seen.tokens.values())),
-        verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)},
+        verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)} if decided else {},
         points=seen.points,
         mu="μ" if "μ" in seen.symbols else "π'",
-        shown=list(_shown(seen, max_shown)),
+        scores=seen.scores,
         most_stopped=_most_stopped(seen),
-        dumps=[_dump(one) for one in sorted(folder.glob("dump-*")) if one.is_dir()],
+        dumps=[_dump(one) for folder in folders for one in storage.entries(storage.place(folder), "dump-*")],
     )
 
 
-def _num_rows(file: Path) -> int:
+def _num_rows(file: Place) -> int:
     """Returns the row count from the file footer, or 0 if it has none; `read_table` then raises."""
     pq, pa = need("pyarrow.parquet", extra="records"), need("pyarrow", extra="records")
     try:
-        return pq.read_metadata(file).num_rows
+        with storage.readable(file) as source:
+            return pq.read_metadata(source).num_rows
     except (pa.ArrowException, OSError):
         return 0
 
 
-def _decided(file: Path) -> tuple[Any, str]:
-    """Returns the rows with verdicts and a column `mu`, and the symbol of the policy that `mu` belongs to."""
+def decided(file: Place) -> tuple[Any, str]:
+    """Returns the rows of a file with verdicts and a column `mu`, and the symbol of the policy that `mu` belongs to."""
     table, plain = read_table(file, COLUMNS)
     table = with_verdicts(table.combine_chunks(), _region(plain))
     symbol = "μ" if table["behavior_logp"].null_count < len(table) else "π'"
@@ -161,94 +179,70 @@ def _region(plain: dict[str, Any] | None) -> Region | None:
         return None
 
 
-def _take_in(seen: _Seen, file: Path, places: list[int]) -> None:
+def _take_in(seen: _Seen, file: Place, places: list[int]) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
-    table, symbol = _decided(file)
+    table, symbol = decided(file)
     seen.symbols.add(symbol)
     chosen = table.take(pa.array(places, pa.int64()))
-    for name, column in (
-        ("mu", "mu"),
-        ("pi", "policy_logp"),
-        ("verdict", "verdict"),
-        ("token_id", "token_id"),
-        ("step", "step"),
-        ("update", "update"),
-    ):
+    for name, column in POINTS.items():
         seen.points[name] += chosen[column].to_pylist()
     for one in pc.value_counts(table["verdict"]).to_pylist():
         seen.verdicts[one["values"]] += one["counts"]
-    stopped = pc.equal(table["verdict"], STOPPED)
-    changed = pc.is_in(table["verdict"], value_set=pa.array([DOWN, UP], pa.int8()))
-    advantage = table["advantage"]
-    finite = pc.and_(pc.is_finite(table["policy_logp"]), pc.is_finite(advantage))
-    signed = pc.fill_null(pc.and_(finite, pc.not_equal(advantage, 0.0)), True)
-    rising = pc.and_(stopped, pc.fill_null(pc.greater(table["policy_logp"], table["mu"]), False))
+    _count_tokens(seen, table)
+    _score_sequences(seen, table, file)
 
-    def whole(flags: Any) -> Any:
-        return pc.cast(flags, pa.int64())
+
+def _count_tokens(seen: _Seen, table: Any) -> None:
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    stopped = pc.equal(table["verdict"], STOPPED)
+    finite = pc.and_(pc.is_finite(table["policy_logp"]), pc.is_finite(table["advantage"]))
+    signed = pc.fill_null(pc.and_(finite, pc.not_equal(table["advantage"], 0.0)), True)
+    rising = pc.and_(stopped, pc.fill_null(pc.greater(table["policy_logp"], table["mu"]), False))
 
     def where_stopped(logp: Any) -> Any:
         return pc.if_else(stopped, pc.fill_null(pc.exp(pc.cast(logp, pa.float64())), 0.0), 0.0)
 
     flags = pa.table(
         {
-            "token_id": table["token_id"], "sequence": table["sequence"], "update": table["update"],
-            "signed": whole(signed), "stopped": whole(stopped), "changed": whole(changed), "rising": whole(rising),
+            "token_id": table["token_id"], "signed": pc.cast(signed, pa.int64()),
+            "stopped": pc.cast(stopped, pa.int64()), "rising": pc.cast(rising, pa.int64()),
             "mu": where_stopped(table["mu"]), "pi": where_stopped(table["policy_logp"]),
         }
     )  # fmt: skip
-    by_token = flags.group_by("token_id").aggregate(
-        [(name, "sum") for name in ("signed", "stopped", "rising", "mu", "pi")]
-    )
-    for one in by_token.to_pylist():
+    names = ("signed", "stopped", "rising", "mu", "pi")
+    for one in flags.group_by("token_id").aggregate([(name, "sum") for name in names]).to_pylist():
         sums = seen.tokens.setdefault(one["token_id"], [0.0] * 5)
-        for at, name in enumerate(("signed_sum", "stopped_sum", "rising_sum", "mu_sum", "pi_sum")):
-            sums[at] += one[name] or 0
-    by_sequence = flags.group_by(["sequence", "update"]).aggregate(
-        [("stopped", "sum"), ("changed", "sum"), ("stopped", "count")]
-    )
-    for one in by_sequence.to_pylist():
-        found = (one["stopped_sum"], one["changed_sum"], one["stopped_count"], file, one["update"])
-        if found[:2] > seen.best.get(one["sequence"], (-1, -1))[:2]:
-            seen.best[one["sequence"]] = found
+        for at, name in enumerate(names):
+            sums[at] += one[f"{name}_sum"] or 0
 
 
-def _shown(seen: _Seen, max_shown: int) -> Iterator[ShownSequence]:
-    """Yields the sequences with the most masked, then reweighted, tokens that fit within the limits."""
-    ranked = sorted(seen.best.items(), key=lambda item: (-item[1][0], -item[1][1], str(item[1][3]), item[0]))
-    chosen, room = [], max_shown
-    for sequence, best in ranked:
-        if best[2] <= room and len(chosen) < MAX_SEQUENCES:
-            room -= best[2]
-            chosen.append((sequence, best))
-    rows = {}
-    for file in dict.fromkeys(best[3] for _, best in chosen):
-        rows |= {(file, *key): found for key, found in _rows_of(file, {s for s, best in chosen if best[3] == file})}
-    known = set()
-    for sequence, (stopped, changed, num_tokens, file, update) in chosen:
-        columns = rows[file, sequence, update]
-        text = (file, update, *columns["token_id"])
-        if text in known:  # the same completion, sampled twice for one prompt
-            continue
-        known.add(text)
-        yield ShownSequence(sequence, columns["step"][0], update, stopped, changed, num_tokens, columns)
-
-
-def _rows_of(file: Path, sequences: set[int]) -> Iterator[tuple[tuple[int, int], dict[str, list[Any]]]]:
+def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
-    table, _ = _decided(file)
-    table = table.filter(pc.is_in(table["sequence"], value_set=pa.array(sorted(sequences), pa.int64())))
-    table = table.sort_by([("sequence", "ascending"), ("update", "ascending"), ("position", "ascending")])
-    columns = {
-        name: table[name].to_pylist()
-        for name in ("sequence", "update", "step", "position", "token_id", "verdict", *NUMBERS)
-    }
-    keys = list(zip(columns["sequence"], columns["update"], strict=True))
-    start = 0
-    for at in range(1, len(keys) + 1):
-        if at == len(keys) or keys[at] != keys[start]:
-            yield keys[start], {name: values[start:at] for name, values in columns.items()}
-            start = at
+
+    def distance(one: Any, other: Any) -> Any:
+        found = pc.abs(pc.subtract(one, other))
+        return pc.if_else(pc.is_finite(found), found, None)
+
+    scores = pa.table(
+        {
+            "sequence": table["sequence"], "update": table["update"], "step": table["step"],
+            "stopped": pc.cast(pc.equal(table["verdict"], STOPPED), pa.int64()),
+            "changed": pc.cast(pc.is_in(table["verdict"], value_set=pa.array([DOWN, UP], pa.int8())), pa.int64()),
+            "log_ratio": distance(table["policy_logp"], table["mu"]),
+            "gap": distance(table["proximal_logp"], table["behavior_logp"]),
+            "advantage": pc.if_else(pc.is_finite(table["advantage"]), table["advantage"], None),
+        }
+    )  # fmt: skip
+    wanted = [
+        ("stopped", "sum"), ("changed", "sum"), ("log_ratio", "max"), ("gap", "max"), ("stopped", "count"),
+        ("advantage", "mean"), ("step", "min"),
+    ]  # fmt: skip
+    grouped = scores.group_by(["sequence", "update"]).aggregate(wanted)
+    names = ["sequence", *(f"{name}_{how}" for name, how in wanted), "update"]
+    for sequence, *numbers in zip(*(grouped[name].to_pylist() for name in names), strict=True):
+        score = SequenceScore(*numbers, file)
+        if sequence not in seen.scores or score.rank > seen.scores[sequence].rank:
+            seen.scores[sequence] = score
 
 
 def _most_stopped(seen: _Seen) -> list[dict[str, Any]]:
@@ -263,11 +257,17 @@ def _most_stopped(seen: _Seen) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _dump(folder: Path) -> dict[str, Any]:
+def _dump(folder: Place) -> dict[str, Any]:
     """Returns the step of a dump and the triggers that fired."""
-    about = next(
-        (found for file in sorted(folder.glob("trigger.*.json")) if isinstance(found := read_json(file), dict)), {}
-    )
+    files = storage.entries(folder, "trigger.*.json")
+    about = next((found for file in files if isinstance(found := _json(file), dict)), {})
     fired = about.get("fired")
     causes = [one for one in fired if isinstance(one, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
+
+
+def _json(file: Place) -> Any:
+    try:
+        return json.loads(storage.read_bytes(file))
+    except (OSError, ValueError):
+        return None

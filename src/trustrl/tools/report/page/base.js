@@ -14,6 +14,9 @@ function unpack(base64, Kind) {
   return new Kind(Uint8Array.from(atob(base64), (one) => one.charCodeAt(0)).buffer);
 }
 
+const KINDS = { position: Int32Array, step: Int32Array, text: Int32Array, verdict: Int8Array };
+const unpacked = (columns) => Object.fromEntries(Object.entries(columns).map(([name, x]) => [name, unpack(x, KINDS[name] ?? Float32Array)]));
+
 const letter = (run) => (run < 26 ? String.fromCharCode(65 + run) : `R${run + 1}`);
 const style = (run) => `c${run % 8} d${(run + Math.floor(run / 8)) % 6}`;
 const many = DATA.runs.length > 1;

@@ -1,22 +1,26 @@
-// Draws the charts, and the tokens of one run at a time.
-const KINDS = { position: Int32Array, step: Int32Array, text: Int32Array, verdict: Int8Array };
-const unpacked = (columns) => Object.fromEntries(Object.entries(columns).map(([name, x]) => [name, unpack(x, KINDS[name] ?? Float32Array)]));
-
+// Draws the charts, and the tokens and completions of one run at a time.
+viewControls();
 for (const chart of DATA.charts) lineChart(chart);
 for (const canvas of document.querySelectorAll("canvas.shape")) legendMark(canvas);
 
-const picker = document.getElementById("run");
-if (picker) {
-  picker.addEventListener("change", () => choose(Number(picker.value)));
-  choose(Number(picker.value));
+const area = document.getElementById("sequences");
+if (area) tipsIn(area);
+for (const button of document.querySelectorAll("button.find")) {
+  button.addEventListener("click", () => area && findToken(button.textContent));
 }
+const picker = document.getElementById("run");
+const firstRun = DATA.tokens.findIndex((one) => one !== null);
+if (picker) picker.addEventListener("change", () => choose(Number(picker.value)));
+if (firstRun >= 0) choose(picker ? Number(picker.value) : firstRun);
+live();
 
 function choose(run) {
   for (const part of document.querySelectorAll("[data-run]")) part.hidden = Number(part.dataset.run) !== run;
   const packed = DATA.tokens[run];
-  const tokens = { ...packed, points: unpacked(packed.points), rows: unpacked(packed.rows) };
-  scatterPair(tokens);
-  textOf(tokens);
+  const tokens = { ...packed, points: packed.points && unpacked(packed.points), rows: unpacked(packed.rows) };
+  for (const box of document.querySelectorAll(".scatters")) box.hidden = !tokens.points;
+  if (tokens.points) scatterPair(tokens);
+  completionsOf(tokens);
 }
 
 function legendMark(canvas) {

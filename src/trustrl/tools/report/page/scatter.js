@@ -1,7 +1,7 @@
 // Scatter plots of ratio and probability gap: canvas, one shape and color per verdict.
 const TALL = 340;
-const INK = ["--v-kept", "--v-stopped", "--v-down", "--v-up", "--v-none", "--v-bad"];
-const ORDER = [4, 0, 3, 2, 1]; // the most important verdict is drawn last; non-finite tokens cannot be plotted
+const INK = ["--v-kept", "--v-stopped", "--v-down", "--v-up", "--v-none", "--v-bad", "--v-kept"];
+const ORDER = [4, 6, 0, 3, 2, 1]; // the most important verdict is drawn last; non-finite tokens cannot be plotted
 const BINS = [0, 1e-4, 1e-3, 0.01, 0.1, 0.5, 0.9, 0.99, 1];
 const LEAST = 1e-6; // probabilities closer to 0 or 1 are drawn at the edge
 
@@ -22,7 +22,7 @@ function mark(ink, code, x, y, r) {
   }
 }
 
-const filled = (code) => code === 0;
+const filled = (code) => code === 0 || code === 6;
 
 function scatterPair(tokens) {
   const n = tokens.points.mu.length;
@@ -56,7 +56,8 @@ function scatter(spec) {
   const plot = put(figure, "div", { class: "plot" });
   const counts = DATA.verdicts.map((_, code) => usable.filter((i) => tokens.points.verdict[i] === code).length);
   const said = DATA.verdicts.map((one, code) => `${counts[code]} ${one.name}`).filter((_, code) => counts[code]);
-  const label = `${spec.title} over ${tokens.mu}, of ${usable.length} sampled tokens: ${said.join(", ")}. The table below lists the numbers.`;
+  const split = tokens.decided ? `: ${said.join(", ")}` : "";
+  const label = `${spec.title} over ${tokens.mu}, of ${usable.length} sampled tokens${split}. The table below lists the numbers.`;
   const canvas = put(plot, "canvas", { role: "img", "aria-label": label, tabindex: 0, height: TALL });
   const readout = put(figure, "p", { class: "readout" });
   let spots = null;
@@ -77,18 +78,20 @@ function scatter(spec) {
     const { mu, pi, verdict, step, text } = tokens.points;
     const [was, is] = [Math.exp(mu[i]), Math.exp(pi[i])];
     const numbers = `${tokens.mu} ${number(was)}, π ${number(is)}, ratio ${number(is / was)}, gap ${number(is - was)}`;
-    return `‘${DATA.texts[text[i]]}’ at step ${step[i]}, ${DATA.verdicts[verdict[i]].name}: ${numbers}`;
+    const name = tokens.decided ? `, ${DATA.verdicts[verdict[i]].name}` : "";
+    return `‘${DATA.texts[text[i]]}’ at step ${step[i]}${name}: ${numbers}`;
   }
 
   asTable(figure, (details) => {
-    const heads = [tokens.mu, "tokens", "masked", "share", spec.log ? "median ratio" : "median gap", spec.log ? "highest ratio" : "largest gap"];
+    const verdicts = tokens.decided ? ["masked", "share"] : [];
+    const heads = [tokens.mu, "tokens", ...verdicts, spec.log ? "median ratio" : "median gap", spec.log ? "highest ratio" : "largest gap"];
     const rows = BINS.slice(1).map((high, bin) => {
       const here = usable.map((i, k) => [Math.exp(tokens.points.mu[i]), k]).filter(([p]) => p >= BINS[bin] && (p < high || high === 1)).map(([, k]) => k);
       const stopped = here.filter((k) => tokens.points.verdict[usable[k]] === 1).length;
       const sorted = here.map((k) => values[k]).sort((a, c) => a - c);
       const most = spec.log ? sorted.at(-1) : sorted.reduce((x, y) => (Math.abs(y) > Math.abs(x) ? y : x), 0);
-      return [`${number(BINS[bin])} to ${number(high)}`, here.length, stopped, number(here.length ? stopped / here.length : null, true),
-        number(sorted[sorted.length >> 1]), number(here.length ? most : null)];
+      const shares = tokens.decided ? [stopped, number(here.length ? stopped / here.length : null, true)] : [];
+      return [`${number(BINS[bin])} to ${number(high)}`, here.length, ...shares, number(sorted[sorted.length >> 1]), number(here.length ? most : null)];
     });
     table(details, `${spec.title}, sampled tokens by ${tokens.mu}`, heads, rows);
   });
@@ -148,8 +151,8 @@ function paint(canvas, spec, values, [low, high], width) {
   const spots = { x: new Float32Array(usable.length), y: new Float32Array(usable.length) };
   usable.forEach((i, k) => ((spots.x[k] = x(Math.exp(tokens.points.mu[i]))), (spots.y[k] = y(values[k]))));
   for (const code of ORDER) {
-    const size = code === 0 || code === 4 ? 2.2 : 3.4;
-    ink.globalAlpha = code === 0 ? 0.55 : code === 4 ? 0.6 : 0.9;
+    const size = code === 0 || code === 4 || code === 6 ? 2.2 : 3.4;
+    ink.globalAlpha = filled(code) ? 0.55 : code === 4 ? 0.6 : 0.9;
     ink.strokeStyle = ink.fillStyle = colour(INK[code]);
     ink.lineWidth = code === 1 ? 1.4 : 1;
     ink.beginPath();

@@ -1,0 +1,94 @@
+"""`trustrl watch RUN...`: follows runs in the terminal and, with --out, on a page that reloads itself."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from trustrl.cli.shared_options import prepare_file, written
+from trustrl.errors import ConfigError, MissingPackageError
+
+Show = Callable[[str], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `trustrl watch`."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="Run of any trainer, as for `trustrl report`")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="Keep writing an HTML page that reloads itself")
+    parser.add_argument(
+        "--every", type=float, default=10.0, metavar="SECONDS",
+        help="Look for new data at this interval (default: 10). Long runs are read less often",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows the runs until they end or Ctrl-C is pressed. Returns 1 if a run failed or cannot be read."""
+    from trustrl.tools.report.live_view import live_reports
+    from trustrl.tools.report.terminal_text import text
+
+    if not 0 < options.every < float("inf"):
+        raise ConfigError(f"--every must be a positive number of seconds, got {options.every:g}.")
+    if options.out is not None:
+        prepare_file("--out", options.out)
+    unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    report, before = None, ""
+    with suppress(KeyboardInterrupt), _display() as show:
+        for report in live_reports(options.runs, every=options.every, with_page=options.out is not None):
+            now = text(report, unicode=unicode)
+            if now != before:
+                show(now)
+                before = now
+            _write(options.out, report, every=options.every)
+    if report is None:
+        return 1
+    _write(options.out, report, every=None)  # the last page stops reloading
+    failed = any(one.run.status == "failed" for one in report.runs)
+    return 1 if failed or any(report.notes) else 0
+
+
+def _write(out: Path | None, report: object, *, every: float | None) -> None:
+    if out is None:
+        return
+    from trustrl.runner.directory import write_whole
+    from trustrl.tools.report.html_page import page
+    from trustrl.tools.report.report_contents import Report
+
+    assert isinstance(report, Report)
+    with written("--out", out):
+        write_whole(out, page(report, reload_seconds=every))
+
+
+@contextmanager
+def _display() -> Iterator[Show]:
+    """Context manager that yields a function to show a text: in place on a terminal, one after the other elsewhere."""
+    try:
+        from trustrl.optional_imports import need
+
+        live, console, rich_text = (need(f"rich.{name}", extra="run") for name in ("live", "console", "text"))
+        screen = console.Console(file=sys.stdout)
+    except MissingPackageError:
+        screen = None
+    if screen is None or not screen.is_terminal or screen.is_dumb_terminal:
+        print("Press Ctrl-C to end.", file=sys.stderr)
+        yield _printed
+        return
+    last = ""
+
+    def shown(text: str) -> None:
+        nonlocal last
+        last = text
+        now = f"{text}\n\n{datetime.now():%H:%M:%S}, Ctrl-C ends"
+        view.update(rich_text.Text(now, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    try:
+        with live.Live(console=screen, screen=True, auto_refresh=False) as view:
+            yield shown
+    finally:
+        if last:
+            print(last)  # stays in the terminal after the full-screen view
+
+
+def _printed(text: str) -> None:
+    print(text, end="\n\n", flush=True)

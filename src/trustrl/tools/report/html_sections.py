@@ -1,0 +1,241 @@
+"""Sections of the page below the runs: curves, tokens, completions, and the explanations of metrics."""
+
+from html import escape
+from typing import Any
+
+from trustrl.runs.run import Run
+from trustrl.tools.report.charts import Chart
+from trustrl.tools.report.html_text import letter, said
+from trustrl.tools.report.page_data import edge_of
+from trustrl.tools.report.recorded_actions import LABELS, MEANINGS, VERDICTS, WITH_GRADIENT
+from trustrl.tools.report.report_contents import Report
+from trustrl.tools.report.reported_runs import measured_step
+from trustrl.tools.report.shown_completions import ShownCompletions
+from trustrl.tools.report.terminal_text import percent
+from trustrl.tools.report.token_sample import TokenSample
+
+_EDGE = '<svg width="24" height="14" aria-hidden="true"><path class="edge" d="M1 7H23"/></svg>'
+SMOOTHING = (("auto", "automatic"), ("0", "off"), ("0.02", "2%"), ("0.05", "5%"), ("0.1", "10%"), ("0.2", "20%"))
+"""Widths of the running mean, as a share of a line's points."""
+
+
+def curves_section(report: Report) -> str:
+    """Renders the frames of the charts. The script draws into them."""
+    first = "\n".join(_figure(chart) for chart in report.charts if not chart.other)
+    others = "\n".join(_figure(chart) for chart in report.charts if chart.other)
+    folded = (
+        f'<details id="others" class="others"><summary>All other metrics of the log '
+        f'({sum(chart.other for chart in report.charts)})</summary><div class="grid">{others}</div></details>'
+        if others
+        else ""
+    )
+    if not first and not others:
+        bar = ""
+        first = '<p class="hint">The run has no metrics yet.</p>'
+    else:
+        options = "".join(f'<option value="{value}">{word}</option>' for value, word in SMOOTHING)
+        bar = f"""<p class="hint">Hover over a chart, or focus it and use the arrow keys, to read a step. Drag across a
+chart, or press + and −, to zoom all of them; double-click or press 0 for the whole run. ✕ marks a non-finite value.</p>
+<div class="bar"><label for="smooth">Smoothing</label><select id="smooth" autocomplete="off">{options}</select>
+<span class="buttons" role="group" aria-label="Zoom"><button id="zoom-in" type="button" aria-label="Zoom in">+</button>
+<button id="zoom-out" type="button" aria-label="Zoom out">−</button>
+<button id="zoom-reset" type="button">Whole run</button></span>
+<output id="zoomed" for="zoom-in zoom-out zoom-reset"></output></div>"""
+    return f"""<section id="curves" aria-labelledby="curves-title">
+<h2 id="curves-title">Curves</h2>
+{bar}
+<div class="grid">
+{first}
+</div>
+{folded}
+</section>"""
+
+
+def _figure(chart: Chart) -> str:
+    band = f"Shaded: healthy ({chart.band.source})." if chart.band else ""
+    about = " ".join(filter(None, (chart.about, band)))
+    note = f'<span class="about">{said(about)}</span>' if about else ""
+    key = escape(chart.key)
+    title = said(chart.title, 200)
+    why = f' <a class="why" href="#about-{key}" aria-label="Explain: {title}">explain</a>' if chart.explanation else ""
+    return (
+        f'<figure id="chart-{key}"><figcaption><strong>{title}</strong>'
+        f'<span class="unit">{said(chart.unit)}</span>{why}{note}</figcaption><div class="plot"></div></figure>'
+    )
+
+
+def explanations_section(report: Report) -> str:
+    """Renders an entry of the metric dictionary for each chart, which the chart links to."""
+    entries = "\n".join(_explanation(chart) for chart in report.charts if chart.explanation)
+    if not entries:
+        return ""
+    return f"""<section id="explained" aria-labelledby="explained-title">
+<h2 id="explained-title">Metrics explained</h2>
+<div class="entries">
+{entries}
+</div>
+</section>"""
+
+
+def _explanation(chart: Chart) -> str:
+    one = chart.explanation
+    assert one is not None
+    engines = ", ".join(f"{engine}: {name}" for engine, name in sorted(one.elsewhere.items()))
+    parts = {
+        "definition": one.formula, "unit": one.unit, "healthy": one.healthy, "direction": one.direction,
+        "action": one.action, "in the engines' logs": engines,
+    }  # fmt: skip
+    lines = "".join(f"<div><dt>{name}</dt><dd>{said(text)}</dd></div>" for name, text in parts.items() if text)
+    key = escape(chart.key)
+    return (
+        f'<article id="about-{key}" class="entry"><h3>{said(chart.title, 200)}</h3><dl>{lines}</dl>'
+        f'<p><a href="#chart-{key}">Back to the chart</a></p></article>'
+    )
+
+
+def tokens_section(report: Report, runs: list[dict[str, Any]]) -> str:
+    """Renders counts, legend, and the frames of the scatter plots."""
+    there = [at for at, tokens in enumerate(report.tokens) if tokens is not None]
+    known = [at for at in range(len(runs)) if at in there or report.shown[at].listed]
+    picker = ""
+    if len(known) > 1:
+        options = "".join(f'<option value="{at}">{letter(at)} {said(runs[at]["label"])}</option>' for at in known)
+        picker = (
+            '<div class="bar"><label for="run">Tokens and completions of run</label>'
+            f'<select id="run" autocomplete="off">{options}</select></div>'
+        )
+    if not there:
+        return f"""<section id="tokens" aria-labelledby="tokens-title">
+<h2 id="tokens-title">Tokens</h2>
+<p class="hint">{"These runs have" if len(runs) > 1 else "This run has"} no token records. With records, this page shows
+each token's ratio and probability gap, and the region's verdict on it in the text.</p>
+{picker}
+</section>"""
+    counts = "".join(
+        _counted(at, report.runs[at].run, tokens) for at in there if (tokens := report.tokens[at]) is not None
+    )
+    without = "".join(
+        f'<p class="hint" data-run="{at}">{said(runs[at]["label"])} has no token records.</p>'
+        for at in known
+        if at not in there
+    )
+    tables = "".join(_most_stopped(at, runs[at]["tokens"]) for at in there if runs[at]["tokens"]["verdicts"])
+    return f"""<section id="tokens" aria-labelledby="tokens-title">
+<h2 id="tokens-title">Tokens</h2>
+{picker}
+{counts}{without}
+{_legend(report, there)}
+<div class="scatters">
+<figure id="scatter-ratio"><figcaption></figcaption></figure>
+<figure id="scatter-gap"><figcaption></figcaption></figure>
+</div>
+{tables}
+</section>"""
+
+
+def _legend(report: Report, there: list[int]) -> str:
+    decided = [tokens for tokens in report.tokens if tokens is not None and tokens.verdicts]
+    if not decided:
+        return ""
+    entries = "".join(
+        f'<li><canvas class="shape" data-code="{code}" aria-hidden="true"></canvas>'
+        f"<span><b>{LABELS[name]}</b> {MEANINGS[name]}</span></li>"
+        for code, name in enumerate(VERDICTS)
+        if name != "not finite"  # it cannot be plotted
+        and (name in ("kept", "stopped") or any(tokens.verdicts[name] for tokens in decided))
+    )
+    if any(edge_of(report.runs[at]) for at in there):
+        entries += f"<li>{_EDGE}<span><b>threshold</b> where the region begins to act</span></li>"
+    return f'<ul class="legend" aria-label="Legend">{entries}</ul>'
+
+
+def _counted(at: int, run: Run, tokens: TokenSample) -> str:
+    found = {name: count for name, count in tokens.verdicts.items() if count}
+    shares = [
+        f"{percent(count / tokens.num_signed)} {LABELS[name]}" for name, count in found.items() if name in WITH_GRADIENT
+    ]
+    others = [f"{count:,} {name}" for name, count in found.items() if name not in WITH_GRADIENT]
+    parts = ", ".join([*shares, *others]) or "no region decided on them"
+    read = "" if tokens.num_read == tokens.num_rows else f" ({tokens.num_read:,} of them read)"
+    drawn = len(tokens.points["mu"])
+    sample = (
+        "The plots show all of them." if drawn == tokens.num_read else f"The plots show a random sample of {drawn:,}."
+    )
+    dumps = f" Recorded in full: {', '.join(_dumped(run, one) for one in tokens.dumps)}." if tokens.dumps else ""
+    return (
+        f'<p class="hint" data-run="{at}">{said(run.name)}: {tokens.num_rows:,} recorded tokens × updates{read}, '
+        f"{tokens.num_signed:,} with A ≠ 0: {parts}. {sample}{dumps}</p>"
+    )
+
+
+def _dumped(run: Run, dump: dict[str, Any]) -> str:
+    step = dump["step"]
+    causes = []
+    for one in dump["causes"]:
+        trigger, found = one.get("trigger"), one.get("found")
+        kind = trigger.get("kind") if isinstance(trigger, dict) else "?"
+        numbers = ", ".join(f"{key} {_short(value)}" for key, value in found.items()) if isinstance(found, dict) else ""
+        causes.append(f"{kind}, {numbers}" if numbers else f"{kind}")
+    last = measured_step(run, step) if isinstance(step, int) else "?"
+    return f"steps up to {last} ({said('; '.join(causes) or 'cause unknown')})"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _most_stopped(at: int, tokens: dict[str, Any]) -> str:
+    listed = tokens["most_stopped"]
+    if not listed:
+        return f'<p class="hint table" data-run="{at}">No recorded token was masked.</p>'
+    rows = "".join(
+        f'<tr><td class="token" title="{said(one["text"])}">'
+        f'<button type="button" class="find" title="Search the completions for this token">{said(one["text"])}</button>'
+        f"</td><td>{one['token_id']}</td><td>{one['stopped']:,}</td>"
+        f"<td>{one['signed']:,}</td><td>{percent(one['stopped'] / one['signed'])}</td><td>{one['rising']:,}</td>"
+        f"<td>{one['stopped'] - one['rising']:,}</td><td>{one['mu']:.3g}</td><td>{one['pi']:.3g}</td></tr>"
+        for one in listed
+    )
+    heads = ("token", "id", "masked", "A ≠ 0", "share", "rose", "fell", "μ, mean", "π, mean")
+    head = "".join(f'<th scope="col">{word}</th>' for word in heads)
+    return f"""<div class="table" data-run="{at}"><h3 id="most-{at}">Most masked tokens</h3>
+<div class="scroll" tabindex="0" role="region" aria-labelledby="most-{at}"><table>
+<caption>Over all records. Shares are of tokens with A ≠ 0; means are over masked tokens.</caption>
+<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"""
+
+
+def completions_section(report: Report) -> str:
+    """Renders the controls of the completions. The script fills in the completions."""
+    if not any(one.listed for one in report.shown):
+        return ""
+    counts = "".join(
+        f'<p class="hint" data-run="{at}">{_chosen(one)}</p>' for at, one in enumerate(report.shown) if one.listed
+    )
+    return f"""<section id="text" aria-labelledby="text-title">
+<h2 id="text-title">Completions</h2>
+{counts}
+<div class="bar" id="controls">
+<span><label for="layout">Show</label> <select id="layout" autocomplete="off"><option value="groups">groups</option>
+<option value="list">completions</option></select></span>
+<span><label for="sort">first</label> <select id="sort" autocomplete="off"></select></span>
+<span><label for="tint">Color</label> <select id="tint" autocomplete="off"></select></span>
+<span><label for="search">Search</label> <input id="search" type="search" autocomplete="off" spellcheck="false"
+placeholder="text or token"></span>
+<label class="check"><input id="whole" type="checkbox" autocomplete="off"> whole tokens</label>
+<output id="matches" for="search whole"></output></div>
+<ul id="text-legend" class="legend" aria-label="Legend of the text"></ul>
+<div id="sequences"></div>
+<button id="more" type="button" hidden>Show more</button>
+</section>"""
+
+
+def _chosen(one: ShownCompletions) -> str:
+    rows = sum(each.columns is not None for each in one.listed)
+    what = f"All {one.num_known:,}" if len(one.listed) == one.num_known else f"{len(one.listed):,} of {one.num_known:,}"
+    how = (
+        ""
+        if len(one.listed) == one.num_known
+        else ": the worst by each measure, with their groups, and a random sample"
+    )
+    numbers = f" {rows:,} have the numbers of each token: hover over it, or use the arrow keys." if rows else ""
+    return f"{what} recorded completions{how}.{numbers}"

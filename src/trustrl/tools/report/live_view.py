@@ -1,0 +1,73 @@
+"""Reports on runs that are still training: a new one whenever files of the runs have changed."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from trustrl.errors import ConfigError, TrustRLError
+from trustrl.runs.open_run import open_runs
+from trustrl.tools.report.report_contents import Report, gather
+
+LARGEST_SHARE = 0.1
+"""Largest share of the time that is spent on reading. Long runs are therefore read less often."""
+
+Stamp = dict[str, tuple[int, int]]
+
+
+def live_reports(
+    paths: Sequence[str], *, every: float, with_page: bool, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[Report]:
+    """Yields a report on the runs, and another one each time their files have changed.
+
+    Ends when all runs have finished or failed. Files that cannot be read while a trainer writes them are read again.
+
+    Args:
+        paths: The runs. Each must exist, but may still be empty.
+        every: Seconds between two looks at the files.
+        with_page: Read the tokens and completions that a page shows.
+        sleep: Function that waits.
+
+    Raises:
+        ConfigError: If a path does not exist.
+    """
+    for path in paths:
+        if not Path(path).exists():
+            raise ConfigError(f"RUN must be a folder or file that exists, got {path}.")
+    bounds = {} if with_page else {"max_points": 0, "max_shown": 0}
+    before: Stamp | None = None
+    said = ""
+    while True:
+        began = time.monotonic()
+        now = stamp(paths)
+        if now != before:
+            before = now
+            try:
+                report = gather(open_runs(paths), **bounds)
+            except (TrustRLError, OSError) as error:
+                if str(error) != said:
+                    print(f"waiting: {error}", file=sys.stderr)
+                said = str(error)
+            else:
+                yield report
+                if all(one.run.status in ("finished", "failed") for one in report.runs):
+                    return
+        took = time.monotonic() - began
+        sleep(max(every, took * (1 / LARGEST_SHARE - 1)))
+
+
+def stamp(paths: Sequence[str]) -> Stamp:
+    """Returns size and time of change of every file of the runs. Logs next to a run directory belong to it."""
+    found: Stamp = {}
+    for path in map(Path, paths):
+        files = (
+            [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+        )
+        for file in (*files, path.resolve().with_suffix(".log")):
+            try:
+                about = file.stat()
+            except OSError:  # removed since, such as a temporary file
+                continue
+            found[str(file)] = (about.st_size, about.st_mtime_ns)
+    return found

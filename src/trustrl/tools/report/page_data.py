@@ -1,0 +1,146 @@
+"""Data that the page's script draws: charts, packed columns of tokens, and completions."""
+
+import math
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trustrl.tools.report.charts import Chart, Point
+from trustrl.tools.report.recorded_actions import LABELS, MEANINGS, VERDICTS
+from trustrl.tools.report.region_descriptions import statistic_of
+from trustrl.tools.report.report_contents import Report, text_of
+from trustrl.tools.report.reported_runs import ReportedRun, measured_step
+from trustrl.tools.report.safe_text import visible
+from trustrl.tools.report.shown_completions import NUMBERS, TRUNCATED, ShownCompletion
+from trustrl.tools.report.token_sample import TokenSample
+
+LONGEST_PROMPT, LONGEST_TEXT = 4000, 6000
+"""Maximum characters of a prompt, and of a completion whose tokens are not recorded."""
+
+
+def page_data(report: Report) -> dict[str, Any]:
+    """Returns the data that the page's script draws."""
+    words: dict[str, int] = {}
+    return {
+        "runs": [{"label": visible(one.label), "name": visible(one.run.name)} for one in report.runs],
+        "charts": [_chart(chart) for chart in report.charts],
+        "verdicts": [{"name": LABELS[name], "meaning": MEANINGS[name]} for name in VERDICTS],
+        "tokens": [_run_data(report, at, words) for at in range(len(report.runs))],
+        "texts": list(words),
+    }
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    band = chart.band
+    return {
+        "key": chart.key, "title": visible(chart.title, 200), "unit": chart.unit, "percent": chart.percent,
+        "bound": chart.bound,
+        "band": None if band is None else [_open(band.low), _open(band.high)],
+        "lines": [
+            {"run": line.run, "points": _rounded(line.points), "means": _rounded(line.means)} for line in chart.lines
+        ],
+    }  # fmt: skip
+
+
+def _open(end: float) -> float | None:
+    return end if math.isfinite(end) else None
+
+
+def _rounded(points: Sequence[Point]) -> list[Point]:
+    return [(step, None if value is None else float(f"{value:.6g}")) for step, value in points]
+
+
+def _run_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any] | None:
+    one, tokens, texts, shown = report.runs[at], report.tokens[at], report.texts[at], report.shown[at].listed
+    if tokens is None and not shown:
+        return None
+
+    def columns(found: Mapping[str, list[Any]]) -> dict[str, str]:
+        """Packs columns. Tokens become indices into the texts, and columns without recorded numbers are dropped."""
+        kinds = {"verdict": "b", "position": "i", "step": "i"}
+        there = {name: x for name, x in found.items() if name not in NUMBERS or any(one is not None for one in x)}
+        places = [words.setdefault(text_of(one, texts), len(words)) for one in there.pop("token_id")]
+        return {"text": packed("i", places), **{name: packed(kinds.get(name, "f"), x) for name, x in there.items()}}
+
+    names = ("position", "token_id", "verdict", *NUMBERS)
+    rows = {name: [x for one in shown if one.columns for x in one.columns[name]] for name in names}
+    prompts: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    completions, start = [], 0
+    for number, each in enumerate(shown):
+        completions.append(_completion(number, each, prompts, groups) | {"start": start})
+        if each.completion.text is not None and (each.columns is None or not texts):
+            completions[-1]["text"] = visible(each.completion.text, LONGEST_TEXT, lines=True)
+        start += len(each.columns["token_id"]) if each.columns else 0
+    return {
+        "points": None if tokens is None else columns(_points(one, tokens)),
+        "mu": None if tokens is None else tokens.mu,
+        "decided": tokens is not None and bool(tokens.verdicts),
+        "edge": edge_of(one),
+        "completions": completions,
+        "prompts": list(prompts),
+        "rows": columns(rows),
+    }
+
+
+def _points(one: ReportedRun, tokens: TokenSample) -> dict[str, list[Any]]:
+    points = dict(tokens.points)
+    places = zip(points.pop("step"), points.pop("update"), strict=True)
+    return {**points, "step": [measured_step(one.run, *place) for place in places]}
+
+
+def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], groups: dict[str, int]) -> dict[str, Any]:
+    one, score = shown.completion, shown.score
+    prompt = None if one.prompt is None else visible(one.prompt, LONGEST_PROMPT, lines=True)
+    found = {
+        "name": f"{one.sequence:x}"[:8] if one.sequence is not None else str(number + 1),
+        "step": one.step,
+        "prompt": None if prompt is None else prompts.setdefault(prompt, len(prompts)),
+        "group": None if one.group is None else groups.setdefault(one.group, len(groups)),
+        "task": None if one.task_id is None else visible(one.task_id),
+        "reward": _finite(one.reward),
+        "rewards": {visible(name): _finite(value) for name, value in one.rewards.items()},
+        "advantage": _finite(one.advantage if one.advantage is not None else score and score.advantage),
+        "stop": None if one.stop_reason is None else visible(one.stop_reason),
+        "truncated": one.stop_reason in TRUNCATED if one.stop_reason is not None else None,
+        "tokens": score.tokens if score else one.num_tokens,
+        "rows": len(shown.columns["token_id"]) if shown.columns else 0,
+    }
+    if score is not None:
+        found |= {"stopped": score.stopped, "changed": score.changed}
+        found |= {"log_ratio": _finite(score.log_ratio), "gap": _finite(score.gap)}
+    return {name: value for name, value in found.items() if value is not None and value != {}}
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def edge_of(one: ReportedRun) -> dict[str, Any] | None:
+    """Returns the region's threshold on the ratio or the probability gap, or None if it depends on other tokens."""
+    statistic = statistic_of(one.region)
+    if one.region is None or statistic is None or statistic.kind not in ("ratio", "binary-tv"):
+        return None
+    needs = one.region.needs()
+    if needs.sequences or needs.anchor != "behavior":
+        return None
+    low, high = (None if bound == float("inf") else bound for bound in statistic.bounds)
+    return {"on": "ratio" if statistic.kind == "ratio" else "gap", "low": low, "high": high}
+
+
+def packed(kind: str, values: Sequence[float | int | None]) -> str:
+    """Encodes numbers as little-endian base64, with None as NaN.
+
+    This takes a twentieth of the time and a third of the bytes of a JSON list.
+
+    Example:
+        >>> packed("i", [1, 2])
+        'AQAAAAIAAAA='
+    """
+    nothing = float("nan") if kind == "f" else -1
+    numbers = array(kind, [nothing if value is None else value for value in values])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return b64encode(numbers.tobytes()).decode()
