@@ -1,0 +1,58 @@
+"""Makes the runs of `seeded_runs.py`, one process each, and skips those that are done.
+
+    python benchmarks/evidence/seeded.py RUNS --engine trl verl --trl PYTHON --verl PYTHON [--only NAME ...]
+
+Each engine has an environment of its own: name its interpreter. A run ends with a file `<name>.done` that contains the
+exit code and the seconds, whatever the code. A run that was interrupted begins again.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from seeded_runs import RUNS
+
+HERE = Path(__file__).parent
+LIMIT = 900
+
+
+def make(name: str, folder: Path, python: str) -> None:
+    """Makes one run and writes the file that marks it."""
+    engine = RUNS[name].engine.removeprefix("stock ")
+    shutil.rmtree(folder / name, ignore_errors=True)
+    began = time.time()
+    with (folder / f"{name}.log").open("w") as log:
+        command = [python, "-W", "ignore", str(HERE / f"seeded_{engine}.py"), name, str(folder / name)]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            code = process.wait()
+    done = {"code": code, "seconds": round(time.time() - began)}
+    (folder / f"{name}.done").write_text(json.dumps(done))
+    print(name, done, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--engine", nargs="+", choices=["trl", "verl"], default=["trl", "verl"])
+    parser.add_argument("--trl", default=sys.executable, help="Python with TRL and vLLM")
+    parser.add_argument("--verl", default=sys.executable, help="Python with verl")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="NAME", default=list(RUNS))
+    options = parser.parse_args()
+    options.runs.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        engine = RUNS[name].engine.removeprefix("stock ")
+        if engine in options.engine and not (options.runs / f"{name}.done").exists():
+            make(name, options.runs.resolve(), getattr(options, engine))
+
+
+if __name__ == "__main__":
+    main()
