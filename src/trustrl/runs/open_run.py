@@ -1,39 +1,127 @@
-"""Opens a run directory of `trustrl run`."""
+"""Opens a run that any trainer or tracker wrote. No torch.
 
-import tomllib
+Several readers may contribute to one folder: metrics from a trainer state, completions from its dumps, settings from a
+tracker. `Run.source` and `Run.found` list them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trustrl.errors import ConfigError, RecordError
-from trustrl.recording.record_files import RECORDS
-from trustrl.runner.directory import RunDirectory
-from trustrl.runs.run import Run, RunSettings
+from trustrl.errors import ConfigError
+from trustrl.runs.part import Part, merged
+from trustrl.runs.readers import (
+    trl_completions,
+    trl_output,
+    trustrl_directory,
+    verl_config,
+    verl_console,
+    verl_dumps,
+    verl_file,
+)
+from trustrl.runs.readers.files import Files, files_of
+from trustrl.runs.run import Run
+
+READERS: tuple[Any, ...] = (trl_output, verl_file, verl_console, verl_dumps, verl_config)
+"""Readers of a folder or file, in order of preference. Each has a NAME, a phrase in LOOKS_FOR, and `read`."""
+
+_INNER = ("*/recipe.toml", "*/trainer_state.json", "*/checkpoint-*/trainer_state.json")
 
 
 def open_run(path: str | Path) -> Run:
-    """Reads a run directory.
+    """Opens the run in a folder or file.
+
+    Damaged parts of files are left out and listed in `Run.faults`.
+
+    Args:
+        path: A run directory of `trustrl run`, TRL's output_dir, a folder with verl's logs and dumps, or a file that a
+            tracker wrote. docs/reference/run-formats.md lists all formats.
 
     Raises:
-        ConfigError: If the folder is not a run directory.
-        RecordError: If a file cannot be read.
+        ConfigError: If no known format is found.
+        RecordError: If a file of `trustrl run` cannot be read.
     """
     folder = Path(path)
-    if not (folder / "recipe.toml").is_file():
-        raise ConfigError(
-            f"RUN must be a run directory that `trustrl run` created, got {folder}, which has no recipe.toml."
-        )
-    try:
-        recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise RecordError(f"{folder / 'recipe.toml'} must be valid TOML, got {error}.") from None
-    directory = RunDirectory(folder)
-    engine, records = recipe["engine"]["name"], folder / RECORDS
-    settings = RunSettings(
-        engine=engine, updates_per_batch=recipe["schedule"]["updates_per_batch"],
-        learning_rate=recipe["optimiser"]["learning_rate"], trainer_dtype=recipe["model"].get("dtype", "float32"),
-        sampler_dtype=recipe["sampler"].get("dtype", "float32"),
-    )  # fmt: skip
-    return Run(
-        path=str(path), name=recipe["name"], source="trustrl run directory", settings=settings,
-        rows=directory.rows("metrics"), evaluations=directory.rows("evaluation"),
-        row_is="batch" if engine == "verl" else "update", records=(str(records),) if records.is_dir() else (),
-    )  # fmt: skip
+    if not folder.exists():
+        raise ConfigError(f"RUN must be a folder or file that exists, got {path}.")
+    files = files_of(folder)
+    parts = _parts(files)
+    if not any(part.rows or part.evaluations or part.completions or part.records or part.recipe for part in parts):
+        raise ConfigError(_nothing(path, files, parts))
+    resolved = folder.resolve()
+    return merged(parts, str(path), resolved.stem if folder.is_file() else resolved.name)
+
+
+def _parts(files: Files) -> list[Part]:
+    ours = trustrl_directory.read(files)
+    if ours:
+        (run,) = ours
+        return [run, *_rollouts(files, run), *trustrl_directory.records_in(files)]
+    found = [part for reader in READERS for part in reader.read(files)]
+    return [*found, *trustrl_directory.records_in(files)]
+
+
+def _rollouts(files: Files, run: Part) -> list[Part]:
+    """Returns the completions that the engine of a `trustrl run` stored, with steps that count updates."""
+    if run.engine == "trl":
+        return trl_completions.read(files)
+    if run.engine != "verl":
+        return []
+    found = [part for part in verl_dumps.read(files) if part.completions is not None]
+    updates = run.settings["updates_per_batch"]
+    for part in found:
+        part.completions = _counting_updates(part.completions, updates)
+    return found
+
+
+def _counting_updates(completions: Any, updates: int) -> Callable[[], Any]:
+    return lambda: (replace(one, step=one.step * updates) for one in completions())
+
+
+def _nothing(path: str | Path, files: Files, parts: Sequence[Part]) -> str:
+    faults = [fault for part in parts for fault in part.faults]
+    if faults:
+        return f"RUN must contain metrics, completions or token records, got {path}: {'; '.join(faults[:3])}."
+    inner = sorted({files.short(file).split("/")[0] for file in files.matching(*_INNER)})
+    if inner:
+        return f"RUN must be one run, got {path}, a folder of runs. Pass {', '.join(inner[:5])} inside it."
+    known = "; ".join(f"{reader.LOOKS_FOR} ({reader.NAME})" for reader in (trustrl_directory, *READERS))
+    return f"RUN must be a run in a known format, got {path}. None of these was found: {known}."
+
+
+def open_runs(paths: Sequence[str | Path]) -> list[tuple[str, Run]]:
+    """Opens several runs. Returns each with a short label that distinguishes it from the others.
+
+    Raises:
+        ConfigError: If a path is not a run, or is given twice.
+        RecordError: If a file of `trustrl run` cannot be read.
+    """
+    resolved = [Path(path).resolve() for path in paths]
+    for path in paths:
+        if resolved.count(Path(path).resolve()) > 1:
+            raise ConfigError(f"Each RUN must be given once, got {path} twice.")
+    runs = [open_run(path) for path in paths]
+    labels = short_labels([run.name for run in runs], [Path(path) for path in paths])
+    return list(zip(labels, runs, strict=True))
+
+
+def short_labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
+    """Returns the names without their common first and last words. Adds the folder's name if two are equal.
+
+    Example:
+        >>> short_labels(["stale-ppo-7", "stale-dppo-topk-tv-7"], [Path("a"), Path("b")])
+        ['ppo', 'dppo-topk-tv']
+    """
+    if len(names) == 1:
+        return list(names)
+    words = [name.split("-") for name in names]
+    while all(len(one) > 1 and one[0] == words[0][0] for one in words):
+        words = [one[1:] for one in words]
+    while all(len(one) > 1 and one[-1] == words[0][-1] for one in words):
+        words = [one[:-1] for one in words]
+    labels = ["-".join(one) for one in words]
+    alike = [labels.count(label) > 1 for label in labels]
+    return [
+        f"{label} ({folder.name})" if two else label for label, two, folder in zip(labels, alike, folders, strict=True)
+    ]

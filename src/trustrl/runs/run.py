@@ -113,8 +113,11 @@ class Run:
     """Span of a row: one optimizer step, or all steps on a batch of rollouts. `step` counts rows of this kind,
     except in run directories of `trustrl run`, where it counts optimizer steps."""
 
+    steps_per_row: int = 1
+    """Steps that each row averages over, such as TRL's `logging_steps`."""
+
     evaluations: list[Row] = field(default_factory=list[Row])
-    """`step`, `accuracy` and, if known, `count`."""
+    """`step`, `accuracy` and, if known, `count`. Other validation metrics keep their names."""
 
     completions: Callable[[], Iterator[Completion]] = no_completions
     """Yields the completions in order of steps. Reads files only when called."""

@@ -1,0 +1,118 @@
+"""Contribution of one reader to a run, and the run that several contributions make."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trustrl.runs.missing import missing_from
+from trustrl.runs.points import Points, divided
+from trustrl.runs.run import Completion, Row, Run, RunSettings, Status, no_completions
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    """Contents of one source, such as a file or a folder of files."""
+
+    source: str
+    engine: str | None = None
+    name: str | None = None
+    rows: list[Row] = field(default_factory=list[Row])
+    evaluations: list[Row] = field(default_factory=list[Row])
+    row_is: Literal["update", "batch"] = "update"
+    steps_per_row: int = 1
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of `RunSettings` that the source contains."""
+
+    completions: Callable[[], Iterator[Completion]] | None = None
+    records: tuple[str, ...] = ()
+    recipe: dict[str, Any] = field(default_factory=dict[str, Any])
+    status: Status = "unknown"
+    seconds: float | None = None
+    last_words: str = ""
+    found: list[str] = field(default_factory=list[str])
+    faults: list[str] = field(default_factory=list[str])
+
+    def take(self, points: Points, where: str) -> None:
+        """Fills in rows, evaluations and the engine from metrics, and adds to `found`."""
+        self.engine = self.engine or points.engine()
+        self.rows, self.evaluations, score = divided(points.renamed(self.engine))
+        if self.engine == "verl":
+            self.row_is = "batch"
+        if self.rows:
+            self.found.append(f"{counted(len(self.rows), 'row')} of metrics in {where}")
+        if self.evaluations:
+            about = f", accuracy from {score}" if score else ", none with an accuracy"
+            self.found.append(f"{counted(len(self.evaluations), 'evaluation')} in {where}{about}")
+
+    @property
+    def size(self) -> int:
+        """Number of values in the rows."""
+        return sum(value is not None for row in self.rows for value in row.values())
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns the count with its noun.
+
+    Example:
+        >>> counted(1, "row"), counted(1200, "row")
+        ('1 row', '1,200 rows')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def merged(parts: Sequence[Part], path: str, name: str) -> Run:
+    """Returns one run: its rows from the part with the most values, other fields from the first part that has them.
+
+    Parts come in order of preference, which decides if two have equally many values.
+    """
+    richest = max(parts, key=lambda part: part.size)
+    ordered = [richest, *(part for part in parts if part is not richest)]
+    engine = next((part.engine for part in ordered if part.engine), None)
+    settings: dict[str, Any] = {}
+    for part in ordered:
+        settings = {**{key: value for key, value in part.settings.items() if value is not None}, **settings}
+    settings.setdefault("engine", engine)
+    chosen = RunSettings(**settings)
+    found = [one for part in parts for one in part.found]
+    others = [part.source for part in parts if part is not richest and part.rows]
+    if others:
+        found.append(f"metrics from {richest.source}, which has the most; not from {', '.join(others)}")
+    rows = richest.rows
+    completions = _first(ordered, "completions")
+    return Run(
+        path=path, name=_first(ordered, "name") or name, source=" + ".join(dict.fromkeys(p.source for p in parts)),
+        settings=chosen, rows=rows, row_is=richest.row_is, steps_per_row=richest.steps_per_row,
+        evaluations=_evaluations(ordered), completions=completions or no_completions,
+        records=tuple(dict.fromkeys(one for part in parts for one in part.records)),
+        recipe=_first(ordered, "recipe") or {}, status=_status(ordered, rows, chosen),
+        seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(found),
+        missing=missing_from(
+            engine, rows, settings, completions=completions is not None,
+            evaluated=any(part.evaluations for part in parts), recorded=any(part.records for part in parts),
+        ),
+        faults=tuple(dict.fromkeys(one for part in parts for one in part.faults)),
+    )  # fmt: skip
+
+
+def _evaluations(parts: Sequence[Part]) -> list[Row]:
+    """Returns the evaluations of the first part that has them, with the counts that other parts have."""
+    chosen = _first(parts, "evaluations") or []
+    counts = {row["step"]: row["count"] for part in parts for row in part.evaluations if row.get("count")}
+    return [
+        row if "count" in row or row["step"] not in counts else {**row, "count": counts[row["step"]]} for row in chosen
+    ]
+
+
+def _first(parts: Sequence[Part], name: str) -> Any:
+    return next((value for part in parts if (value := getattr(part, name))), None)
+
+
+def _status(parts: Sequence[Part], rows: Sequence[Mapping[str, Any]], settings: RunSettings) -> Status:
+    known = [part.status for part in parts if part.status != "unknown"]
+    if "finished" in known:
+        return "finished"
+    if "failed" in known:
+        return "failed"
+    if settings.steps_planned and rows:
+        return "finished" if rows[-1]["step"] >= settings.steps_planned else "unfinished"
+    return "unfinished" if known else "unknown"

@@ -1,0 +1,99 @@
+"""Metrics by step as a reader collects them, and their division into training rows and evaluations."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from trustrl.runs.metric_names import engine_of, is_validation, our_name, score_names
+from trustrl.runs.run import Row
+
+LARGEST_STEP = 2**53
+
+
+def number(value: Any) -> float | int | None:
+    """Returns a finite number, or None if the value is anything else.
+
+    Example:
+        >>> number(3), number(float("nan")), number("3"), number(True)
+        (3, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return value if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond float64
+        return None
+
+
+def step_number(value: Any) -> int | None:
+    """Returns the value as a step: a whole number from 0, or None.
+
+    Example:
+        >>> step_number(3.0), step_number(-1), step_number("x")
+        (3, None, None)
+    """
+    found = number(value)
+    return int(found) if found is not None and found == int(found) and 0 <= found < LARGEST_STEP else None
+
+
+class Points:
+    """Metrics by step, under the names of the source."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, dict[str, Any]] = defaultdict(dict)
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics of one step. Values that are not numbers are left out; NaN and infinity become None."""
+        at = self.by_step[step]
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                at[str(name)] = number(value)
+            elif value is None:
+                at.setdefault(str(name), None)
+
+    def names(self) -> set[str]:
+        """Returns the names of all metrics."""
+        return {name for metrics in self.by_step.values() for name in metrics}
+
+    def engine(self) -> str | None:
+        """Returns the trainer that logs these names, or None."""
+        return engine_of(self.names())
+
+    def renamed(self, engine: str | None) -> list[Row]:
+        """Returns all metrics in order of steps, under our names. The trainer's own `trustrl/` metrics win."""
+        rows: list[Row] = []
+        for step in sorted(self.by_step):
+            row: Row = {"step": step}
+            for name, value in sorted(self.by_step[step].items(), key=lambda item: "trustrl/" in item[0]):
+                row[our_name(name, engine)] = value
+            row["step"] = step
+            rows.append(row)
+        return rows
+
+
+def divided(rows: list[Row]) -> tuple[list[Row], list[Row], str | None]:
+    """Returns training rows, evaluations, and the metrics that the accuracy is the mean of.
+
+    A score counts as accuracy only if all of its values lie between 0 and 1.
+    """
+    scores = score_names({name for row in rows for name in row})
+    values = [row[name] for row in rows for name in scores if row.get(name) is not None]
+    if any(not 0 <= value <= 1 for value in values):
+        scores = []
+    training: list[Row] = []
+    evaluations: list[Row] = []
+    for row in rows:
+        found = {name: value for name, value in row.items() if is_validation(name)}
+        rest = {name: value for name, value in row.items() if not is_validation(name)}
+        own = [found[name] for name in scores if found.get(name) is not None]
+        if found:
+            accuracy = {"accuracy": sum(own) / len(own)} if own else {}
+            evaluations.append({"step": row["step"], **accuracy, **found})
+        if any(name not in BESIDES and not name.startswith("timing_s/") for name in rest):
+            training.append(rest)
+    return training, evaluations, ", ".join(scores) or None
+
+
+BESIDES = {"step", "epoch", "training/global_step", "training/epoch"}
+"""Metrics that do not make a row by themselves."""

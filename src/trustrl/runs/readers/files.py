@@ -1,0 +1,119 @@
+"""Files of a folder, listed once for all readers, and text files that may be damaged."""
+
+import fnmatch
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import ConfigError
+
+DEEPEST = 5
+"""Levels of folders that are searched."""
+
+MOST_FILES = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files below one folder, by their relative paths."""
+
+    root: Path
+    names: tuple[str, ...]
+
+    def matching(self, *patterns: str) -> list[Path]:
+        """Returns the files whose relative path matches a pattern. `*` does not match a slash.
+
+        Example:
+            >>> files = Files(Path("run"), ("a.log", "checkpoint-2/trainer_state.json"))
+            >>> [path.name for path in files.matching("*.log", "checkpoint-*/trainer_state.json")]
+            ['a.log', 'trainer_state.json']
+        """
+        return [self.root / name for name in self.names if any(_matches(name, pattern) for pattern in patterns)]
+
+    def short(self, file: Path) -> str:
+        """Returns a file's path relative to the folder."""
+        return os.path.relpath(file, self.root)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def files_of(path: Path) -> Files:
+    """Lists the files of a folder, or one file. Does not follow links to folders.
+
+    Raises:
+        ConfigError: If the path does not exist, cannot be read, or the folder has too many files.
+    """
+    if path.is_file():
+        return Files(path.parent, (path.name,))
+    names: list[str] = []
+    for folder, folders, files in os.walk(path):
+        relative = os.path.relpath(folder, path)
+        depth = 0 if relative == "." else relative.count(os.sep) + 1
+        folders[:] = sorted(folders) if depth < DEEPEST else []
+        names += [name if depth == 0 else f"{relative}/{name}".replace(os.sep, "/") for name in sorted(files)]
+        if len(names) > MOST_FILES:
+            raise ConfigError(
+                f"RUN must be the folder of one run, got {path}, which has more than {MOST_FILES:,} files. Pass a "
+                "folder inside it."
+            )
+    return Files(path, tuple(names))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A part of a file that could not be read."""
+
+    text: str
+
+
+def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
+    """Yields the number and value of each line of JSON, or a fault for a line that is damaged or truncated."""
+    try:
+        with file.open("rb") as lines:
+            for at, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    yield at, json.loads(line)
+                except (ValueError, RecursionError):
+                    end = "the last line is truncated" if not line.endswith(b"\n") else "not valid JSON"
+                    yield Fault(f"{short}, line {at}: {end}; left out")
+    except OSError as error:
+        yield Fault(f"{short}: {error.strerror}; left out")
+
+
+def json_object(file: Path, short: str) -> dict[str, Any] | Fault:
+    """Returns the object in a JSON file, or a fault."""
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as error:
+        return Fault(f"{short}: {error.strerror}; left out")
+    except (ValueError, RecursionError):
+        return Fault(f"{short}: not valid JSON; left out")
+    return found if isinstance(found, dict) else Fault(f"{short}: not a JSON object; left out")
+
+
+def opening(file: Path, size: int = 65536) -> bytes:
+    """Returns the first bytes of a file, or nothing if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(size)
+    except OSError:
+        return b""
+
+
+def stamped(name: str) -> int:
+    """Returns the last number in a file name, or -1.
+
+    Example:
+        >>> stamped("checkpoint-120"), stamped("completions_00002.parquet"), stamped("a")
+        (120, 2, -1)
+    """
+    digits = "".join(sign if sign.isdigit() and sign.isascii() else " " for sign in name).split()
+    return int(digits[-1]) if digits and len(digits[-1]) < 16 else -1

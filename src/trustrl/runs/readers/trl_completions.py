@@ -1,0 +1,132 @@
+"""Completions that TRL stores with `log_completions=True`: completions/completions_<step>.parquet."""
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import MissingPackageError, TrustRLWarning
+from trustrl.optional_imports import need
+from trustrl.runs.part import Part, counted
+from trustrl.runs.points import number, step_number
+from trustrl.runs.readers.files import Files, stamped
+from trustrl.runs.run import Completion
+
+NAME = "TRL completions"
+LOOKS_FOR = "completions/completions_*.parquet"
+_BASE = ("step", "prompt", "completion", "advantage", "image", "images")
+
+
+DAMAGE = (OSError, ValueError, NotImplementedError, MemoryError, KeyError, TypeError, RuntimeError)
+"""Errors that pyarrow raises for a damaged file."""
+
+
+def read(files: Files, rewards: Sequence[str] | None = None) -> list[Part]:
+    """Returns the completions of a TRL run. Reads the footers now and the rows when they are asked for.
+
+    Args:
+        files: The files of the folder.
+        rewards: The reward functions whose sum is the reward. None if unknown.
+    """
+    paths = files.matching("completions/completions_*.parquet", "completions_*.parquet")
+    paths += files.matching("checkpoints/completions/completions_*.parquet")
+    if not paths:
+        return []
+    paths.sort(key=lambda file: stamped(file.stem))
+    part = Part(source=NAME, engine="trl")
+    try:
+        parquet = need("pyarrow.parquet", extra="records")
+    except MissingPackageError as error:
+        part.faults.append(f"{files.short(paths[0].parent)}: {error}")
+        return [part]
+    whole: list[Path] = []
+    for file in paths:
+        try:
+            names = parquet.read_schema(file).names
+        except DAMAGE as error:
+            part.faults.append(f"{files.short(file)}: {_first_line(error)}; left out")
+            continue
+        if "completion" in names and "prompt" in names:
+            whole.append(file)
+        else:
+            part.faults.append(f"{files.short(file)}: no columns prompt and completion; left out")
+    if whole:
+        part.completions = lambda: _completions(whole, rewards)
+        part.settings["completions_per_prompt"] = _group_size(whole[0])
+        part.found.append(f"completions in {counted(len(whole), 'file')} of {files.short(whole[0].parent)}")
+    return [part]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Returns the rows of one file, which holds at most one batch of rollouts."""
+    parquet = need("pyarrow.parquet", extra="records")
+    try:
+        table = parquet.read_table(file)
+        rows = table.drop_columns([name for name in ("image", "images") if name in table.column_names]).to_pylist()
+    except DAMAGE as error:
+        warnings.warn(f"{file}: {_first_line(error)}; left out", TrustRLWarning, stacklevel=2)
+        return []
+    return rows
+
+
+def _group_size(file: Path) -> int | None:
+    """Returns the completions per prompt, or None if the file has one prompt only.
+
+    TRL stores the completions of one prompt one after another.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrustRLWarning)  # the reader of the completions warns
+        sizes = [len(list(same)) for _, same in groupby(str(row["prompt"]) for row in _rows(file))]
+    return math.gcd(*sizes) if len(sizes) > 1 else None
+
+
+def _completions(paths: Sequence[Path], names: Sequence[str] | None) -> Iterator[Completion]:
+    """Yields the completions of each batch once. TRL stores a batch again at each later update on it."""
+    before: list[tuple[Any, ...]] = []
+    for file in paths:
+        rows = _rows(file)
+        now = [(str(row["prompt"]), str(row["completion"]), row.get("advantage")) for row in rows]
+        if now == before:
+            continue
+        before = now
+        size = _size(rows)
+        for at, row in enumerate(rows):
+            yield _completion({"step": stamped(file.stem), **row}, f"{at // size}", names)
+
+
+def _size(rows: Sequence[Mapping[str, Any]]) -> int:
+    sizes = [len(list(same)) for _, same in groupby(str(row["prompt"]) for row in rows)]
+    return math.gcd(*sizes) if sizes else 1
+
+
+def _completion(row: Mapping[str, Any], group: str, names: Sequence[str] | None) -> Completion:
+    step = step_number(row["step"]) or 0
+    rewards = {
+        name: number(value)
+        for name, value in row.items()
+        if (name in names if names else name not in _BASE and (value is None or isinstance(value, float)))
+    }
+    known = [value for value in rewards.values() if value is not None]
+    summable = (names is not None or len(rewards) == 1) and bool(known)
+    return Completion(
+        step=step, prompt=_text(row.get("prompt")), text=_text(row.get("completion")), group=f"{step}/{group}",
+        reward=sum(known) if summable else None, rewards=rewards, advantage=number(row.get("advantage")),
+    )  # fmt: skip
+
+
+def _text(value: Any) -> str | None:
+    """Returns the text of a prompt or completion, joining the messages of a conversation."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        return None
+    parts = [(one.get("role"), one.get("content")) for one in value if isinstance(one, Mapping)]
+    if len(parts) == 1:
+        return parts[0][1] if isinstance(parts[0][1], str) else str(parts[0][1])
+    return "\n".join(f"{role}: {content}" for role, content in parts)

@@ -1,0 +1,119 @@
+"""Run directories of `trustrl run`. Only `recipe.toml` must exist; any other file may be missing or incomplete."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import RecordError
+from trustrl.recording.record_files import RECORDS, parts_in
+from trustrl.runner.directory import RunDirectory
+from trustrl.runner.grid import LAST_WORDS
+from trustrl.runs.part import Part, counted
+from trustrl.runs.readers.files import Fault, Files, json_object
+from trustrl.runs.run import Row, Status
+
+NAME = "trustrl run directory"
+LOOKS_FOR = "recipe.toml"
+
+_SETTINGS = {
+    "engine": ("engine", "name"), "model": ("model", "name"), "task": ("task", "name"),
+    "steps_planned": ("schedule", "steps"), "updates_per_batch": ("schedule", "updates_per_batch"),
+    "completions_per_prompt": ("schedule", "completions_per_prompt"), "seed": ("schedule", "seed"),
+    "learning_rate": ("optimiser", "learning_rate"), "trainer_dtype": ("model", "dtype"),
+    "sampler_dtype": ("sampler", "dtype"), "temperature": ("sampler", "temperature"),
+    "top_p": ("sampler", "top_p"), "top_k": ("sampler", "top_k"), "min_p": ("sampler", "min_p"),
+}  # fmt: skip
+
+
+def read(files: Files) -> list[Part]:
+    """Returns the run, or nothing if the folder has no recipe.toml.
+
+    Raises:
+        RecordError: If the recipe, the result, or a complete line of the metrics cannot be read.
+    """
+    folder = files.root
+    if not files.matching("recipe.toml"):
+        return []
+    recipe = _recipe(folder)
+    directory = RunDirectory(folder)
+    rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
+    result = directory.result() if directory.finished else {}
+    status, words = _ending(folder, finished=directory.finished)
+    part = Part(
+        source=NAME, name=str(recipe.get("name", "run")), rows=rows, evaluations=evaluations, recipe=recipe,
+        status=status, last_words=words, seconds=result.get("seconds"), settings=_settings(recipe, files),
+    )  # fmt: skip
+    part.engine = part.settings.get("engine")
+    part.row_is = "batch" if part.engine == "verl" else "update"
+    part.found += [f"{counted(len(rows), 'row')} of metrics in metrics.jsonl"] * bool(rows)
+    part.found += [f"{counted(len(evaluations), 'evaluation')} in evaluation.jsonl"] * bool(evaluations)
+    part.faults += [
+        f"{name}.jsonl: the last line is truncated; left out"
+        for name in ("metrics", "evaluation")
+        if _torn(folder, name)
+    ]
+    return [part]
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        raise RecordError(f"{folder / 'recipe.toml'} must be valid TOML, got {error}.") from None
+
+
+def _ordered(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def _torn(folder: Path, name: str) -> bool:
+    file = folder / f"{name}.jsonl"
+    if not file.is_file() or not file.stat().st_size:
+        return False
+    with file.open("rb") as opened:
+        opened.seek(-1, 2)
+        return opened.read() != b"\n"
+
+
+def _settings(recipe: Mapping[str, Any], files: Files) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (table, key) in _SETTINGS.items():
+        values = recipe.get(table)
+        if isinstance(values, Mapping) and values.get(key) is not None:
+            found[name] = values[key]
+    if isinstance(updates := found.get("updates_per_batch"), bool) or not isinstance(updates, int) or updates < 1:
+        found["updates_per_batch"] = 1
+    if isinstance(recipe.get("region"), Mapping):
+        found["region"] = dict(recipe["region"])
+    if files.matching("environment.json"):
+        environment = json_object(files.root / "environment.json", "environment.json")
+        packages = {} if isinstance(environment, Fault) else environment.get("packages")
+        if isinstance(packages, Mapping):
+            found["engine_version"] = packages.get(str(found.get("engine")))
+    return found
+
+
+def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
+    """Returns the status, and the last lines of the log that `trustrl compare` writes next to the folder."""
+    if finished:
+        return "finished", ""
+    log = folder.resolve().with_suffix(".log")
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
+    except OSError:
+        lines = []
+    failed = any(line.startswith(("error:", "Traceback")) for line in lines)
+    return "failed" if failed else "unfinished", "\n".join(lines)
+
+
+def records_in(files: Files) -> list[Part]:
+    """Returns the folders of token records: the folder itself, or `records` inside it."""
+    found = [one for one in (files.root, files.root / RECORDS) if one.is_dir() and parts_in(one)]
+    return [
+        Part(
+            source="token records", records=(str(one),),
+            found=[f"token records in {files.short(one)}, {counted(len(parts_in(one)), 'file')}"],
+        )
+        for one in found
+    ]  # fmt: skip
