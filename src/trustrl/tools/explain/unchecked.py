@@ -23,6 +23,7 @@ from trustrl.tools.explain.signal_rules import LONG
 from trustrl.tools.explain.step_rules import hidden_by_the_gap, one_update
 from trustrl.tools.probe import EXACT
 
+EQUAL_GROUPS = "groups with identical rewards"
 BOTH = "Log the sampler's log-probs and the trainer's at the rollout's weights (TRL: use_vllm with "
 BOTH += "vllm_importance_sampling_correction; verl: rollout.calculate_log_probs=True and no bypass_mode)."
 
@@ -30,6 +31,8 @@ BOTH += "vllm_importance_sampling_correction; verl: rollout.calculate_log_probs=
 def unchecked(run: Evidence) -> list[Missing]:
     """Returns everything that rules lacked, the reader's findings first."""
     found = {one.what: one for one in run.run.missing}
+    if run.per_batch(EQUAL):  # verl's advantages show it too
+        found.pop(EQUAL_GROUPS, None)
     for one in (*_gap(run), *_steps(run), *_signal(run)):
         known = found.get(one.what)  # the reader knows the trainer's setting
         found[one.what] = one if known is None else replace(one, how=known.how)
