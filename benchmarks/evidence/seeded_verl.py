@@ -23,6 +23,13 @@ RECIPES = HERE.parents[1] / "recipes"
 BATCHES = 8
 SIZE = ["schedule.prompts_per_step=8", "evaluation.count=64", "task.problems=800"]
 REWARD = "reward.custom_reward_function.path"
+LOSS = "actor_rollout_ref.actor.policy_loss"
+UNCHECKED = [
+    f"engine.settings.{LOSS}._target_=trustrl.engines.verl.RegionLossConfig",
+    f"engine.settings.+{LOSS}.startup_checks=false",
+]
+"""Settings without the check of the first ratio, which would reject most faults of the sampler."""
+
 
 
 def recipe_of(name: str) -> Recipe:
@@ -33,7 +40,7 @@ def recipe_of(name: str) -> Recipe:
         str(RECIPES / "verl-tour.toml"),
         ["region.preset=dppo-binary-tv", f"schedule.steps={steps}", f"schedule.checkpoint_every={steps}", *SIZE,
          f"engine.settings.{REWARD}={HERE / 'seeded_verl_reward.py'}", *wanted.settings, f"name={name}",
-         f"schedule.seed={seed_of(name)}"],
+         f"schedule.seed={seed_of(name)}", *(UNCHECKED if wanted.fault else [])],
     )  # fmt: skip
 
 
