@@ -8,7 +8,6 @@ log μ.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trustrl.errors import MissingPackageError
@@ -65,10 +64,10 @@ def tokens_of(run: Run, *, newest: bool = False) -> "Mapping[str, Tensor] | None
     """
     from torch import cat
 
-    from trustrl.recording.record_files import parts_in
+    from trustrl.recording.record_files import part_files
     from trustrl.recording.record_reader import read
 
-    files = [file for folder in run.records for file in parts_in(Path(folder))]
+    files = [file for folder in run.records for file in part_files(folder)]
     try:
         parts = [read(file) for file in (files[-FILES:] if newest else files[:FILES])]
     except MissingPackageError:  # the metrics alone still cover most causes
