@@ -18,25 +18,35 @@ from pathlib import Path
 from seeded_runs import RUNS
 
 HERE = Path(__file__).parent
-LIMIT = 900
+LIMIT = 1200
+NOT_STARTED, TRIES = "The current node timed out during startup", 5
+"""Ray's message if a busy machine does not start it within 30 s. No step was taken, so the run begins again."""
 
 
 def make(name: str, folder: Path, python: str) -> None:
     """Makes one run and writes the file that marks it."""
+    began = time.time()
+    for _ in range(TRIES):
+        code = attempt(name, folder, python)
+        if NOT_STARTED not in (folder / f"{name}.log").read_text(errors="replace"):
+            break
+    done = {"code": code, "seconds": round(time.time() - began)}
+    (folder / f"{name}.done").write_text(json.dumps(done))
+    print(name, done, file=sys.stderr, flush=True)
+
+
+def attempt(name: str, folder: Path, python: str) -> int:
+    """Starts one run and returns its exit code."""
     engine = RUNS[name].engine.removeprefix("stock ")
     shutil.rmtree(folder / name, ignore_errors=True)
-    began = time.time()
     with (folder / f"{name}.log").open("w") as log:
         command = [python, "-W", "ignore", str(HERE / f"seeded_{engine}.py"), name, str(folder / name)]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(timeout=LIMIT)
+            return process.wait(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            code = process.wait()
-    done = {"code": code, "seconds": round(time.time() - began)}
-    (folder / f"{name}.done").write_text(json.dumps(done))
-    print(name, done, file=sys.stderr, flush=True)
+            return process.wait()
 
 
 def main() -> None:
