@@ -1,23 +1,26 @@
-"""`trustrl explain RUN`: diagnoses a run from its directory."""
+"""`trustrl explain RUN ...`: diagnoses runs from their files."""
 
 import argparse
 import json
-from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl explain`."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="Run directory that `trustrl run` created")
-    parser.add_argument("--json", action="store_true", help="Print one JSON object")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", help="Run directory of `trustrl run`, or the output of another trainer"
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON object for each run, one per line")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the likely causes, most likely first. Returns 1 if it finds any."""
-    from trustrl.tools.explain.explanation import explain, text
+    """Prints the likely causes of each run, most likely first. Returns 1 if it finds any."""
+    from trustrl.tools.explain.explanation import explain
 
-    causes = explain(options.run)
-    if options.json:
-        print(json.dumps({"run": str(options.run), "findings": [one.to_dict() for one in causes]}, indent=1))
-    else:
-        print(text(causes))
-    return 1 if causes else 0
+    found = [explain(path) for path in options.runs]
+    for place, one in enumerate(found):
+        if options.json:
+            print(json.dumps(one.to_dict(), indent=1 if len(found) == 1 else None))
+        else:
+            heading = f"{one.run.path}\n\n" if len(found) > 1 else ""
+            print("\n" * (place > 0) + heading + one.text())
+    return 1 if any(one.causes for one in found) else 0

@@ -34,7 +34,7 @@ NEEDED = {
 }
 """Parts of a checkpoint, and the prefixes of their file names. DeepSpeed keeps several parts in `global_step*`."""
 
-OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
+OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan", "completions/clipped_ratio")
 KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
 
 

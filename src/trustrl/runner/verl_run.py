@@ -31,6 +31,8 @@ NEEDED = ("actor", "data.pt")
 NAMES = {
     "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
     "response_length/mean": "completion_length", "actor/entropy": "entropy",
+    **{name: name for name in ("response_length/clip_ratio", "response_length/max")},
+    **{name: name for name in ("critic/advantages/min", "critic/advantages/max")},
 }  # fmt: skip
 """verl's metric names and trustrl's. All of `actor/trustrl/*` is kept too."""
 

@@ -1,10 +1,14 @@
 """Diagnosis of failed runs for `trustrl explain`: likely causes, ranked, with the numbers behind each.
 
-evidence       the metrics of a run directory, arranged by batch and update
-recorded_gap   the sampler-trainer gap in recorded tokens
-signal_rules   rules for the training signal: non-finite values, equal rewards, entropy
-sampler_rules  rules for the gap between sampler and trainer
-step_rules     rules for how far updates move the policy
-causes         a cause, its evidence, and its rank
-explanation    applies every rule and formats the result
+metric_sources  the metrics that rules read, and those that follow from others
+evidence        the metrics of a run, arranged by batch and update
+recorded_gap    the sampler-trainer gap in recorded tokens
+gap_classes     the gap by probability, position, id, turn and age of tokens
+harm            signs that a run was harmed
+signal_rules    rules for the training signal: non-finite values, cut completions, equal rewards, entropy
+sampler_rules   rules for the gap between sampler and trainer
+step_rules      rules for how far updates move the policy
+unchecked       what the files could not show
+causes          a cause, its evidence, and its rank
+explanation     applies every rule and formats the result
 """

@@ -15,6 +15,9 @@ HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
     "entropy change": "below 0.3 for the three largest",
     "frac_reward_zero_std": "below 0.5",
     "frac_reward_nan": "0",
+    "clip_share": "a few percent",
+    "completions/clipped_ratio": "below 0.1",
+    "response_length/clip_ratio": "below 0.1",
 }
 """Healthy range of each number: from the metric dictionary, or a description for metrics that engines log."""
 

@@ -1,109 +1,120 @@
-"""Metrics of a run directory, arranged by batch and update for the rules."""
+"""Metrics of a run, arranged by batch and update for the rules.
 
+Rules count batches of rollouts, not steps: trainers log a row for each update, for each batch, or for every ten steps.
+"""
+
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trustrl.errors import ConfigError, RecordError, UnknownNameError
-from trustrl.recording.record_files import RECORDS
-from trustrl.runner.directory import RunDirectory
-from trustrl.runner.recipe import Recipe, load
-from trustrl.runner.run_verdict import NO_METRICS, rollouts, summary
+from trustrl.runner.run_verdict import FEWEST_ROLLOUTS, rollouts_in_a_mean, windows
+from trustrl.runs.run import Row, Run
+from trustrl.tools.explain.metric_sources import EQUAL, GRADIENT, REWARD, named
 
-EQUAL = "frac_reward_zero_std"
 EQUAL_GROUPS = 0.9
 """Share of groups with identical rewards from which a batch has no learning signal. Their advantages are 0."""
 
-Row = dict[str, Any]
 Point = tuple[int, float]
 """A step and the value measured there."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Recipe, metrics, and evaluations of one run."""
+    """One run, as the rules read it."""
 
-    path: Path
-    recipe: Recipe
-    rows: list[Row]
-    evaluations: list[Row]
+    run: Run
 
     @cached_property
-    def verdict(self) -> dict[str, Any]:
-        """Summary of the run by the rules of `trustrl.runner.run_verdict`."""
-        return summary(self.rows, self.evaluations, self.recipe.schedule.updates_per_batch)
+    def rows(self) -> list[Row]:
+        """Rows in order of steps, with the metrics that follow from others."""
+        return sorted(map(named, self.run.rows), key=lambda row: row["step"])
 
     @cached_property
-    def rollouts(self) -> list[Point]:
-        """First step and mean reward of each rollout."""
-        return points(rollouts(self.rows, self.recipe.schedule.updates_per_batch), "reward")
+    def spacing(self) -> int:
+        """Steps from one row to the next."""
+        steps = [row["step"] for row in self.rows]
+        return int(median(b - a for a, b in itertools.pairwise(steps))) if len(steps) > 1 else 1
 
     @property
-    def records(self) -> Path:
-        """Folder of the recorded tokens. It may not exist."""
-        return self.path / RECORDS
+    def by_update(self) -> bool:
+        """True if each row is one optimizer step. Otherwise a row is a mean over several."""
+        return self.run.row_is == "update" and self.spacing == 1
 
-    @property
-    def updates_per_step(self) -> int:
-        """Updates per row of metrics. A step is one update in TRL and a whole batch in verl."""
-        return 1 if self.recipe.engine.name == "trl" else self.recipe.schedule.updates_per_batch
+    @cached_property
+    def updates_per_batch(self) -> int | None:
+        """The setting, or the distance between rows with a reward if it is unknown. None if neither is known."""
+        known = self.run.settings.updates_per_batch
+        return known if known is not None else self.updates_from_rewards
 
-    def update_of(self, row: Row) -> int:
-        """Returns the index, from 0, of a TRL row's update within its batch."""
-        return (row["step"] - 1) % self.recipe.schedule.updates_per_batch
+    @cached_property
+    def updates_from_rewards(self) -> int | None:
+        """Distance between rows with a reward, if it is constant. TRL logs the reward when it samples a batch."""
+        steps = [row["step"] for row in self.rows if REWARD in row]
+        gaps = {b - a for a, b in itertools.pairwise(steps)}
+        return gaps.pop() if self.by_update and len(steps) > FEWEST_ROLLOUTS and len(gaps) == 1 else None
 
-    def first_updates(self) -> list[Row]:
-        """Returns the first row of each batch."""
-        return self.rows if self.updates_per_step > 1 else [row for row in self.rows if self.update_of(row) == 0]
+    @cached_property
+    def batches(self) -> list[list[Row]]:
+        """Rows of each batch of rollouts. A row that covers several batches counts as one."""
+        updates = self.updates_per_batch
+        if self.run.row_is == "batch" or updates is None:
+            return [[row] for row in self.rows]
+        found: dict[int, list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row["step"] - 1) // updates, []).append(row)
+        return list(found.values())
 
-    def second_updates(self) -> list[Row]:
-        """Returns the second row of each batch, after one optimizer step.
+    def per_batch(self, metric: str) -> list[Point]:
+        """Returns the first finite value of each batch, for metrics of the rollouts themselves."""
+        return [found[0] for rows in self.batches if (found := points(rows, metric))]
 
-        The list is empty if each row covers a batch or each batch has one update.
+    def at_update(self, index: int, metric: str) -> list[Point]:
+        """Returns the values at one update of each batch that has a gradient; −1 is the last update.
+
+        The list is empty if rows are not single updates or the number of updates per batch is unknown.
         """
-        return [] if self.updates_per_step > 1 else [row for row in self._moving() if self.update_of(row) == 1]
+        updates = self.updates_per_batch
+        if not self.by_update or updates is None:
+            return []
+        wanted = index % updates
+        rows = [row for batch in self.moving for row in batch if (row["step"] - 1) % updates == wanted]
+        return points(rows, metric)
 
-    def last_updates(self) -> list[Row]:
-        """Returns the last row of each batch, or its only row."""
-        last = self.recipe.schedule.updates_per_batch - 1
-        moving = self._moving()
-        return moving if self.updates_per_step > 1 else [row for row in moving if self.update_of(row) == last]
+    @cached_property
+    def moving(self) -> list[list[Row]]:
+        """Batches with a gradient. If all groups of a batch have equal rewards, the policy does not move."""
+        return [rows for rows in self.batches if not _is_still(rows)]
 
-    def _moving(self) -> list[Row]:
-        """Returns the rows with a gradient. If all groups have equal rewards, the policy does not move."""
-        return [row for row in self.rows if (row.get(EQUAL) or 0.0) < EQUAL_GROUPS]
+    @cached_property
+    def rewards(self) -> list[float]:
+        """Mean reward of each batch."""
+        return [reward for _, reward in self.per_batch(REWARD)]
 
+    @cached_property
+    def mean_rewards(self) -> list[float]:
+        """Running means over at least `FEWEST_ROLLOUTS` batches. Empty if there are fewer."""
+        width = rollouts_in_a_mean(len(self.rewards))
+        return windows(self.rewards, width)[width - 1 :]
 
-def read_evidence(folder: Path) -> Evidence:
-    """Reads a run directory.
+    @property
+    def last_reward(self) -> float | None:
+        """Mean reward of the last batches, or None if there are too few."""
+        return self.mean_rewards[-1] if self.mean_rewards else None
 
-    Raises:
-        ConfigError: If the folder is not a run directory.
-        RecordError: If a file cannot be read, or the run has no metrics.
-    """
-    if not (folder / "recipe.toml").is_file():
-        raise ConfigError(
-            f"RUN must be a run directory that `trustrl run` created, got {folder}, which has no recipe.toml."
-        )
-    directory = RunDirectory(folder)
-    rows, evaluations = (sorted(directory.rows(name), key=_step) for name in ("metrics", "evaluation"))
-    recipe = _recipe(folder / "recipe.toml")
-    if not rows:
-        raise RecordError(f"{folder}: {NO_METRICS}")
-    return Evidence(folder, recipe, rows, evaluations)
+    @cached_property
+    def evaluations(self) -> list[Row]:
+        """Evaluations whose number of problems is known, so that their standard error is too."""
+        return [row for row in self.run.evaluations if row.get("count") and row.get("accuracy") is not None]
 
 
-def _recipe(file: Path) -> Recipe:
-    try:
-        try:
-            return load(file)
-        except UnknownNameError:  # a user's region, not registered here; no rule reads it, so a preset replaces it
-            return load(file, ["region.preset=pg-is"])
-    except ConfigError as error:
-        raise RecordError(f"The recipe of a run must be complete, got {file}: {error}") from None
+def _is_still(rows: Sequence[Row]) -> bool:
+    equal, gradients = points(rows, EQUAL), points(rows, GRADIENT)
+    if equal:
+        return equal[0][1] >= EQUAL_GROUPS
+    return bool(gradients) and max(norm for _, norm in gradients) == 0
 
 
 def points(rows: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
@@ -112,9 +123,15 @@ def points(rows: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
 
 
 def middle(found: Sequence[Point]) -> float:
-    """Returns the median value, which single steps do not affect."""
+    """Returns the median value, which single batches do not affect."""
     return median(value for _, value in found)
 
 
-def _step(row: Row) -> int:
-    return row["step"]
+def first_and_last(found: Sequence[Point], share: int) -> tuple[Sequence[Point], Sequence[Point]] | None:
+    """Returns the first and the last values: one of `share` parts, and at least `FEWEST_ROLLOUTS` values each.
+
+    Returns:
+        None if the two would overlap, since a window of one batch shows nothing.
+    """
+    width = max(FEWEST_ROLLOUTS, len(found) // share)
+    return (found[:FEWEST_ROLLOUTS], found[-width:]) if len(found) >= width + FEWEST_ROLLOUTS else None

@@ -1,4 +1,4 @@
-"""Line fit of the sampler-trainer gap in recorded tokens, which separates a wrong temperature from wrong weights.
+"""Sampler-trainer gap in recorded tokens, and a line fit that separates a wrong temperature from wrong weights.
 
 `trustrl probe` tries each mistake on the trainer's logits. Records contain only the log-probs of sampled tokens, so a
 line fit replaces that here. At another temperature log μ = β log π' − log Z, so Δ = log π' − log μ is linear in log μ,
@@ -6,17 +6,18 @@ up to the variation of Z. Other weights scatter Δ: the fit explains little, or 
 log μ.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from trustrl.errors import MissingPackageError
-from trustrl.recording.record_files import parts_in
-from trustrl.recording.record_reader import read
-from trustrl.tools.explain.evidence import Evidence
+from trustrl.runs.run import Run
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FILES = 8
-"""Number of record files to read, starting with the first. They show any gap that exists from the start."""
+"""Number of record files to read: the first ones for a gap from the start, the last ones for one that grew."""
 
 EXPLAINED = 0.5
 """Share of Δ's variance that the line must explain. With rounding or other weights it explains almost none."""
@@ -26,6 +27,8 @@ STEEPEST = -0.75
 
 FEWEST = 30
 """Minimum number of tokens for a line fit."""
+
+COLUMNS = ("behavior_logp", "proximal_logp", "token_id", "position", "turn", "sampler_version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +47,46 @@ class GapLine:
         return self.explained >= EXPLAINED and self.slope > STEEPEST
 
 
-def line_of(run: Evidence) -> GapLine | None:
-    """Fits the line to the first records of a run.
+def tokens_of(run: Run, *, newest: bool = False) -> "Mapping[str, Tensor] | None":
+    """Returns the recorded tokens for which both sampler and trainer are known, by column.
 
     π' is the trainer at the rollout's weights, so all updates of a batch share it.
 
+    Args:
+        run: The run.
+        newest: True for the last record files instead of the first.
+
     Returns:
-        None if too few tokens have both log-probs, or if pyarrow is not installed.
+        None if no token has both log-probs, or if pyarrow is not installed.
 
     Raises:
         RecordError: If a file cannot be read.
     """
+    from torch import cat
+
+    from trustrl.recording.record_files import part_files
+    from trustrl.recording.record_reader import read
+
+    files = [file for folder in run.records for file in part_files(folder)]
     try:
-        parts = [read(file) for file in parts_in(run.records)[:FILES]]
+        parts = [read(file) for file in (files[-FILES:] if newest else files[:FILES])]
     except MissingPackageError:  # the metrics alone still cover most causes
         return None
-    sides = [
-        (one["behavior_logp"], one["proximal_logp"]) for one in parts if {"behavior_logp", "proximal_logp"} <= {*one}
-    ]
-    if not sides:
+    parts = [one for one in parts if {"behavior_logp", "proximal_logp"} <= {*one}]
+    if not parts:
         return None
-    sampler, trainer = (torch.cat(side).double() for side in zip(*sides, strict=True))
-    both = sampler.isfinite() & trainer.isfinite()
-    x, y = sampler[both], (trainer - sampler)[both]
+    shared = [name for name in COLUMNS if all(name in part for part in parts)]
+    found = {name: cat([part[name] for part in parts]) for name in shared}
+    both = found["behavior_logp"].isfinite() & found["proximal_logp"].isfinite()
+    return {name: column[both] for name, column in found.items()} if both.any() else None
+
+
+def line_of(tokens: "Mapping[str, Tensor] | None") -> GapLine | None:
+    """Fits the line, or returns None if there are too few tokens or nothing varies."""
+    if tokens is None:
+        return None
+    x = tokens["behavior_logp"].double()
+    y = tokens["proximal_logp"].double() - x
     if len(x) < FEWEST or not x.var() > 0 or not y.var() > 0:
         return None
     shared = ((x - x.mean()) * (y - y.mean())).sum() / (len(x) - 1)

@@ -1,17 +1,19 @@
 """Diagnostic rules for the gap between sampler and trainer at the same weights.
 
 k = π'/μ and Δ = log k, over tokens that μ sampled. If both are the same policy, Δ is rounding. The onset and the sign
-of the gap separate the causes. If the run has records, they separate a wrong temperature from wrong weights.
+of the gap separate the causes. If the run has records, they separate a wrong temperature from wrong weights, and show
+which tokens carry the gap.
 """
 
 import math
 
+from trustrl.runner.run_verdict import FEWEST_ROLLOUTS
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import Evidence, Point, middle, points
-from trustrl.tools.explain.recorded_gap import line_of
+from trustrl.tools.explain.evidence import Evidence, Point, middle
+from trustrl.tools.explain.gap_classes import sentence_of
+from trustrl.tools.explain.metric_sources import ENTROPY, GAP, LARGEST_RATIO, RATIO
+from trustrl.tools.explain.recorded_gap import line_of, tokens_of
 from trustrl.tools.probe import EXACT, WHAT_TO_DO
-
-GAP, RATIO, ENTROPY = "trustrl/mismatch_abs_mean", "trustrl/mismatch_ratio_mean", "trustrl/entropy"
 
 HALF_PRECISION = 0.04
 """Largest mean |Δ| in nats of a healthy half-precision sampler: the upper end of the metric dictionary's range."""
@@ -28,23 +30,30 @@ ONE_SIDED = 0.5
 HALF_OF_THE_MASS = math.log(2)
 """Largest mean |Δ| that truncation causes: a sampler keeps at least half of the mass, so Δ ≥ −log 2."""
 
+ABOVE_ONE = 1.5
+"""Largest k under truncation, where only rounding exceeds 1. TRL masks larger ratios, which lowers their mean too."""
+
+LEFT_BEHIND = 2.0
+"""Growth factor of a gap that exists from the start. That of a temperature shrinks with the entropy."""
+
 UNSEEN = 0.5
 """Factor on the confidence when temperature and weights are separated without recorded tokens."""
 
 
 def stale_weights(run: Evidence) -> Cause | None:
     """Detects weights that do not reach the sampler: a gap that is absent at the first batch and present later."""
-    gaps = _gaps(run)
-    if len(gaps) < 2:
-        return None
+    gaps = run.per_batch(GAP)
     later = gaps[len(gaps) // 2 :]
-    limit = max(EXACT if _is_exact(run) else HALF_PRECISION_STARTS, GROWTH * gaps[0][1])
-    if gaps[0][1] > _limit(run) or middle(later) <= limit or _one_sided(run):
+    if len(later) < FEWEST_ROLLOUTS or len(later) == len(gaps):
+        return None
+    limit = max(EXACT if is_exact(run) else HALF_PRECISION_STARTS, GROWTH * gaps[0][1])
+    if gaps[0][1] > gap_limit(run) or middle(later) <= limit or _one_sided(run):
         return None
     numbers = (Number(GAP, later[0][0], middle(later), limit, "above", "median of the batches in the second half"),)
+    where = sentence_of(tokens_of(run.run, newest=True))
     return Cause(
         "stale weights", Order.SAMPLER, confidence(numbers),
-        f"Sampler and trainer agreed at the first batch ({gaps[0][1]:.2g} nats) but no longer do.",
+        f"Sampler and trainer agreed at the first batch ({gaps[0][1]:.2g} nats) but no longer do. {where}",
         numbers, "Sync the trainer's weights to the sampler after every batch, and check that they arrive.",
     )  # fmt: skip
 
@@ -54,18 +63,18 @@ def truncated_support(run: Evidence) -> Cause | None:
 
     Truncation renormalizes μ over fewer ids, so π' ≤ μ at every token: Δ has one sign and k averages below 1.
     """
-    ratios, gaps = points(run.first_updates(), RATIO), _gaps(run)
+    ratios, gaps = run.per_batch(RATIO), run.per_batch(GAP)
     if not _one_sided(run):
         return None
     numbers = (
         Number(RATIO, ratios[0][0], middle(ratios), 1 - EXACT, "below", "median over batches"),
         Number(GAP, gaps[0][0], middle(gaps), EXACT, "above", "median over batches"),
     )
-    share = _shortfall(run) / middle(gaps)
+    share = min(1.0, _shortfall(run) / middle(gaps))
     return Cause(
         "truncated support", Order.SAMPLER, confidence(numbers[1:]),
         f"The trainer assigns tokens lower probability than the sampler, and almost never higher: the mean ratio falls "
-        f"short of 1 by {share:.0%} of the mean gap.",
+        f"short of 1 by {share:.0%} of the mean gap. {sentence_of(tokens_of(run.run))}",
         numbers, WHAT_TO_DO["truncation"],
     )  # fmt: skip
 
@@ -74,7 +83,7 @@ def wrong_temperature(run: Evidence) -> Cause | None:
     """Detects a gap that exists from the first batch and that another temperature explains.
 
     With records, the gap must be linear in log μ. Without records, its size must be possible for a temperature: the
-    KL of a colder sampler to the trainer's policy is at most that policy's entropy.
+    KL of a colder sampler to the trainer's policy is at most that policy's entropy, and shrinks with it.
     """
     return _from_the_start(run, "temperature")
 
@@ -87,13 +96,24 @@ def tied_head_not_synced(run: Evidence) -> Cause | None:
     return _from_the_start(run, "weights")
 
 
+def gap_limit(run: Evidence) -> float:
+    """Returns the largest healthy mean |Δ|: that of half precision unless both sides are known to be float32."""
+    return EXACT if is_exact(run) else HALF_PRECISION
+
+
+def is_exact(run: Evidence) -> bool:
+    """Returns whether both sides are known to compute in float32."""
+    return run.run.settings.trainer_dtype == run.run.settings.sampler_dtype == "float32"
+
+
 def _from_the_start(run: Evidence, cause: str) -> Cause | None:
-    gaps = _gaps(run)
+    gaps = run.per_batch(GAP)
     if not gaps or _one_sided(run) or min(gaps[0][1], middle(gaps)) <= EXACT:
         return None
-    line = line_of(run)
+    tokens = tokens_of(run.run)
+    line = line_of(tokens)
     # Rounding does not produce a line, so with one the gap is real even below half-precision noise.
-    limit = EXACT if line is not None and line.is_temperature else _limit(run)
+    limit = EXACT if line is not None and line.is_temperature else gap_limit(run)
     if min(gaps[0][1], middle(gaps)) <= limit:
         return None
     numbers = (Number(GAP, gaps[0][0], gaps[0][1], limit, "above", "at the first batch"),)
@@ -105,36 +125,36 @@ def _from_the_start(run: Evidence, cause: str) -> Cause | None:
         )
         sure = confidence(numbers)
     else:
-        entropies = points(run.first_updates(), ENTROPY)
-        temperature = bool(entropies) and gaps[0][1] <= entropies[0][1]
-        how = f"the gap is {'within' if temperature else 'beyond'} the policy's entropy (the run has no records)"
+        temperature, how = _by_size(run, gaps)
         sure = UNSEEN * confidence(numbers)
     if temperature != (cause == "temperature"):
         return None
     name = "tied head not synced" if cause == "weights" else "wrong temperature"
-    reason = f"Sampler and trainer disagree from the first batch: {how}."
+    reason = f"Sampler and trainer disagree from the first batch: {how}. {sentence_of(tokens)}"
     return Cause(name, Order.SAMPLER, sure, reason, numbers, WHAT_TO_DO[cause])
 
 
-def _gaps(run: Evidence) -> list[Point]:
-    return points(run.first_updates(), GAP)
-
-
-def _limit(run: Evidence) -> float:
-    return EXACT if _is_exact(run) else HALF_PRECISION
-
-
-def _is_exact(run: Evidence) -> bool:
-    """Returns whether both sides compute in float32."""
-    return run.recipe.model.dtype == run.recipe.sampler.dtype == "float32"
+def _by_size(run: Evidence, gaps: list[Point]) -> tuple[bool, str]:
+    """Returns whether a temperature can make the gap, and the reason, from metrics alone."""
+    entropies = run.per_batch(ENTROPY)
+    if not entropies:
+        return False, "the policy's entropy is unknown, so a temperature cannot be told from other weights"
+    if gaps[0][1] > entropies[0][1]:
+        return False, "the gap is beyond the policy's entropy (the run has no records)"
+    later = gaps[len(gaps) // 2 :]
+    if len(later) >= FEWEST_ROLLOUTS and middle(later) > LEFT_BEHIND * gaps[0][1]:
+        return False, f"the gap grows to {middle(later):.2g} nats (the run has no records)"
+    return True, "the gap is within the policy's entropy (the run has no records)"
 
 
 def _shortfall(run: Evidence) -> float:
     """Returns the shortfall of the mean of k below 1."""
-    ratios = points(run.first_updates(), RATIO)
+    ratios = run.per_batch(RATIO)
     return 1 - middle(ratios) if ratios else 0.0
 
 
 def _one_sided(run: Evidence) -> bool:
-    short, gaps = _shortfall(run), _gaps(run)
-    return bool(gaps) and short > EXACT and ONE_SIDED * middle(gaps) <= short and middle(gaps) <= HALF_OF_THE_MASS
+    short, gaps, largest = _shortfall(run), run.per_batch(GAP), run.per_batch(LARGEST_RATIO)
+    if not gaps or (largest and middle(largest) > ABOVE_ONE):
+        return False
+    return short > EXACT and ONE_SIDED * middle(gaps) <= short and middle(gaps) <= HALF_OF_THE_MASS

@@ -1,16 +1,15 @@
-"""Diagnostic rules for the training signal: non-finite values, groups with identical rewards, and entropy collapse."""
+"""Diagnostic rules for the training signal: non-finite values, cut completions, equal rewards, and entropy."""
 
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import EQUAL, EQUAL_GROUPS, Evidence, middle, points
+from trustrl.tools.explain.evidence import EQUAL_GROUPS, Evidence, first_and_last, middle, points
+from trustrl.tools.explain.harm import broken, entropy_left, entropy_rise, has_learnt, is_solved
+from trustrl.tools.explain.metric_sources import AT_LIMIT, CUT, EQUAL, GRADIENT, LONGEST, MASKED, REWARD, UNSCORED
 
-ENTROPY, DROPPED = "trustrl/entropy", "trustrl/dropped_share"
-
-MEASURES = ("reward", "loss", "grad_norm")
-"""Metrics that must be finite. All others below count non-finite values and must be 0."""
+DROPPED = "trustrl/dropped_share"
 
 INPUTS = (
-    "reward",
-    "frac_reward_nan",  # completions that TRL dropped
+    REWARD,
+    UNSCORED,  # completions that TRL dropped
     "trustrl/fault_advantage",
     "trustrl/fault_behavior",
     "trustrl/fault_proximal",
@@ -23,11 +22,20 @@ INPUTS = (
 
 OUTPUTS = ("loss", "grad_norm", "trustrl/fault_policy", "trustrl/fault_overflow")
 
-SOLVED = 0.9
-"""Mean reward (of at most 1) above which equal rewards and low entropy mean that the task is solved."""
+NO_GRADIENT = 1e-8
+"""Largest gradient norm of a batch without a learning signal."""
 
-ENTROPY_LEFT = 0.1
-"""Share of the first step's entropy below which almost all completions are the same."""
+MOSTLY_MASKED = 0.5
+"""Share of masked tokens from which a missing gradient may be the region's work."""
+
+MOSTLY_CUT = 0.5
+"""Share of completions that reach the length limit without an end, from which most rewards judge a fragment."""
+
+SELDOM_REWARDED = 0.05
+"""Mean reward (of at most 1) below which the length limit may be the reason that nothing is rewarded."""
+
+LONG = 32
+"""Tokens of the longest response from which a response as long as the limit was probably cut there."""
 
 
 def non_finite_values(run: Evidence) -> Cause | None:
@@ -47,22 +55,59 @@ def non_finite_values(run: Evidence) -> Cause | None:
     )  # fmt: skip
 
 
-def no_learning_signal(run: Evidence) -> Cause | None:
-    """Detects groups with identical rewards, whose advantages are 0, from the start or before the task is solved."""
-    shares = points(run.rows, EQUAL)
+def completions_cut_off(run: Evidence) -> Cause | None:
+    """Detects a length limit that cuts most completions from the start, in a run that is almost never rewarded.
+
+    verl's metric counts responses as long as the limit, which includes those that ended there. It counts only if
+    responses are long, since short ones often have the same length.
+    """
+    metric, shares = CUT, run.per_batch(CUT)
     if not shares:
+        metric, longest = AT_LIMIT, run.per_batch(LONGEST)
+        shares = run.per_batch(AT_LIMIT) if longest and middle(longest) >= LONG else []
+    sides, rewards = first_and_last(shares, 4), run.mean_rewards
+    if sides is None or not rewards or max(rewards) > SELDOM_REWARDED:
         return None
-    width = max(1, len(shares) // 10)
-    first, last = shares[:width], shares[-max(width, len(shares) // 4) :]
-    reward = run.verdict["reward_last"]
-    from_the_start = min(shares[0][1], middle(first)) >= EQUAL_GROUPS
-    if middle(last) < EQUAL_GROUPS or not (from_the_start or reward is None or reward < SOLVED):
+    first, last = sides
+    if min(middle(first), middle(last)) < MOSTLY_CUT:
         return None
-    numbers = (Number(EQUAL, last[0][0], middle(last), EQUAL_GROUPS, "above", "median of the last quarter"),)
-    sure = 1.0 if from_the_start else confidence(numbers)
+    numbers = (
+        Number(metric, first[0][0], middle(first), MOSTLY_CUT, "above", f"median of the first {len(first)} batches"),
+        Number(REWARD, first[0][0], max(rewards), SELDOM_REWARDED, "below", "best mean over several batches"),
+    )
     return Cause(
-        "no learning signal", Order.SYMPTOM, sure,
-        "All rewards in a group are equal " + ("from the start." if from_the_start else "by the end."),
+        "completions cut off", Order.INPUT, confidence(numbers),
+        "Most completions reach the length limit without an end from the start, and almost none is rewarded.",
+        numbers, "Raise the limit on completion length, or make the prompt ask for shorter answers.",
+    )  # fmt: skip
+
+
+def no_learning_signal(run: Evidence) -> Cause | None:
+    """Detects groups with identical rewards, whose advantages are 0, from the start or before the task is solved.
+
+    If the trainer does not log their share, a gradient of 0 shows it, unless the region masks most tokens.
+    """
+    metric, shares, limit = EQUAL, run.per_batch(EQUAL), EQUAL_GROUPS
+    if not shares:
+        metric, shares, limit = GRADIENT, run.per_batch(GRADIENT), NO_GRADIENT
+        masked = run.per_batch(MASKED)
+        if masked and middle(masked) >= MOSTLY_MASKED:
+            return None
+    sides = first_and_last(shares, 4)
+    if sides is None:
+        return None
+    above = metric == EQUAL
+    dead = [middle(side) >= limit if above else middle(side) <= limit for side in sides]
+    from_the_start = dead[0] and (shares[0][1] >= limit if above else shares[0][1] <= limit)
+    if not dead[1] or not (from_the_start or not is_solved(run)):
+        return None
+    last = sides[1]
+    what = f"median of the last {len(last)} batches"
+    numbers = (Number(metric, last[0][0], middle(last), limit, "above" if above else "below", what),)
+    why = "All rewards in a group are equal" if above else "The gradient is 0, as if all rewards in a group were equal,"
+    return Cause(
+        "no learning signal", Order.SYMPTOM, 1.0 if from_the_start else confidence(numbers),
+        f"{why} {'from the start' if from_the_start else 'by the end'}.",
         numbers, "Inspect the reward function and the completions, or choose problems that the model solves sometimes.",
     )  # fmt: skip
 
@@ -78,26 +123,12 @@ def entropy_collapse(run: Evidence) -> Cause | None:
     )  # fmt: skip
 
 
-def entropy_left(run: Evidence) -> Number | None:
-    """Returns the entropy of the last tenth of the run if it collapsed before the task was solved, else None."""
-    entropies = points(run.rows, ENTROPY)
-    reward = run.verdict["reward_last"]
-    if not entropies or (reward is not None and reward >= SOLVED):
+def entropy_explosion(run: Evidence) -> Cause | None:
+    """Detects a policy whose entropy has more than doubled, unless the held-out accuracy rose all the same."""
+    rise = entropy_rise(run)
+    if rise is None or has_learnt(run):
         return None
-    last = entropies[-max(1, len(entropies) // 10) :]
-    limit = ENTROPY_LEFT * entropies[0][1]
-    if middle(last) >= limit:
-        return None
-    return Number(
-        ENTROPY, last[0][0], middle(last), limit, "below", "median of the last tenth, compared with the first step"
-    )
-
-
-def broken(run: Evidence, name: str) -> Number | None:
-    """Returns the first step with a non-finite value or a positive fault count, or None."""
-    for row in run.rows:
-        if name in row and row[name] is None:
-            return Number(name, row["step"], None, 0.0, "above", "not finite")
-        if name not in MEASURES and row.get(name, 0) > 0:
-            return Number(name, row["step"], row[name], 0.0, "above", "first seen")
-    return None
+    return Cause(
+        "entropy explosion", Order.SYMPTOM, confidence((rise,)), "Completions become noise.",
+        (rise,), "Lower the learning rate and any entropy bonus, and compare sampler and trainer with `trustrl probe`.",
+    )  # fmt: skip

@@ -2,30 +2,34 @@
 
 A large move is a cause only if the run was harmed, so these rules require both. The exception is a region that masks
 so many tokens that the batch is exhausted.
+
+Some trainers log one row for all updates on a batch. The KL of a row is then the mean over updates 0 to U − 1, of which
+update 0 has none. If the distance grows with the square root of the updates, as steps without a common direction do,
+one update adds 2 / (U − 1) of the mean to the KL; if it grows with their number, 6 / ((U − 1)(2U − 1)). The rules
+decide by the geometric mean of the two, and give both.
 """
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 
-from trustrl.runner.run_verdict import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import Evidence, Point, middle, points
-from trustrl.tools.explain.signal_rules import broken, entropy_left
-
-KL, MASKED, ENTROPY = "trustrl/kl_k3", "trustrl/masked_share", "trustrl/entropy"
+from trustrl.tools.explain.evidence import Evidence, Point, middle
+from trustrl.tools.explain.harm import harms
+from trustrl.tools.explain.metric_sources import CLIPPED, ENTROPY, GAP, KL, MASKED
+from trustrl.tools.explain.sampler_rules import gap_limit
 
 KL_OF_ONE_UPDATE = 0.02
 """KL in nats that one optimizer step adds: twice the healthy value of the metric dictionary for a whole batch."""
+
+CLIPPED_OF_ONE_UPDATE = 0.1
+"""Share of tokens that the trainer's clipping stops after one update. Between 0.8 and 1.2, a KL of 0.02 nats that is
+spread evenly moves about 30% of the ratios out, and half of these in the direction that is stopped."""
 
 ENTROPY_CHANGE = 0.5
 """|log(H after / H before)| of one update: more than a factor of 1.6. In 40 healthy runs it was 0.09 to 0.28."""
 
 CHANGES = 3
 """Number of largest changes to average, so that one odd batch is not enough."""
-
-EXPLOSION = 2.0
-"""Multiple of the first step's entropy at which entropy has exploded."""
 
 KL_OF_A_BATCH = 0.05
 """KL in nats that the updates on a batch add: five times the healthy value of the metric dictionary."""
@@ -38,20 +42,23 @@ LEAST_ENTROPY = 1e-3
 
 
 def learning_rate_too_large(run: Evidence) -> Cause | None:
-    """Detects single updates that move the policy too far, in a run whose reward or entropy broke.
+    """Detects single updates that move the policy too far, in a run that was harmed.
 
-    The distance is the KL at the second update of a batch minus the KL at the first, which contains only the mismatch.
-    If batches have one update, it is the change of entropy from step to step, since nothing else is measured after it.
+    The distance is, in this order: the KL at the second update of a batch minus the KL at the first, which contains
+    only the mismatch; the same for the clipped share; an estimate from the mean KL over a batch's updates; and the
+    change of entropy from one update to the next.
     """
     harm = harms(run)
-    moved = _one_update(run)
+    moved = one_update(run)
     if moved is None or moved.excess <= 0 or not harm:
         return None
     numbers = (moved, *harm)
+    rate = run.run.settings.learning_rate
+    now = "" if rate is None else f" (now {rate:g})"
     return Cause(
         "learning rate too large", Order.STEP, confidence(numbers),
-        "Single updates move the policy too far, and the run broke.", numbers,
-        f"Lower optimiser.learning_rate (now {run.recipe.optimiser.learning_rate:g}) by a factor of 3 to 10.",
+        f"Single updates move the policy too far, and the run broke.{_range(run, moved)}", numbers,
+        f"Lower the learning rate{now} by a factor of 3 to 10.",
     )  # fmt: skip
 
 
@@ -61,86 +68,113 @@ def too_many_updates(run: Evidence) -> Cause | None:
     Either the region masks a large share of tokens at the end of a batch, or the policy has moved far by then and the
     run was harmed.
     """
-    updates = run.recipe.schedule.updates_per_batch
-    one = _one_update(run)
-    if updates == 1 or (one is not None and one.metric == KL and one.excess > 0):
+    updates, one = run.updates_per_batch, one_update(run)
+    if updates is None or updates == 1 or (one is not None and one.metric != "entropy change" and one.excess > 0):
         return None
     harm = harms(run)
-    numbers = [
-        *_grown(run, MASKED, MASKED_OF_A_BATCH),
-        *(_grown(run, KL, KL_OF_A_BATCH) if harm else ()),
-    ]
-    if not numbers:
+    moved = [_grown(run, MASKED, MASKED_OF_A_BATCH)]
+    if harm:
+        moved += [_grown(run, KL, KL_OF_A_BATCH), _grown(run, CLIPPED, MASKED_OF_A_BATCH)]
+    far = [one for one in moved if one is not None]
+    if not far:
         return None
-    numbers += harm
+    numbers = (*far, *harm)
     return Cause(
         "too many updates per batch", Order.STEP, confidence(numbers),
-        f"Each of the {updates} updates is small, but together they move the policy out of its region.",
-        tuple(numbers), f"Lower schedule.updates_per_batch (now {updates}), or choose a tighter region.",
+        f"Each of the {updates} updates is small, but together they move the policy out of its region."
+        + ("" if one is None else _range(run, one)),
+        numbers, f"Lower the number of updates on each batch (now {updates}), or choose a tighter region.",
     )  # fmt: skip
 
 
-def harms(run: Evidence) -> list[Number]:
-    """Returns the signs of harm: held-out accuracy, reward, entropy in either direction, or a non-finite value."""
-    found = _fallen(run)
-    entropies = points(run.rows, ENTROPY)
-    if entropies:
-        first = entropies[0][1]
-        step, most = max(entropies, key=lambda one: one[1])
-        if most > EXPLOSION * first:
-            found.append(
-                Number(ENTROPY, step, most, EXPLOSION * first, "above", "highest, compared with twice the first")
-            )
-        left = entropy_left(run)
-        if left is not None:
-            found.append(left)
-    return found + [one for name in ("loss", "grad_norm") if (one := broken(run, name)) is not None]
-
-
-def _fallen(run: Evidence) -> list[Number]:
-    """Returns held-out accuracy and reward if they fell below the limits of `trustrl.runner.run_verdict`."""
-    found = []
-    lowest, after = lowest_accuracy(run.evaluations), run.verdict["accuracy_after"]
-    if lowest is not None and after < lowest:
-        what = f"last evaluation, compared with the first minus {STANDARD_ERRORS} standard errors"
-        found.append(Number("held-out accuracy", run.evaluations[-1]["step"], after, lowest, "below", what))
-    lowest, last = lowest_reward([reward for _, reward in run.rollouts]), run.verdict["reward_last"]
-    if lowest is not None and last < lowest:
-        count = rollouts_in_a_mean(len(run.rollouts))
-        what = f"last {count} rollouts, compared with half of the best {count} or of the first"
-        found.append(Number("reward", run.rollouts[-count][0], last, lowest, "below", what))
-    return found
-
-
-def _one_update(run: Evidence) -> Number | None:
+def one_update(run: Evidence) -> Number | None:
     """Returns how far one update moves the policy, or None if that was not measured."""
-    seconds = points(run.second_updates(), KL)
-    if seconds:
-        return _added(run, KL, seconds, KL_OF_ONE_UPDATE, "median of second updates minus median of first updates")
-    entropies = points(run.rows, ENTROPY)
-    if run.recipe.schedule.updates_per_batch > 1 or len(entropies) <= CHANGES:
+    for metric, limit in ((KL, KL_OF_ONE_UPDATE), (CLIPPED, CLIPPED_OF_ONE_UPDATE)):
+        seconds = [] if run.updates_per_batch == 1 else run.at_update(1, metric)
+        if seconds:
+            return _added(run, metric, seconds, limit, "median of second updates minus median of first updates")
+    estimate = _from_means(run)
+    if estimate is not None:
+        return estimate
+    if not (run.by_update or run.updates_per_batch == 1):
         return None
-    held = [(step, math.log(max(value, LEAST_ENTROPY))) for step, value in entropies]
+    held = [(step, math.log(max(value, LEAST_ENTROPY))) for step, value in _entropies(run)]
+    if len(held) <= CHANGES:
+        return None
     changes = [(after[0], abs(after[1] - before[1])) for before, after in pairwise(held)]
     largest = sorted(changes, key=lambda one: -one[1])[:CHANGES]
     mean = sum(value for _, value in largest) / CHANGES
     return Number("entropy change", min(step for step, _ in largest), mean, ENTROPY_CHANGE, "above", "three largest")
 
 
-def _grown(run: Evidence, metric: str, limit: float) -> Sequence[Number]:
+def hidden_by_the_gap(run: Evidence) -> bool:
+    """Returns whether the KL of a row contains a sampler's gap that cannot be taken out.
+
+    It can be if rows are single updates, since the first update of a batch has the gap alone.
+    """
+    gaps = run.per_batch(GAP)
+    return not run.by_update and bool(gaps) and middle(gaps) > gap_limit(run)
+
+
+def _entropies(run: Evidence) -> list[Point]:
+    rows = run.rows if run.by_update else [batch[0] for batch in run.batches]
+    return [(row["step"], float(row[ENTROPY])) for row in rows if row.get(ENTROPY) is not None]
+
+
+def _from_means(run: Evidence) -> Number | None:
+    """Returns the KL that one update adds, estimated from rows that are means over a batch's updates."""
+    bounds = _bounds(run)
+    if bounds is None:
+        return None
+    low, high, step = bounds
+    what = "estimate for one update from the mean over a batch's updates"
+    return Number(KL, step, math.sqrt(low * high), KL_OF_ONE_UPDATE, "above", what)
+
+
+def _bounds(run: Evidence) -> tuple[float, float, int] | None:
+    """Returns the smallest and largest KL that one update adds, by the law of growth, and the first step."""
+    updates = run.updates_per_batch
+    found = [one for batch in run.moving if (one := _value(batch[0], KL)) is not None]
+    if run.by_update or updates is None or updates == 1 or not found or hidden_by_the_gap(run):
+        return None
+    mean = max(0.0, middle(found))
+    return 6 * mean / ((updates - 1) * (2 * updates - 1)), 2 * mean / (updates - 1), found[0][0]
+
+
+def _range(run: Evidence, moved: Number) -> str:
+    """Returns a sentence with the bounds of an estimate; empty if the distance was measured."""
+    bounds = _bounds(run)
+    if bounds is None or moved.metric != KL:
+        return ""
+    return (
+        f" The run logs one row for several updates: one update adds between {bounds[0]:.2g} and {bounds[1]:.2g} nats."
+    )
+
+
+def _value(row: dict[str, float | None], metric: str) -> Point | None:
+    value = row.get(metric)
+    return None if value is None else (int(row["step"] or 0), float(value))
+
+
+def _grown(run: Evidence, metric: str, limit: float) -> Number | None:
     """Returns the metric at the end of batches if the updates on a batch moved it beyond its limit."""
-    lasts = points(run.last_updates(), metric)
+    if run.by_update:
+        lasts, what = run.at_update(-1, metric), "median of last updates minus median of first updates"
+    elif hidden_by_the_gap(run):
+        return None
+    else:
+        lasts, what = run.per_batch(metric), "median over batches of the mean over their updates"
     if not lasts:
-        return ()
-    found = _added(run, metric, lasts, limit, "median of last updates minus median of first updates")
-    return (found,) if found.excess > 0 else ()
+        return None
+    found = _added(run, metric, lasts, limit, what)
+    return found if found.excess > 0 else None
 
 
-def _added(run: Evidence, metric: str, later: Sequence[Point], limit: float, what: str) -> Number:
+def _added(run: Evidence, metric: str, later: list[Point], limit: float, what: str) -> Number:
     """Returns the increase of a metric over a batch's updates.
 
-    If each row covers a batch, the first update is unknown and counts as 0.
+    If rows are means over updates, the first update is unknown and counts as 0.
     """
-    firsts = points(run.first_updates(), metric) if run.updates_per_step == 1 else []
+    firsts = run.at_update(0, metric)
     before = middle(firsts) if firsts else 0.0
     return Number(metric, later[0][0], max(0.0, middle(later) - before), limit, "above", what)
