@@ -192,3 +192,23 @@ def test_broken_files_and_names_are_found(break_it, says, folder, capsys):
     code, found = check(capsys, folder)
     assert any(says in one["text"] for one in found["findings"]), found["findings"]
     assert code == (0 if "incomplete" in says else 1)
+
+
+def test_a_record_without_a_region_is_audited(tmp_path, capsys):
+    """Other regions are replayed, and no verdict is recorded that they could be compared with."""
+    same = record(tmp_path / "region")
+    folder = record(tmp_path / "records", None)
+    found = []
+    for one in (folder, same):
+        assert main(["audit", str(one), "--regions", "ppo,dppo-binary-tv", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    without, with_one = found
+    assert (without["recorded"], without["reproduced"]["rows"]) == ([], 0)
+    assert without["regions"]["recorded"]["how"] == "left out"
+    for name in ("ppo", "dppo-binary-tv"):
+        for key in ("how", "rows", "signed", "stopped", "stopped_at_most"):
+            assert without["regions"][name][key] == with_one["regions"][name][key]
+        assert without["regions"][name]["stopped"] > 0
+        assert list(without["agreement"][name]) == ["ppo", "dppo-binary-tv"]
+    assert main(["audit", str(folder)]) == 0
+    assert "no region decided when these records were written" in capsys.readouterr().out
