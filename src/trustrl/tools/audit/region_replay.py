@@ -121,7 +121,12 @@ def _how(region: Region, needs: Needs, mask: TrustRegion | None) -> tuple[How, s
 def token_mask(region: Region) -> TrustRegion | None:
     """Returns the region on the shared axes if it masks single tokens by a TV or a KL, else None."""
     axes = _axes(region)
-    is_mask = axes is not None and axes.action == "mask" and axes.level == "token" and isinstance(axes.statistic, (*_TV, *_KL))
+    is_mask = (
+        axes is not None
+        and axes.action == "mask"
+        and axes.level == "token"
+        and isinstance(axes.statistic, (*_TV, *_KL))
+    )
     return axes if is_mask else None
 
 
