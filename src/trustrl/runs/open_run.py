@@ -14,6 +14,8 @@ from trustrl.runs.part import Part, merged
 from trustrl.runs.readers import (
     exports,
     mlflow,
+    prime_rl,
+    slime,
     tensorboard,
     trackio,
     trl_completions,
@@ -29,7 +31,8 @@ from trustrl.runs.readers.files import Files, files_of
 from trustrl.runs.run import Run
 
 READERS: tuple[Any, ...] = (
-    trl_output, verl_file, verl_console, verl_dumps, verl_config, wandb_offline, trackio, mlflow, tensorboard,
+    trl_output, verl_file, verl_console, verl_dumps, verl_config, prime_rl, slime, wandb_offline, trackio,
+    mlflow, tensorboard,
 )  # fmt: skip
 """Readers of a folder or file, in order of preference. Each has a NAME, a phrase in LOOKS_FOR, and `read`."""
 

@@ -95,7 +95,8 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
         seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(found),
         missing=missing_from(
             engine, rows, settings, completions=completions is not None,
-            evaluated=any(part.evaluations or part.evaluated for part in parts), recorded=any(part.records for part in parts),
+            evaluated=any(part.evaluations or part.evaluated for part in parts),
+            recorded=any(part.records for part in parts),
         ),
         faults=tuple(dict.fromkeys(one for part in parts for one in part.faults)),
     )  # fmt: skip
