@@ -69,7 +69,12 @@ def _parts(files: Files) -> list[Part]:
     ours = trustrl_directory.read(files)
     if ours:
         (run,) = ours
-        return [run, *_rollouts(files, run), *trustrl_directory.records_in(files)]
+        records = trustrl_directory.records_in(files)
+        for part in records if run.engine == "verl" else ():
+            part.completions = part.completions and _counting_updates(
+                part.completions, run.settings["updates_per_batch"]
+            )
+        return [run, *_rollouts(files, run), *records]
     found = [part for reader in READERS for part in reader.read(files)]
     found += trustrl_directory.records_in(files)
     return found if any(part.rows or part.completions for part in found) else [*found, *exports.read(files)]
