@@ -12,6 +12,7 @@ if browsing.CHROMIUM is None:
 
 from support.run_folders import run_folder, steps
 
+LONG = "trustrl/gap_abs_mean_probability_below_0.0001"
 REWARD = "#chart-reward .plot > svg"
 
 
@@ -145,10 +146,12 @@ def test_every_chart_leads_to_its_explanation_and_back(key, opened, tmp_path):
 
 
 def test_other_metrics_are_folded_and_drawn_when_opened(opened, tmp_path):
-    rows = [{"step": step, "reward": 0.5, "perf/throughput": 3.0 * step} for step in (1, 2, 3)]
-    tab = opened(run_folder(tmp_path / "a", rows=rows, evaluations=()))
-    chart = tab.locator("#others figure")
-    assert chart.locator("path.run").count() == 0
+    rows = [{"step": step, "reward": 0.5, "perf/throughput": 3.0 * step, LONG: 0.1} for step in (1, 2, 3)]
+    tab = opened(run_folder(tmp_path / "a", rows=rows, evaluations=()), size="phone")
+    assert tab.locator("#others path.run").count() == 0
     tab.locator("#others > summary").click()
     tab.wait_for_selector("#others path.run", state="attached")
-    assert chart.locator("strong").text_content() == "perf/throughput"
+    assert tab.locator("#others strong").all_text_contents() == ["perf/throughput", LONG]
+    assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    tab.locator("#others a.why").click()
+    tab.wait_for_selector(f"#explained .entry:has-text('{LONG}')")  # its folded part is open
