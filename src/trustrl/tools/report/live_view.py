@@ -25,7 +25,7 @@ def live_reports(
 
     Args:
         paths: The runs. Each must exist, but may still be empty.
-        every: Seconds between two looks at the files.
+        every: Seconds between two checks of the files.
         with_page: Read the tokens and completions that a page shows.
         sleep: Function that waits.
 

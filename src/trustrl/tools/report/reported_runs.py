@@ -9,7 +9,7 @@ from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
 from trustrl.recording.run_file import read_run
-from trustrl.runner.run_verdict import summary
+from trustrl.runner.run_verdict import collapsed, summary
 from trustrl.runs.run import Run
 
 
@@ -38,7 +38,10 @@ def reported(runs: Sequence[tuple[str, Run]]) -> list[ReportedRun]:
     """Adds regions and verdicts to labelled runs, as `trustrl.runs.open_run.open_runs` returns them."""
     found = []
     for label, run in runs:
-        verdict = summary(run.rows, _measured(run), updates_per_row(run))
+        measured = _measured(run)
+        verdict = summary(run.rows, measured, updates_per_row(run))
+        if not all(row.get("count") for row in measured):  # no standard error: the rewards decide
+            verdict["collapsed"] = collapsed(run.rows, [], updates_per_row(run))
         plain, observed = run.settings.region or _observed(run), not run.settings.region
         found.append(ReportedRun(run, label, _region(plain), verdict, plain, observed and bool(plain)))
     return found
