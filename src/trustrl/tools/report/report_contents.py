@@ -98,7 +98,8 @@ def _summary(report: Report, at: int) -> dict[str, Any]:
         "found": list(run.found),
         "missing": [asdict(missing) for missing in run.missing],
         "notes": [
-            *([NO_METRICS] if run.recipe and not run.rows else []), *run.faults, *filter(None, (report.notes[at], report.text_notes[at])),
+            *([NO_METRICS] if run.recipe and not run.rows else []), *run.faults,
+            *filter(None, (report.notes[at], report.text_notes[at])),
         ],
         "last_words": run.last_words,
     }  # fmt: skip
