@@ -84,7 +84,8 @@ def report(folder: Path, out: Path) -> tuple[float, float, float]:
     """Returns the seconds on the clock and of CPU, and the peak memory in MB, of one report."""
     began = time.perf_counter()
     arguments = [sys.executable, "-m", "trustrl.cli", "report", str(folder), "--out", str(out)]
-    process = os.posix_spawn(sys.executable, arguments, os.environ)
+    silent = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+    process = os.posix_spawn(sys.executable, arguments, os.environ, file_actions=silent)
     _, status, used = os.wait4(process, 0)
     if status:
         sys.exit("the report failed")
