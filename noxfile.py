@@ -250,7 +250,7 @@ def report(session: nox.Session) -> None:
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))
     session.install("--no-deps", "-e", ".")
     need_chromium(session)
-    session.run("pytest", "tests/tools/report", "tests/cli/test_report.py", *session.posargs)
+    session.run("pytest", "tests/tools/report", "tests/cli/test_report.py", "tests/cli/test_watch.py", *session.posargs)
 
 
 def need_chromium(session: nox.Session) -> None:

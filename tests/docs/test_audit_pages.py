@@ -17,7 +17,7 @@ GUIDES = [ROOT / f"docs/guides/{name}.md" for name in ("audit", "calibrate")]
 REFERENCE = ROOT / "docs/reference/audit.md"
 COMMANDS = [
     command
-    for page in (*GUIDES, ROOT / "docs/guides/report.md", ROOT / "docs/guides/explain.md")
+    for page in (*GUIDES, *(ROOT / f"docs/guides/{name}.md" for name in ("report", "watch", "explain")))
     for command in re.findall(r"^(?:\$ )?trustrl (.+)$", page.read_text().replace("\\\n", ""), re.M)
 ]
 

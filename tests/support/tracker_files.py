@@ -1,76 +1,84 @@
-"""Trackers' own files read back with the trackers' own readers: {metric: {step: value}}."""
+"""Runs of five steps written by real trackers: `python -m support.tracker_files wandb OUT`."""
 
-import json
-import struct
-from collections import defaultdict
+import os
+import sys
+from pathlib import Path
 
-BLOCK, HEADER = 32768, 7
+CONFIG = {
+    "learning_rate": 1e-6, "num_generations": 8, "num_iterations": 2, "steps_per_generation": 4,
+    "gradient_accumulation_steps": 4, "temperature": 0.8, "output_dir": "out",
+}  # fmt: skip
+"""Some of TRL's arguments, as transformers passes them to a tracker."""
 
-
-def tensorboard(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
-    read.Reload()
-    return {name: {event.step: event.value for event in read.Scalars(name)} for name in read.Tags()["scalars"]}
+STEPS = 5
 
 
-def wandb(folder):
-    """wandb reads its offline files in Go. The records are its own Protobuf messages, in LevelDB's log format."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
-    found = defaultdict(dict)
-    for data in _leveldb(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        step = row.get("train/global_step", row["_step"])
-        for name, value in row.items():
-            found[name][step] = value
-    return dict(found)
-
-
-def _leveldb(data):
-    """Records of a log: blocks of 32 KiB with fragments, each behind a checksum, its length and its kind."""
-    assert data[:4] == b":W&B"
-    at, whole = HEADER, b""
-    while at + HEADER <= len(data):
-        if BLOCK - at % BLOCK < HEADER:  # too short for a header
-            at += BLOCK - at % BLOCK
-            continue
-        length, kind = struct.unpack_from("<HB", data, at + 4)
-        whole += data[at + HEADER : at + HEADER + length]
-        at += HEADER + length
-        if kind in (1, 4):  # whole, or the last fragment
-            yield whole
-            whole = b""
-
-
-def trackio(folder):
-    from trackio.sqlite_storage import SQLiteStorage
-
-    (name,) = SQLiteStorage.get_runs("trustrl")
-    found = defaultdict(dict)
-    for row in SQLiteStorage.get_logs("trustrl", name):
-        for metric, value in row.items():
-            found[metric][row.get("train/global_step", row["step"])] = value
-    return dict(found)
-
-
-def mlflow(folder):
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("trustrl")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
+def row(step):
+    """Metrics of a step as transformers passes them to a tracker: a NaN in step 4, an infinity in step 5."""
     return {
-        name: {one.step: one.value for one in client.get_metric_history(run.info.run_id, name)}
-        for name in run.data.metrics
-    }
+        "train/loss": float("nan") if step == 4 else 0.5 / step, "train/reward": step / 10,
+        "train/grad_norm": float("inf") if step == 5 else 1.0 + step, "train/num_tokens": 100.0 * step,
+        "train/completions/mean_length": 50.0 + step,
+    }  # fmt: skip
 
 
-READERS = {"tensorboard": tensorboard, "wandb": wandb, "trackio": trackio, "mlflow": mlflow}
+def write_wandb(out):
+    import wandb
+
+    settings = wandb.Settings(
+        console="off", x_disable_stats=True, x_disable_meta=True, x_save_requirements=False, disable_git=True,
+        save_code=False, mode="offline", silent=True,
+    )  # fmt: skip
+    run = wandb.init(project="tiny-project", name="tiny", config=CONFIG, dir=out, settings=settings)
+    for step in range(1, STEPS + 1):
+        nested = {"nested": {"inner": {"deep": 2 * step}}, "text": "x", "counts": wandb.Histogram([1, 2, 3])}
+        run.log({**row(step), "train/global_step": step, **nested})
+        if step % 2 == 0:
+            run.log({"eval/reward": step / 20, "train/global_step": step})
+    run.finish()
+
+
+def write_trackio(out):
+    os.environ["TRACKIO_DIR"] = str(Path(out).resolve())
+    import trackio
+
+    trackio.init(project="tiny-project", name="tiny", config=CONFIG)
+    for step in range(1, STEPS + 1):
+        trackio.log(row(step) | ({"eval/reward": step / 20} if step % 2 == 0 else {}), step=step)
+    trackio.finish()
+
+
+def write_mlflow(out, *, database=True):
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    import mlflow
+
+    where = Path(out).resolve()
+    mlflow.set_tracking_uri(f"sqlite:///{where}/mlflow.db" if database else f"file:{where}/mlruns")
+    mlflow.set_experiment("tiny-experiment")
+    with mlflow.start_run(run_name="tiny"):
+        mlflow.log_params(CONFIG)
+        for step in range(1, STEPS + 1):
+            evaluation = {"eval_reward": step / 20} if step % 2 == 0 else {}
+            mlflow.log_metrics({k.removeprefix("train/"): v for k, v in row(step).items()} | evaluation, step=step)
+
+
+def write_tensorboard(out):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(out))
+    for step in range(1, STEPS + 1):
+        metrics = row(step) | ({"eval/reward": step / 20} if step % 2 == 0 else {})
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        writer.add_event(Event(step=step, wall_time=float(step), summary=Summary(value=values)))
+    writer.close()
+
+
+WRITERS = {
+    "wandb": write_wandb, "trackio": write_trackio, "mlflow": write_mlflow, "tensorboard": write_tensorboard,
+    "mlflow-files": lambda out: write_mlflow(out, database=False),
+}  # fmt: skip
+
+if __name__ == "__main__":
+    WRITERS[sys.argv[1]](sys.argv[2])

@@ -14,6 +14,8 @@ from trustrl.runs.part import Part, merged
 from trustrl.runs.readers import (
     exports,
     mlflow,
+    prime_rl,
+    slime,
     tensorboard,
     trackio,
     trl_completions,
@@ -29,7 +31,8 @@ from trustrl.runs.readers.files import Files, files_of
 from trustrl.runs.run import Run
 
 READERS: tuple[Any, ...] = (
-    trl_output, verl_file, verl_console, verl_dumps, verl_config, wandb_offline, trackio, mlflow, tensorboard,
+    trl_output, verl_file, verl_console, verl_dumps, verl_config, prime_rl, slime, wandb_offline, trackio,
+    mlflow, tensorboard,
 )  # fmt: skip
 """Readers of a folder or file, in order of preference. Each has a NAME, a phrase in LOOKS_FOR, and `read`."""
 
@@ -66,7 +69,12 @@ def _parts(files: Files) -> list[Part]:
     ours = trustrl_directory.read(files)
     if ours:
         (run,) = ours
-        return [run, *_rollouts(files, run), *trustrl_directory.records_in(files)]
+        records = trustrl_directory.records_in(files)
+        for part in records if run.engine == "verl" else ():
+            part.completions = part.completions and _counting_updates(
+                part.completions, run.settings["updates_per_batch"]
+            )
+        return [run, *_rollouts(files, run), *records]
     found = [part for reader in READERS for part in reader.read(files)]
     found += trustrl_directory.records_in(files)
     return found if any(part.rows or part.completions for part in found) else [*found, *exports.read(files)]

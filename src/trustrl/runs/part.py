@@ -85,7 +85,8 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
     if others:
         found.append(f"metrics from {richest.source}; not from {', '.join(others)}, with no more values")
     rows = richest.rows
-    completions = _first(ordered, "completions")
+    recorded = [part for part in ordered if part.records]  # their completions are those of the recorded tokens
+    completions = _first([*recorded, *ordered], "completions")
     return Run(
         path=path, name=_first(ordered, "name") or name, source=" + ".join(dict.fromkeys(p.source for p in parts)),
         settings=chosen, rows=rows, row_is=richest.row_is, steps_per_row=richest.steps_per_row,
@@ -95,7 +96,8 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
         seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(found),
         missing=missing_from(
             engine, rows, settings, completions=completions is not None,
-            evaluated=any(part.evaluations or part.evaluated for part in parts), recorded=any(part.records for part in parts),
+            evaluated=any(part.evaluations or part.evaluated for part in parts),
+            recorded=any(part.records for part in parts),
         ),
         faults=tuple(dict.fromkeys(one for part in parts for one in part.faults)),
     )  # fmt: skip

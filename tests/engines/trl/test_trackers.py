@@ -7,7 +7,7 @@ import socket
 import numpy as np
 import pytest
 
-from support.tracker_files import READERS
+from support.tracked_metrics import READERS
 from trustrl.runner.recipe import load
 from trustrl.runner.run_recipe import run
 

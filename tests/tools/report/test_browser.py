@@ -12,43 +12,11 @@ from support import browsing
 if browsing.CHROMIUM is None:
     pytest.skip("needs Chromium: `apt-get install chromium`", allow_module_level=True)
 
+from support.report_pages import SIZES
 from support.run_folders import HOSTILE, hostile_tokenizer, run_folder, steps, write_records
 from trustrl.runs.open_run import open_runs
 from trustrl.tools.report.html_page import page as page_of
 from trustrl.tools.report.report_contents import gather
-
-SIZES = {"laptop": (1366, 768), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.started() as found:
-        yield found
-
-
-@pytest.fixture
-def opened(browser, tmp_path):
-    """Opens a report of these folders; afterwards nothing may have gone wrong."""
-    contexts, wrong, requests = [], [], []
-
-    def open_(*folders, size="laptop", scheme="light", text=None):
-        tab = browsing.blank_tab(browser, SIZES[size], scheme)
-        contexts.append(tab.context)
-        tab.on("console", lambda message: wrong.append(message.text))
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("dialog", lambda dialog: wrong.append(dialog.message))
-        tab.on("request", lambda request: requests.append(request.url))
-        file = tmp_path / "report.html"
-        file.write_text(text or page_of(gather(open_runs(folders))))
-        tab.goto(file.as_uri())
-        return tab
-
-    open_.wrong = wrong
-    yield open_
-    assert wrong == []
-    assert set(requests) <= {(tmp_path / "report.html").as_uri()}
-    for context in contexts:
-        context.close()
 
 
 def recorded(folder, count, *, sequences=20, seed=0):
@@ -86,7 +54,7 @@ def test_everything_is_drawn_at_every_width_and_nothing_sticks_out(size, scheme,
         run_folder(tmp_path / "b", name="s-b", region="ppo", rows=steps(64, every=16), finished=False),
     ]
     tab = opened(*folders, size=size, scheme=scheme)
-    assert tab.locator("figure .plot svg").count() >= 8
+    assert tab.locator("figure .plot > svg").count() >= 8
     assert tab.locator("svg path.run").count() > 16
     assert tab.locator("svg text.gap").count() == 1
     assert {"A", "B"} <= {text.split()[0] for text in tab.locator("#chart-reward text.end").all_text_contents()}
@@ -103,7 +71,7 @@ def test_the_label_of_a_bound_lies_within_its_chart(mean, opened, tmp_path):
     rows[-1]["trustrl/divergence_mean"] = mean
     tab = opened(run_folder(tmp_path / "a", rows=rows))
     chart = tab.locator("#chart-divergence_mean-probability")
-    outer, inner = chart.locator("svg").bounding_box(), chart.locator("text.halo").bounding_box()
+    outer, inner = chart.locator(".plot > svg").bounding_box(), chart.locator("text.halo").bounding_box()
     assert outer["y"] <= inner["y"]
     assert inner["y"] + inner["height"] <= outer["y"] + outer["height"]
 
@@ -181,7 +149,7 @@ def test_a_sequence_that_was_only_re_weighted_says_so(opened, tmp_path):
 
 def test_charts_can_be_read_by_keyboard_and_as_tables(opened, tmp_path):
     tab = opened(recorded(run_folder(tmp_path / "a"), 200))
-    tab.locator("#chart-reward svg").focus()
+    tab.locator("#chart-reward .plot > svg").focus()
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("End")
     assert tab.locator("#chart-reward .readout").text_content().startswith("step 8:  1")
@@ -206,9 +174,9 @@ def test_long_texts_come_in_portions(opened, tmp_path):
     tab = opened(recorded(run_folder(tmp_path / "a"), 4000, sequences=1))
     assert tab.locator("#sequences .t").count() == 1500
     for count in (3000, 4000):
-        tab.locator("#more").click()
+        tab.locator(".rest").click()
         assert tab.locator("#sequences .t").count() == count
-    assert tab.locator("#more").is_hidden()
+    assert tab.locator(".rest").is_hidden()
     assert tab.locator(".sequence").count() == 1
 
 

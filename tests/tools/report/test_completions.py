@@ -7,11 +7,15 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from support.run_folders import run_folder, write_groups, write_records
+from trustrl.config.loading import config_to_dict
+from trustrl.config.presets import preset
+from trustrl.recording.run_file import run_description, write_run
 from trustrl.recording.sequence_tables import write_sequences
 from trustrl.runs.open_run import open_run
+from trustrl.runs.readers import record_tables
 from trustrl.runs.run import Completion, Run, RunSettings
 from trustrl.tools.report import shown_completions as module
-from trustrl.tools.report.recorded_completions import recorded_completions, with_texts
+from trustrl.tools.report.reported_runs import reported
 from trustrl.tools.report.shown_completions import choose_completions
 from trustrl.tools.report.token_sample import read_tokens
 
@@ -31,7 +35,7 @@ def shown(run, max_shown=10_000):
 
 
 def test_a_recorded_sequence_has_its_prompt_rewards_and_tokens(tmp_path):
-    found = shown(run_of(records=[write_groups(tmp_path / "records", GROUPS)]))
+    found = shown(open_run(write_groups(tmp_path / "records", GROUPS)))
     assert found.num_known == len(found.listed) == 5
     by_sequence = {one.completion.sequence: one for one in found.listed}
     assert set(by_sequence) == {0, 1, 100, 101, 102}
@@ -48,15 +52,14 @@ def test_a_recorded_sequence_has_its_prompt_rewards_and_tokens(tmp_path):
 
 def test_texts_can_be_left_out_of_a_record(tmp_path):
     write_sequences(tmp_path, [{"sequence": 1, "prompt": "x", "completion": "y"}], step=0, rank=0, text=False)
-    ((one, text),) = recorded_completions(run_of(records=[tmp_path]))
-    assert text is None
-    assert with_texts({0: (one, text)})[0].prompt is None
+    (one,) = record_tables.completions(str(tmp_path))
+    assert (one.prompt, one.text) == (None, None)
 
 
 def test_a_sequence_of_several_steps_is_one_completion(tmp_path):
     for step in range(3):
         write_sequences(tmp_path, [{"sequence": 7, "group": 2, "reward": 1.0}], step=step, rank=0, text=True)
-    ((one, _),) = recorded_completions(run_of(records=[tmp_path]))
+    (one,) = record_tables.completions(str(tmp_path))
     assert one.step == 1
 
 
@@ -64,7 +67,7 @@ def test_numbers_that_are_not_finite_are_unknown(tmp_path):
     nan = float("nan")
     row = {"sequence": 1, "reward": nan, "rewards": {"a": nan, "b": 1.0}, "advantage": float("inf")}
     write_sequences(tmp_path, [row], step=0, rank=0, text=True)
-    ((one, _),) = recorded_completions(run_of(records=[tmp_path]))
+    (one,) = record_tables.completions(str(tmp_path))
     assert (one.reward, one.rewards, one.advantage) == (None, {"a": None, "b": 1.0}, None)
 
 
@@ -121,7 +124,7 @@ def test_some_of_the_chosen_are_random(monkeypatch):
 
 
 def test_completions_beyond_the_room_for_tokens_keep_their_text(tmp_path):
-    found = shown(run_of(records=[write_groups(tmp_path / "records", GROUPS)]), 13)
+    found = shown(open_run(write_groups(tmp_path / "records", GROUPS)), 13)
     assert [one.columns is not None for one in found.listed].count(True) == 2
     assert {one.completion.text is not None for one in found.listed} == {True}
 
@@ -132,7 +135,7 @@ def test_only_so_many_candidates_are_read(monkeypatch):
 
 
 def test_without_room_there_are_counts_alone(tmp_path):
-    found = shown(run_of(records=[write_groups(tmp_path / "records", GROUPS)]), 0)
+    found = shown(open_run(write_groups(tmp_path / "records", GROUPS)), 0)
     assert (found.listed, found.num_known) == ([], 5)
 
 
@@ -146,4 +149,34 @@ def test_records_without_a_region_have_no_verdicts(tmp_path):
 def test_a_run_directory_is_read_with_its_groups(tmp_path):
     folder = run_folder(tmp_path / "a")
     write_groups(folder / "records", GROUPS)
-    assert len(shown(open_run(folder)).listed) == 5
+    run = open_run(folder)
+    assert len(shown(run).listed) == 5
+    assert "completions" not in {one.what for one in run.missing}
+
+
+def test_a_damaged_run_file_is_a_fault_and_not_the_end(tmp_path):
+    folder = run_folder(tmp_path / "a")
+    write_groups(folder / "records", GROUPS)
+    (folder / "records" / "run.json").write_text("{")
+    run = open_run(folder)
+    assert run.records
+    assert "run.json" in run.faults[0]
+
+
+@pytest.mark.parametrize(("role", "observed"), [(None, False), ("observed", True)])
+def test_the_settings_of_records_alone_come_from_their_run_file(role, observed, tmp_path):
+    records = write_groups(tmp_path / "records", GROUPS)
+    region = config_to_dict(preset("ppo"))
+    about = {
+        "engine": {"name": "trl", "version": "1.16", "settings": {"loss": "dapo"}},
+        "dtypes": {"trainer": "float32"},
+    }
+    described = run_description(about, region=region, recording={}) | {"region_role": role}
+    write_run(records, described)
+    run = open_run(records)
+    settings = run.settings
+    assert (settings.engine, settings.engine_version, settings.loss) == ("trl", "1.16", "dapo")
+    assert settings.trainer_dtype == "float32"
+    assert settings.region == (None if observed else region)
+    (found,) = reported([("a", run)])
+    assert (found.observed, found.region) == (observed, preset("ppo"))

@@ -92,3 +92,8 @@ def test_a_run_without_a_recipe_has_the_facts_of_its_settings():
 
 def test_no_region_has_no_words():
     assert region_in_words(None, {}) == ""
+
+
+def test_a_region_that_only_observed_says_so():
+    text = region_in_words(preset("ppo"), config_to_dict(preset("ppo")), observed=True)
+    assert text.startswith("Only observed; the engine's own loss trained this run. Masks a token once")

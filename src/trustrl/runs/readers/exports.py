@@ -1,4 +1,4 @@
-"""History exported from a tracker, or logged to a file, as a table: CSV, JSON or JSON Lines with a column for the step."""
+"""Metrics as a table with a column for the step, exported from a tracker or logged: CSV, JSON or JSON Lines."""
 
 import csv
 import json
@@ -20,13 +20,14 @@ LARGEST_JSON = 1_000_000_000
 def read(files: Files) -> list[Part]:
     """Returns the history, if the path is such a file or the folder has exactly one."""
     candidates = files.matching("*.csv", "*.json", "*.jsonl")
-    found = [part for file in candidates if (part := _read(files, file)) is not None]
+    found = [part for file in candidates if (part := history(files, file, Part(source=NAME))) is not None]
     return found if len(found) == 1 else []
 
 
-def _read(files: Files, file: Path) -> Part | None:
+def history(files: Files, file: Path, part: Part) -> Part | None:
+    """Returns the part with the metrics of one file, or None if it is a table of something else."""
     short = files.short(file)
-    part, history = Part(source=NAME), list[dict[str, Any]]()
+    kept = list[dict[str, Any]]()
     rows = {".csv": _csv, ".json": _json}.get(file.suffix, json_lines)
     for row in rows(file, short):
         if isinstance(row, Fault):
@@ -35,15 +36,15 @@ def _read(files: Files, file: Path) -> Part | None:
         at, entry = row
         key = next((name for name in _STEP if name in entry), None) if isinstance(entry, Mapping) else None
         if key is None:
-            if not history:
+            if not kept:
                 return None  # a table of something else
             part.faults.append(f"{short}, row {at}: no step; left out")
             continue
-        history.append({**entry, "_step": entry[key]} if key not in STEPS else dict(entry))
-        history[-1].pop(key if key not in STEPS else "", None)
-    if not history:
+        kept.append({**entry, "_step": entry[key]} if key not in STEPS else dict(entry))
+        kept[-1].pop(key if key not in STEPS else "", None)
+    if not kept:
         return None
-    part.take(by_step(history), short)
+    part.take(by_step(kept), short)
     return part if part.rows or part.evaluations else None
 
 

@@ -34,7 +34,10 @@ def read(files: Files) -> list[Part]:
     runs = [file.parent for file in stores if (file.parent / "metrics").is_dir() and (file.parent / "params").is_dir()]
     names = {_about(run).get("run_name", run.name) if len(runs) > 1 else run.name: run for run in runs}
     chosen = chosen_name(files, list(names), f"{files.root} has several MLflow runs")
-    return [*(_database(files, file) for file in databases), *([] if chosen is None else [_folder(files, names[chosen])])]
+    return [
+        *(_database(files, file) for file in databases),
+        *([] if chosen is None else [_folder(files, names[chosen])]),
+    ]
 
 
 def _database(files: Files, file: Path) -> Part:

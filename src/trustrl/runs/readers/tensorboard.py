@@ -147,9 +147,7 @@ def _tensor(data: bytes) -> float | str | None:
     for number, _, value in wire.fields(data):
         if number == 1:
             kind = wire.signed(value)
-        elif number == 4:  # tensor_content
-            found.append(wire.raw(value))
-        elif number in (5, 6):  # float_val, double_val, packed
+        elif number in (4, 5, 6):  # tensor_content, float_val, double_val
             found.append(wire.raw(value))
         elif number == 8:  # string_val
             return wire.raw(value).decode("utf-8", errors="replace")

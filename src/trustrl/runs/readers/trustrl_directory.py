@@ -2,14 +2,16 @@
 
 import tomllib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import RecordError
+from trustrl.errors import RecordError, TrustRLError
 from trustrl.recording.record_files import RECORDS, parts_in
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.grid import LAST_WORDS
 from trustrl.runs.part import Part, counted
+from trustrl.runs.readers import record_tables
 from trustrl.runs.readers.files import Fault, Files, json_object
 from trustrl.runs.run import Row, Status
 
@@ -110,10 +112,19 @@ def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
 def records_in(files: Files) -> list[Part]:
     """Returns the folders of token records: the folder itself, or `records` inside it."""
     found = [one for one in (files.root, files.root / RECORDS) if one.is_dir() and parts_in(one)]
-    return [
-        Part(
-            source="token records", records=(str(one),),
-            found=[f"token records in {files.short(one)}, {counted(len(parts_in(one)), 'file')}"],
-        )
-        for one in found
-    ]  # fmt: skip
+    return [_records(str(one), files.short(one), len(parts_in(one))) for one in found]
+
+
+def _records(folder: str, short: str, num_files: int) -> Part:
+    part = Part(
+        source="token records", records=(folder,), found=[f"token records in {short}, {counted(num_files, 'file')}"]
+    )
+    try:
+        part.settings = record_tables.settings(folder)
+        part.engine = part.settings.get("engine")
+        if record_tables.has_sequences(folder):
+            part.completions = partial(record_tables.completions, folder)
+            part.found.append(f"completions with prompts and rewards in {short}/sequences")
+    except TrustRLError as error:
+        part.faults.append(str(error))
+    return part

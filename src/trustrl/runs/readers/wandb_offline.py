@@ -149,9 +149,11 @@ def _parsed(text: str) -> Any:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(found, found) if isinstance(
-        found, str
-    ) else found
+    return (
+        {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(found, found)
+        if isinstance(found, str)
+        else found
+    )
 
 
 def records(file: Path, short: str) -> Iterator[bytes | Fault]:

@@ -59,7 +59,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Metric:
-    """Metric with a chart of its own, read under the first of its names that a row has."""
+    """Metric with a separate chart, read under the first of its names that a row has."""
 
     key: str
     names: tuple[str, ...]

@@ -60,7 +60,7 @@ def _card(at: int, run: dict[str, Any], shared: dict[str, str], *, several: bool
 <p class="region">{said(run["region"] or NO_REGION)}</p>
 {_facts(shown)}
 {notes}{words if run["last_words"] else ""}
-{_sources(run, opened=not several)}
+{_sources(run, opened=bool(run["missing"]) and not several)}
 </article>"""
 
 

@@ -66,14 +66,22 @@ def _figure(chart: Chart) -> str:
 
 def explanations_section(report: Report) -> str:
     """Renders an entry of the metric dictionary for each chart, which the chart links to."""
-    entries = "\n".join(_explanation(chart) for chart in report.charts if chart.explanation)
-    if not entries:
+    explained = [chart for chart in report.charts if chart.explanation]
+    if not explained:
         return ""
+    entries = "\n".join(_explanation(chart) for chart in explained if not chart.other)
+    others = "\n".join(_explanation(chart) for chart in explained if chart.other)
+    folded = (
+        f'<details class="others"><summary>Other metrics</summary><div class="entries">{others}</div></details>'
+        if others
+        else ""
+    )
     return f"""<section id="explained" aria-labelledby="explained-title">
 <h2 id="explained-title">Metrics explained</h2>
 <div class="entries">
 {entries}
 </div>
+{folded}
 </section>"""
 
 
@@ -83,7 +91,7 @@ def _explanation(chart: Chart) -> str:
     engines = ", ".join(f"{engine}: {name}" for engine, name in sorted(one.elsewhere.items()))
     parts = {
         "definition": one.formula, "unit": one.unit, "healthy": one.healthy, "direction": one.direction,
-        "action": one.action, "in the engines' logs": engines,
+        "action": one.action, "logged as": engines,
     }  # fmt: skip
     lines = "".join(f"<div><dt>{name}</dt><dd>{said(text)}</dd></div>" for name, text in parts.items() if text)
     key = escape(chart.key)

@@ -25,7 +25,7 @@ def live_reports(
 
     Args:
         paths: The runs. Each must exist, but may still be empty.
-        every: Seconds between two looks at the files.
+        every: Seconds between two checks of the files.
         with_page: Read the tokens and completions that a page shows.
         sleep: Function that waits.
 
@@ -33,7 +33,7 @@ def live_reports(
         ConfigError: If a path does not exist.
     """
     for path in paths:
-        if not Path(path).exists():
+        if not _folder(path).exists():
             raise ConfigError(f"RUN must be a folder or file that exists, got {path}.")
     bounds = {} if with_page else {"max_points": 0, "max_shown": 0}
     before: Stamp | None = None
@@ -60,7 +60,7 @@ def live_reports(
 def stamp(paths: Sequence[str]) -> Stamp:
     """Returns size and time of change of every file of the runs. Logs next to a run directory belong to it."""
     found: Stamp = {}
-    for path in map(Path, paths):
+    for path in map(_folder, paths):
         files = (
             [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
         )
@@ -71,3 +71,8 @@ def stamp(paths: Sequence[str]) -> Stamp:
                 continue
             found[str(file)] = (about.st_size, about.st_mtime_ns)
     return found
+
+
+def _folder(path: str) -> Path:
+    """Returns the path without the name of a run inside a database."""
+    return Path(path.partition("::")[0])

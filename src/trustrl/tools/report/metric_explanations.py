@@ -8,7 +8,7 @@ from trustrl.core.metrics import METRICS, Metric
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Answer to "what does this chart show, and what do I do about it?"."""
+    """Definition of a metric, its healthy range, and the recommended action."""
 
     formula: str
     unit: str

@@ -51,10 +51,12 @@ def anchor_of(region: Region | None) -> str:
     return "π'" if region is not None and region.needs().anchor == "proximal" else "μ"
 
 
-def region_in_words(region: Region | None, plain: Mapping[str, Any]) -> str:
+def region_in_words(region: Region | None, plain: Mapping[str, Any], *, observed: bool = False) -> str:
     """Describes in one or two sentences what the region does to a token. Returns an empty text without a region."""
     if region is None and not plain:
         return ""
+    if observed:
+        return f"Only observed; the engine's own loss trained this run. {region_in_words(region, plain)}"
     if region is None:
         return f"{plain.get('kind', 'no region')}, which is not registered here: {_listed(plain)}."
     say = _OWN_WORDS.get(type(region))

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trustrl.errors import TrustRLError
-from trustrl.recording.run_file import read_run
 from trustrl.runner.run_verdict import COLLAPSE, NO_METRICS
 from trustrl.runs.run import Run
 from trustrl.tools.report.charts import Chart, charts
@@ -54,7 +53,7 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
             listed = choose_completions(run, found, max_shown=max_shown // sharing)
         except (TrustRLError, OSError) as error:
             note = f"Cannot read the records of this run: {error}"
-        known, missing = ({}, "") if found is None else token_texts(_model_of(run), _ids(found, listed))
+        known, missing = ({}, "") if found is None else token_texts(run.settings.model, _ids(found, listed))
         tokens.append(found)
         shown.append(listed)
         notes.append(note)
@@ -62,14 +61,6 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
         text_notes.append(missing)
     described = reported(runs)
     return Report(described, charts(described), tokens, shown, notes, texts, text_notes)
-
-
-def _model_of(run: Run) -> str | None:
-    """Returns the model whose tokenizer decodes the records: that of the settings, or else that of run.json."""
-    if run.settings.model is not None:
-        return run.settings.model
-    described = (found for folder in run.records if (found := read_run(folder)) is not None)
-    return next((name for one in described if (name := one["tokenizer"] or one["model"])), None)
 
 
 def _ids(tokens: TokenSample, shown: ShownCompletions) -> set[int]:
@@ -98,7 +89,7 @@ def _summary(report: Report, at: int) -> dict[str, Any]:
         "steps": run.steps,
         "steps_planned": run.settings.steps_planned,
         "seconds": run.seconds,
-        "region": region_in_words(one.region, one.plain_region) or None,
+        "region": region_in_words(one.region, one.plain_region, observed=one.observed) or None,
         "facts": facts(run),
         **verdict,
         "metrics": {chart.key: _extent(chart, at) for chart in report.charts if any(x.run == at for x in chart.lines)},
@@ -107,7 +98,8 @@ def _summary(report: Report, at: int) -> dict[str, Any]:
         "found": list(run.found),
         "missing": [asdict(missing) for missing in run.missing],
         "notes": [
-            *([] if run.rows else [NO_METRICS]), *run.faults, *filter(None, (report.notes[at], report.text_notes[at])),
+            *([NO_METRICS] if run.recipe and not run.rows else []), *run.faults,
+            *filter(None, (report.notes[at], report.text_notes[at])),
         ],
         "last_words": run.last_words,
     }  # fmt: skip

@@ -1,13 +1,15 @@
 """Runs as reports show them: with a label, the region, and the verdict so far."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
-from trustrl.runner.run_verdict import summary
+from trustrl.recording.run_file import read_run
+from trustrl.runner.run_verdict import collapsed, summary
 from trustrl.runs.run import Run
 
 
@@ -25,29 +27,45 @@ class ReportedRun:
     verdict: dict[str, Any]
     """Summary of the run so far, by the rules of `trustrl.runner.run_verdict`."""
 
-    @property
-    def plain_region(self) -> Mapping[str, Any]:
-        """Settings of the region; empty if there is none."""
-        return self.run.settings.region or {}
+    plain_region: Mapping[str, Any]
+    """Settings of the region; empty if there is none."""
+
+    observed: bool
+    """True if the region only observed: its verdicts are in the records, and the engine's own loss trained the run."""
 
 
 def reported(runs: Sequence[tuple[str, Run]]) -> list[ReportedRun]:
     """Adds regions and verdicts to labelled runs, as `trustrl.runs.open_run.open_runs` returns them."""
-    return [
-        ReportedRun(run, label, _region(run), summary(run.rows, _measured(run), updates_per_row(run)))
-        for label, run in runs
-    ]
+    found = []
+    for label, run in runs:
+        measured = _measured(run)
+        verdict = summary(run.rows, measured, updates_per_row(run))
+        if not all(row.get("count") for row in measured):  # no standard error: the rewards decide
+            verdict["collapsed"] = collapsed(run.rows, [], updates_per_row(run))
+        plain, observed = run.settings.region or _observed(run), not run.settings.region
+        found.append(ReportedRun(run, label, _region(plain), verdict, plain, observed and bool(plain)))
+    return found
+
+
+def _observed(run: Run) -> Mapping[str, Any]:
+    """Returns the region of the records, which only observed if the run was trained without one."""
+    for folder in run.records:
+        with suppress(TrustRLError):  # the reader has listed the fault
+            described = read_run(folder)
+            if described and described["region"]:
+                return described["region"]
+    return {}
 
 
 def _measured(run: Run) -> list[dict[str, Any]]:
     return [row for row in run.evaluations if row.get("accuracy") is not None]
 
 
-def _region(run: Run) -> Region | None:
-    if not run.settings.region:
+def _region(plain: Mapping[str, Any]) -> Region | None:
+    if not plain:
         return None
     try:
-        found = config_from_dict(run.settings.region)
+        found = config_from_dict(plain)
     except (TrustRLError, TypeError, KeyError):
         return None
     return found if isinstance(found, Region) else None

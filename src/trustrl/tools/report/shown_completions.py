@@ -1,7 +1,7 @@
 """Completions that a page shows: those in which most went wrong by any measure, whole groups of them, and some others.
 
-Candidates are the completions in the tables of its token records, or those that the run's reader yields, and the
-sequences of the token table. A completion with a `sequence` is the one of that id in the records.
+Candidates are the completions that the run's reader yields and the sequences in its token records. A completion with a
+`sequence` is the one of that id in the records.
 """
 
 import random
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from trustrl.optional_imports import need
 from trustrl.recording.storage import Place
 from trustrl.runs.run import Completion, Run
-from trustrl.tools.report.recorded_completions import recorded_completions, with_texts
 from trustrl.tools.report.reported_runs import measured_step
 from trustrl.tools.report.token_sample import SEED, SequenceScore, TokenSample, decided
 
@@ -76,16 +75,12 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
     Raises:
         RecordError: If the records cannot be read.
     """
-    recorded = list(islice(recorded_completions(run), MAX_CANDIDATES))
-    candidates = list(_candidates(run.completions() if not recorded else (one for one, _ in recorded), tokens))
+    candidates = list(_candidates(run.completions(), tokens))
     if not max_shown:
         return ShownCompletions([], len(candidates))
     chosen = _chosen(candidates)
     wanted = {one.at for one in chosen if one.at is not None}
-    if recorded:
-        read = with_texts({at: recorded[at] for at in wanted})
-    else:
-        read = {at: one for at, one in enumerate(run.completions()) if at in wanted} if wanted else {}
+    read = {at: one for at, one in enumerate(run.completions()) if at in wanted} if wanted else {}
     fitting = {one.sequence: one.score for one in _fitting(chosen, max_shown) if one.score is not None}
     rows = dict(_rows(fitting))
     listed, known = [], set()

@@ -25,6 +25,12 @@ MAX_ROWS = 3_000_000
 """Maximum rows to read for one run. Longer runs are read every second, third, … file."""
 
 MOST_STOPPED = 20
+SUMS = ("signed", "stopped", "rising", "mu", "pi")
+"""Sums for each token id: tokens with A ≠ 0, masked, masked while rising, and exp(mu) and exp(pi) of masked ones."""
+
+ADDED_AFTER = 64
+"""Number of files after which the sums of token ids are added up, which bounds memory."""
+
 COLUMNS = (
     "step", "update", "sequence", "position", "token_id", "advantage", "behavior_logp", "proximal_logp", "policy_logp",
     "weight", "kept", "divergence_lower", "divergence_upper", "entropy",
@@ -99,8 +105,8 @@ class _Seen:
 
     points: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in POINTS})
     verdicts: Counter[int] = field(default_factory=Counter)
-    tokens: dict[int | None, list[float]] = field(default_factory=dict)
-    """By id: tokens with A ≠ 0, masked, masked while rising, and sums of exp(mu) and exp(pi) over masked tokens."""
+    sums: list[Any] = field(default_factory=list)
+    """Tables of `SUMS` by token id, not yet added up."""
 
     scores: dict[int, SequenceScore] = field(default_factory=dict)
     symbols: set[str] = field(default_factory=set)
@@ -141,15 +147,16 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
         _take_in(seen, file, [at - start for at in wanted[low:high]])
         start += count
     decided = set(seen.verdicts) != {NO_VERDICT}
+    sums = _added(seen.sums)
     return TokenSample(
         num_rows=sum(counts),
         num_read=num_read,
-        num_signed=int(sum(signed for signed, *_ in seen.tokens.values())),
+        num_signed=need("pyarrow.compute", extra="records").sum(sums["signed"]).as_py() or 0,
         verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)} if decided else {},
         points=seen.points,
         mu="μ" if "μ" in seen.symbols else "π'",
         scores=seen.scores,
-        most_stopped=_most_stopped(seen),
+        most_stopped=_most_stopped(sums),
         dumps=[_dump(one) for folder in folders for one in storage.entries(storage.place(folder), "dump-*")],
     )
 
@@ -209,11 +216,16 @@ def _count_tokens(seen: _Seen, table: Any) -> None:
             "mu": where_stopped(table["mu"]), "pi": where_stopped(table["policy_logp"]),
         }
     )  # fmt: skip
-    names = ("signed", "stopped", "rising", "mu", "pi")
-    for one in flags.group_by("token_id").aggregate([(name, "sum") for name in names]).to_pylist():
-        sums = seen.tokens.setdefault(one["token_id"], [0.0] * 5)
-        for at, name in enumerate(names):
-            sums[at] += one[f"{name}_sum"] or 0
+    seen.sums.append(_added([flags]))
+    if len(seen.sums) >= ADDED_AFTER:
+        seen.sums = [_added(seen.sums)]
+
+
+def _added(tables: Sequence[Any]) -> Any:
+    """Returns one table with the sums of each token id."""
+    pa = need("pyarrow", extra="records")
+    grouped = pa.concat_tables(tables).group_by("token_id").aggregate([(name, "sum") for name in SUMS])
+    return grouped.select(["token_id", *(f"{name}_sum" for name in SUMS)]).rename_columns(["token_id", *SUMS])
 
 
 def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
@@ -245,16 +257,11 @@ def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
             seen.scores[sequence] = score
 
 
-def _most_stopped(seen: _Seen) -> list[dict[str, Any]]:
-    ranked = sorted(seen.tokens.items(), key=lambda item: (-item[1][1], -1 if item[0] is None else item[0]))
-    return [
-        {
-            "token_id": token, "signed": int(signed), "stopped": int(stopped), "rising": int(rising),
-            "mu": mu / stopped, "pi": pi / stopped,
-        }
-        for token, (signed, stopped, rising, mu, pi) in ranked[:MOST_STOPPED]
-        if stopped
-    ]  # fmt: skip
+def _most_stopped(sums: Any) -> list[dict[str, Any]]:
+    pc = need("pyarrow.compute", extra="records")
+    masked = sums.filter(pc.greater(sums["stopped"], 0))
+    ranked = masked.sort_by([("stopped", "descending"), ("token_id", "ascending")]).slice(0, MOST_STOPPED)
+    return [one | {"mu": one["mu"] / one["stopped"], "pi": one["pi"] / one["stopped"]} for one in ranked.to_pylist()]
 
 
 def _dump(folder: Place) -> dict[str, Any]:

@@ -37,7 +37,8 @@ function heading(box, tokens, one, look) {
     put(head, "span", { class: one.truncated ? "badge open" : "badge plain" }, one.truncated ? `truncated (${one.stop})` : one.stop);
   }
   const parts = Object.entries(one.rewards ?? {});
-  if (parts.length) {
+  const alone = parts.length === 1 && parts[0][1] === one.reward; // the reward itself, already in the heading
+  if (parts.length && !alone) {
     const list = put(box, "ul", { class: "parts", "aria-label": "Reward by component" });
     for (const [name, value] of parts) {
       const item = put(list, "li", {}, `${name} `);

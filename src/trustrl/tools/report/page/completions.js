@@ -21,7 +21,9 @@ function completionsOf(tokens) {
   offer(tokens);
   for (const id of ["layout", "sort", "tint", "whole"]) control(id).onchange = () => list(tokens);
   control("search").oninput = () => list(tokens);
-  control("search").onkeydown = (event) => event.key === "Enter" && nextHit(area);
+  control("search").onkeydown = (event) => {
+    if (event.key === "Enter") nextHit(area); // a returned false would cancel all other keys
+  };
   list(tokens);
 }
 
@@ -68,7 +70,8 @@ function list(tokens) {
   let at = 0;
   const portion = () => {
     const end = Math.min(items.length, at + (grouped ? GROUPS : SEQUENCES));
-    for (; at < end; at++) {
+    const room = area.getElementsByClassName("t").length + PORTION;
+    for (; at < end && area.getElementsByClassName("t").length < room; at++) {
       if (grouped) groupBox(area, tokens, items[at], tint);
       else card(area, tokens, items[at].one, { tint, hits: items[at].hits, inGroup: false });
     }

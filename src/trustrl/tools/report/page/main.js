@@ -13,6 +13,17 @@ const firstRun = DATA.tokens.findIndex((one) => one !== null);
 if (picker) picker.addEventListener("change", () => choose(Number(picker.value)));
 if (firstRun >= 0) choose(picker ? Number(picker.value) : firstRun);
 live();
+addEventListener("hashchange", reveal);
+reveal();
+
+// Opens the folded part that a link leads into.
+function reveal() {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const folded = target && target.closest("details:not([open])");
+  if (!folded) return;
+  folded.open = true;
+  target.scrollIntoView();
+}
 
 function choose(run) {
   for (const part of document.querySelectorAll("[data-run]")) part.hidden = Number(part.dataset.run) !== run;
