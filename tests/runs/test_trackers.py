@@ -12,7 +12,13 @@ from trustrl.errors import ConfigError
 from trustrl.runs.open_run import open_run
 
 FOLDERS = ("wandb-0.31.0", "trackio-0.43.0", "mlflow-3.17.2", "tensorboard-2.21.0")
-PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow", "mlflow-files": "mlflow", "tensorboard": "tensorboard"}
+PACKAGES = {
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "mlflow-files": "mlflow",
+    "tensorboard": "tensorboard",
+}
 
 
 def check(run, *, settings=True):
@@ -64,14 +70,16 @@ def test_several_wandb_runs_are_refused_by_name(tmp_path):
     folder = unpacked("wandb-0.31.0", tmp_path / "one")
     unpacked("wandb-0.31.0", tmp_path / "two")
     assert open_run(folder).steps == 5
-    with pytest.raises(ConfigError, match="2 W&B runs. Pass one"):
+    with pytest.raises(ConfigError, match=r"2 W&B runs\. Pass one"):
         open_run(tmp_path)
 
 
 def test_one_of_several_runs_in_a_database_is_chosen_by_name(tmp_path):
     file = unpacked("trackio-0.43.0", tmp_path) / "tiny-project.db"
     with sqlite3.connect(file) as database:
-        database.execute("insert into metrics (run_id, timestamp, run_name, step, metrics) values ('b', 't', 'other', 1, '{\"loss\": 2.0}')")
+        database.execute(
+            "insert into metrics (run_id, timestamp, run_name, step, metrics) values ('b', 't', 'other', 1, '{\"loss\": 2.0}')"
+        )
     with pytest.raises(ConfigError, match="Append :: and one of: tiny, other"):
         open_run(file)
     assert open_run(f"{file}::other").rows == [{"step": 1, "loss": 2.0}]
@@ -106,7 +114,10 @@ def test_events_of_a_resumed_run_in_trls_folder_belong_together(tmp_path):
 
 @pytest.mark.parametrize("kind", ["csv", "json", "columns", "jsonl"])
 def test_an_exported_history_is_read(kind, tmp_path):
-    rows = [{"_step": step, **{k: v for k, v in row(step).items() if v == v and v != float("inf")}} for step in (1, 2, 3, 4, 5)]
+    rows = [
+        {"_step": step, **{k: v for k, v in row(step).items() if v == v and v != float("inf")}}
+        for step in (1, 2, 3, 4, 5)
+    ]
     file = tmp_path / f"history.{'json' if kind == 'columns' else kind}"
     if kind == "csv":
         with file.open("w", newline="") as opened:
@@ -125,7 +136,9 @@ def test_an_exported_history_is_read(kind, tmp_path):
 
 def test_columns_of_a_panel_are_the_metrics(tmp_path):
     """As the W&B page exports a chart."""
-    (tmp_path / "panel.csv").write_text('"Step","my-run - train/reward","my-run - train/num_tokens"\n"1","0.5","7"\n"2","0.75",""\n')
+    (tmp_path / "panel.csv").write_text(
+        '"Step","my-run - train/reward","my-run - train/num_tokens"\n"1","0.5","7"\n"2","0.75",""\n'
+    )
     assert open_run(tmp_path / "panel.csv").rows == [
         {"step": 1, "reward": 0.5, "num_tokens": 7.0}, {"step": 2, "reward": 0.75},
     ]  # fmt: skip

@@ -21,7 +21,9 @@ def test_an_output_dir_has_metrics_settings_and_an_end(folder):
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert (run.status, run.steps, run.row_is, run.steps_per_row) == ("finished", 6, "update", 1)
     assert [row["loss"] for row in run.rows] == [one["loss"] for one in history if "loss" in one]
-    assert [row["clip_share"] for row in run.rows] == [one["clip_ratio/region_mean"] for one in history if "loss" in one]
+    assert [row["clip_share"] for row in run.rows] == [
+        one["clip_ratio/region_mean"] for one in history if "loss" in one
+    ]
     assert run.rows[0]["completion_length"] == history[0]["completions/mean_length"]
     assert run.rows[0]["completions/max_length"] == history[0]["completions/max_length"]  # no name of ours
     assert run.seconds == history[-1]["train_runtime"]
