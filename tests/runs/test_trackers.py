@@ -52,9 +52,9 @@ def test_a_committed_run_is_what_the_tracker_was_given(name, tmp_path):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_run_written_here_is_what_the_tracker_was_given(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # both are read on import
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     pytest.importorskip(PACKAGES[name])
-    if name == "mlflow-files":
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     WRITERS[name](tmp_path)
     check(open_run(tmp_path), settings=name != "tensorboard")
 
