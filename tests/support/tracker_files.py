@@ -36,10 +36,11 @@ def write_wandb(out):
         if step % 2 == 0:
             run.log({"eval/reward": step / 20, "train/global_step": step})
     run.finish()
+    wandb.teardown()  # waits for the process that writes the file
 
 
 def write_trackio(out):
-    os.environ["TRACKIO_DIR"] = str(Path(out).resolve())
+    os.environ.setdefault("TRACKIO_DIR", str(Path(out).resolve()))
     import trackio
 
     trackio.init(project="tiny-project", name="tiny", config=CONFIG)
@@ -49,7 +50,7 @@ def write_trackio(out):
 
 
 def write_mlflow(out, *, database=True):
-    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     import mlflow
 
     where = Path(out).resolve()

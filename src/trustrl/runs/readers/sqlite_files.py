@@ -13,8 +13,10 @@ _HEADER = b"SQLite format 3\0"
 
 @contextmanager
 def opened(file: Path) -> Iterator[sqlite3.Connection]:
-    """Opens a database without writing to it, not even its log."""
-    with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+    """Opens a database without writing next to it, unless a process that writes to it has left a log there."""
+    file = file.resolve()
+    mode = "mode=ro" if file.with_name(f"{file.name}-wal").exists() else "immutable=1"
+    with closing(sqlite3.connect(f"{file.as_uri()}?{mode}", uri=True)) as connection:
         yield connection
 
 

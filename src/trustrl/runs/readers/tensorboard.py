@@ -105,6 +105,8 @@ def scalars(file: Path, short: str) -> Iterator[tuple[int, str, float | str] | F
                     yield from _event(data, short, at)
                 at += 16 + size
                 count += 1
+            if at == 0:
+                yield Fault(f"{short}: empty")
     except OSError as error:
         yield Fault(f"{short}: {error.strerror}; left out")
 

@@ -183,6 +183,8 @@ def records(file: Path, short: str) -> Iterator[bytes | Fault]:
                 at += len(block)
             if kept:
                 yield Fault(f"{short}: the last record is truncated; left out")
+            if at == 0:
+                yield Fault(f"{short}: empty")
     except OSError as error:
         yield Fault(f"{short}: {error.strerror}; left out")
 

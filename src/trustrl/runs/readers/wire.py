@@ -12,13 +12,13 @@ Value = int | bytes
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int, Value]]:
-    """Yields the number, kind and value of each field. Fixed-width values are bytes.
+    r"""Yields the number, kind and value of each field. Fixed-width values are bytes.
 
     Raises:
         ValueError: If the message is damaged.
 
     Example:
-        >>> list(fields(b"\\x08\\x96\\x01\\x12\\x02hi"))
+        >>> list(fields(b"\x08\x96\x01\x12\x02hi"))
         [(1, 0, 150), (2, 2, b'hi')]
     """
     at, end = 0, len(message)
