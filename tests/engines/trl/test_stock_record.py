@@ -311,7 +311,7 @@ def test_run_json_describes_the_run(tmp_path):
     assert found["engine"]["settings"]["updates_per_batch"] == UPDATES_PER_ROLLOUT
     assert found["engine"]["settings"]["loss"] == "dapo"
     assert found["sampling"]["temperature"] == 1.0
-    assert found["dtypes"] == {"trainer": "float32", "sampler": None}
+    assert found["dtypes"] == {"trainer": "float32", "sampler": "float32"}
     assert found["region"] is found["region_role"] is None
 
 
