@@ -123,7 +123,8 @@ def trl(session: nox.Session) -> None:
     fused = other_release(session, "trl", "1.15.0")  # the oldest for Top-K, TROLL and exact regions
     session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": fused})
     parity = [f"tests/engines/trl/test_parity.py::{name}" for name in TRL_PARITY]
-    older = ("tests/engines/trl/test_floor.py", "tests/engines/trl/test_rollout_func.py", *parity)
+    stock = "tests/engines/trl/test_stock_record.py"
+    older = ("tests/engines/trl/test_floor.py", "tests/engines/trl/test_rollout_func.py", stock, *parity)
     for version in ("1.0.0", "1.9.0"):
         session.run("pytest", "-n", "2", *older, env={"PYTHONPATH": other_release(session, "trl", version)})
 

@@ -311,7 +311,7 @@ def test_run_json_describes_the_run(tmp_path):
     assert found["engine"]["settings"]["updates_per_batch"] == UPDATES_PER_ROLLOUT
     assert found["engine"]["settings"]["loss"] == "dapo"
     assert found["sampling"]["temperature"] == 1.0
-    assert found["dtypes"] == {"trainer": "float32", "sampler": None}
+    assert found["dtypes"] == {"trainer": "float32", "sampler": "float32"}
     assert found["region"] is found["region_role"] is None
 
 
@@ -324,10 +324,11 @@ def test_run_json_says_that_a_region_only_observed(tmp_path):
 
 def test_a_trainer_with_a_region_records_its_sequences_too(tmp_path):
     recording = Recording(folder=tmp_path / "records", sample=1.0)
-    settings = world.settings(output_dir=str(tmp_path), **SCHEDULE)
+    average = {"loss_type": "grpo"}  # which adds up to 1 at every step
+    settings = world.settings(output_dir=str(tmp_path), **SCHEDULE | average)
     given = {"region": trustrl.preset("dppo-binary-tv"), "behavior": "trainer", "recording": recording}
     world.trainer_of(TrustRegionGRPOTrainer, world.tiny_model(), settings, **given).train()
-    trained(tmp_path / "stock", {"sample": 1.0})
+    trained(tmp_path / "stock", {"sample": 1.0}, **average)
 
     def first_rollout(folder):
         return [row for row in sequences(folder / "records").values() if row["step"] == 0]

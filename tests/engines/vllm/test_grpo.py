@@ -46,6 +46,7 @@ def check_record(folder, log):
     """The record of a stock run agrees with TRL's own log on the mismatch between sampler and trainer."""
     tokens = read(folder)
     assert read_run(folder)["engine"]["settings"]["sampler"] == "vllm"
+    assert read_run(folder)["dtypes"] == {"trainer": "float32", "sampler": "float32"}
     assert {"kept", "weight", "behavior_logp", "proximal_logp", "policy_logp", "entropy"} <= set(tokens)
     for step, row in enumerate(log):
         here = tokens["step"] == step

@@ -140,7 +140,21 @@ def about(trainer: Any, *, observed: bool = False) -> dict[str, Any]:
         "engine": {"name": "trl", "version": metadata.version("trl"), "settings": settings},
         "model": getattr(trainer.model.config, "_name_or_path", None) or None,
         "tokenizer": getattr(trainer.processing_class, "name_or_path", None) or None,
-        "dtypes": {"trainer": str(trainer.model.dtype).removeprefix("torch."), "sampler": None},
+        "dtypes": {"trainer": _name(trainer.model.dtype), "sampler": _name(_sampler_dtype(trainer))},
         "sampling": sampling | {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")},
         "region_role": "observed" if observed else None,
     }
+
+
+def _name(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _sampler_dtype(trainer: Any) -> Any:
+    """Returns the dtype of the weights that sample; None if another process holds them."""
+    if getattr(trainer, "rollout_func", None) is not None:
+        return None
+    if not trainer.use_vllm:
+        return trainer.model.dtype
+    engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
+    return getattr(getattr(engine, "model_config", None), "dtype", None)
