@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections import defaultdict
 
 BLOCK, HEADER = 32768, 7
@@ -17,13 +18,9 @@ def tensorboard(folder):
 
 def wandb(folder):
     """wandb reads its offline files in Go. The records are its own Protobuf messages, in LevelDB's log format."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
     (file,) = (folder / "wandb").glob("offline-run-*/*.wandb")
     found = defaultdict(dict)
-    for data in _leveldb(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    for record in _whole_wandb_file(file):
         if record.WhichOneof("record_type") != "history":
             continue
         row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
@@ -31,6 +28,18 @@ def wandb(folder):
         for name, value in row.items():
             found[name][step] = value
     return dict(found)
+
+
+def _whole_wandb_file(file):
+    """`wandb.finish` returns before its other process has written everything; the last records hold the exit code."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for _ in range(300):
+        records = [Record.FromString(data) for data in _leveldb(file.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end after 30 s.")
 
 
 def _leveldb(data):
