@@ -113,11 +113,12 @@ def other_release(session: nox.Session, package: str, version: str) -> str:
 def trl(session: nox.Session) -> None:
     """Tests every region in TRL's own trainer; regions on the sampled token also at the oldest TRL and one between."""
     install_engine(session, "trl")
+    session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "trackers"))
     # The last TRL that has its own DPPO: an oracle.
     session.env["TRUSTRL_TRL_1_8"] = other_release(session, "trl", "1.8.0")
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/trl.md]"
     probe = ("tests/tools/probe", "tests/cli/test_probe.py")  # with a network of transformers on both sides
-    tests = ("tests/engines/trl", "tests/world", *probe, guide)
+    tests = ("tests/engines/trl", "tests/world", "tests/tools/dashboards", *probe, guide)
     # A comparison and the runs to kill are trained once for all tests of their file.
     session.run("pytest", "-n", "2", "--dist", "loadgroup", *tests, *session.posargs)
     fused = other_release(session, "trl", "1.15.0")  # the oldest for Top-K, TROLL and exact regions

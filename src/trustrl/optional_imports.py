@@ -8,8 +8,13 @@ from typing import Any
 from trustrl.errors import MissingPackageError
 
 
-def need(module: str, *, extra: str) -> Any:
-    """Imports and returns `module`, which `pip install "trustrl[<extra>]"` installs.
+def need(module: str, *, extra: str = "", advice: str = "") -> Any:
+    """Imports and returns `module`.
+
+    Args:
+        module: The module to import.
+        extra: The extra of trustrl that installs it.
+        advice: Tells how to install it, if no extra does.
 
     Raises:
         MissingPackageError: If the module is not installed.
@@ -19,7 +24,7 @@ def need(module: str, *, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise  # the module is installed, but one of its dependencies is not
-        raise _missing(error.name, f'Run `pip install "trustrl[{extra}]"`.') from None
+        raise _missing(error.name, advice or f'Run `pip install "trustrl[{extra}]"`.') from None
 
 
 def require(module: str, *, advice: str) -> None:

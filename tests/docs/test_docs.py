@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import trustrl
-from trustrl.core.metrics import METRICS
+from trustrl.core.metrics import CORE, METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -83,6 +83,11 @@ def test_every_preset_has_a_page():
     text = "\n".join(page.read_text() for page in ALGORITHMS)
     for name in trustrl.presets():
         assert f"`{name}`" in text or f'"{name}"' in text, name
+
+
+def test_the_metric_page_lists_the_core_metrics():
+    (table,) = re.findall(r"<!-- begin core -->(.*?)<!-- end core -->", (ROOT / "docs/reference/metrics.md").read_text(), re.S)
+    assert tuple(re.findall(r"^\| `trustrl/(\w+)`", table, re.M)) == CORE
 
 
 def test_the_metric_page_matches_the_dictionary():

@@ -5,10 +5,13 @@ The metric dictionary loads without torch, so the verb is fast.
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from typing import Any
 
-from trustrl.core.metrics import METRICS, Metric
-from trustrl.errors import UnknownNameError
+from trustrl.core.metric_entries import Metric
+from trustrl.core.metrics import CORE, METRICS
+from trustrl.errors import ConfigError, UnknownNameError
 from trustrl.registry import nearest
 
 PREFIX = "trustrl/"
@@ -19,17 +22,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="Metric, with or without an engine's prefix (default: list all)"
     )
+    parser.add_argument("--core", action="store_true", help="List only the metrics that engines log by default")
     parser.add_argument("--json", action="store_true", help="Print a JSON object, or a list for all metrics")
+    parser.add_argument(
+        "--dashboard",
+        choices=("tensorboard", "wandb", "grafana"),
+        help="Print a dashboard of the core metrics: an event file, a Python script or a JSON file",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints one metric in full, or one line per metric."""
-    if options.name is None:
-        print(_json([_entry(metric) for metric in METRICS]) if options.json else _list())
+    """Prints one metric in full, one line per metric, or the file of a dashboard."""
+    if options.dashboard is not None:
+        _print_dashboard(options.dashboard)
+    elif options.name is None:
+        listed = [metric for metric in METRICS if not options.core or metric.name in CORE]
+        print(_json([_entry(metric) for metric in listed]) if options.json else _list(listed))
     else:
         metric = _named(options.name)
         print(_json(_entry(metric)) if options.json else _text(metric))
     return 0
+
+
+def _print_dashboard(kind: str) -> None:
+    from trustrl.tools.dashboards import DASHBOARDS
+
+    content = DASHBOARDS[kind]()
+    if kind == "tensorboard" and sys.stdout.isatty():
+        raise ConfigError(
+            "The output must be a file, got a terminal. Add `> LOGDIR/events.out.tfevents.0.trustrl`: TensorBoard "
+            "reads files with such names."
+        )
+    sys.stdout.buffer.write(content)
+    sys.stdout.buffer.flush()
 
 
 def _named(name: str) -> Metric:
@@ -47,9 +72,9 @@ def _entry(metric: Metric) -> dict[str, Any]:
     return {"name": PREFIX + metric.name} | {field: getattr(metric, field) for field in fields}
 
 
-def _list() -> str:
-    width = max(len(metric.name) for metric in METRICS)
-    return "\n".join(f"{metric.name:<{width}}  {metric.formula} [{metric.unit}]" for metric in METRICS)
+def _list(metrics: Sequence[Metric]) -> str:
+    width = max(len(metric.name) for metric in metrics)
+    return "\n".join(f"{metric.name:<{width}}  {metric.formula} [{metric.unit}]" for metric in metrics)
 
 
 def _text(metric: Metric) -> str:

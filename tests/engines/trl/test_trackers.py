@@ -1,15 +1,20 @@
 """A recipe's tracker has the numbers of metrics.jsonl, in files of the run directory, and nothing is sent anywhere."""
 
+import contextlib
 import json
 import os
 import socket
+import sqlite3
 
 import numpy as np
 import pytest
 
+pytest.importorskip("trl")
+
 from support.tracked_metrics import READERS
 from trustrl.runner.recipe import load
 from trustrl.runner.run_recipe import run
+from trustrl.tools.dashboards import DASHBOARDS
 
 SMALL = ["schedule.steps=2", "schedule.checkpoint_every=2", "evaluation.count=1"]
 OFFLINE_LOCATIONS = (
@@ -55,7 +60,29 @@ def test_the_tracker_has_the_numbers_of_the_metrics_file(tracker, tmp_path, noth
             name: stored(value) for name, value in ours.items()
         }
     assert [row["step"] for row in rows] == [1, 2]
+    if tracker == "mlflow":
+        check_grafanas_queries(tmp_path / "run/mlflow.db", rows)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def check_grafanas_queries(database, rows):
+    """The dashboard's SQL on the tables that MLflow made. It is written for PostgreSQL, and SQLite understands it too."""
+    dashboard = json.loads(DASHBOARDS["grafana"]())
+    with contextlib.closing(sqlite3.connect(database)) as mlflow:
+        variables = {one["name"]: one["query"] for one in dashboard["templating"]["list"]}
+        ((name, run_id),) = mlflow.execute(variables["run"]).fetchall()
+        assert name == "sanity"
+        seen = set()
+        for panel in (panel for panel in dashboard["panels"] if panel["type"] == "trend"):
+            read = mlflow.execute(panel["targets"][0]["rawSql"].replace("$run", run_id))
+            columns = [column[0] for column in read.description]
+            assert columns[0] == panel["options"]["xField"]
+            found = {values[0]: dict(zip(columns[1:], values[1:], strict=True)) for values in read}
+            for row in (row for row in rows if row["step"] in found):  # TRL logs a reward at a batch's first update
+                for column, value in found[row["step"]].items():
+                    assert value == row.get(f"trustrl/{column}", row.get(column)), column
+                    seen.add(column)
+    assert {"masked_share", "kl_k3", "entropy", "divergence_p99", "staleness_mean", "grad_norm", "reward"} <= seen
 
 
 def test_only_the_core_is_logged_if_the_recipe_says_so(tmp_path):

@@ -9,12 +9,16 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("pyarrow")
 
+import numpy as np
+
+from support.tracked_metrics import READERS
 from support.verl_cpu_runs import STEPS, trained
 from trustrl.cli import main
 from trustrl.engines.common.seam import version_of
 from trustrl.engines.verl_cpu.vllm_server import VARIABLE
 from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.recipe import load
 
 ROLLOUT = "engine.settings.actor_rollout_ref.rollout"
 ACTOR = "engine.settings.actor_rollout_ref.actor"
@@ -25,13 +29,13 @@ CRITIC = [
 BYPASS = "engine.settings.algorithm.rollout_correction.bypass_mode=true"
 RUNS = {
     "TROLL: transformers, two ranks, a critic and a reference": [
-        "region.preset=troll", "engine.ranks_per_node=2", *CRITIC,
+        "region.preset=troll", "engine.ranks_per_node=2", "logging.tracker=tensorboard", *CRITIC,
     ],
     "Top-K: vLLM at temperature 0.8": [
         "region.preset=dppo-topk-tv", "sampler.kind=vllm", "sampler.temperature=0.8", BYPASS,
     ],
     "Binary: vLLM at top-p 0.9": [
-        "region.preset=dppo-binary-tv", "sampler.kind=vllm", f"{ROLLOUT}.top_p=0.9", BYPASS,
+        "region.preset=dppo-binary-tv", "sampler.kind=vllm", "logging.tracker=wandb", f"{ROLLOUT}.top_p=0.9", BYPASS,
     ],
 }  # fmt: skip
 LOGGED = {
@@ -72,6 +76,19 @@ def test_thirty_steps_of_a_mixture_of_experts_leave_no_gap(tmp_path):
     assert 0 < gap.max() <= 1e-4
     moved = RunDirectory(tmp_path / "run").rows()
     assert min(row["grad_norm"] for row in moved) > 1e-3
+
+
+def test_the_tracker_has_the_numbers_of_the_metrics_file(run):
+    tracker = load(run / "recipe.toml").logging.tracker
+    if tracker is None:
+        pytest.skip("this run has no tracker")
+    found = READERS[tracker](run)
+    stored = np.float32 if tracker == "tensorboard" else float
+    for row in RunDirectory(run).rows():
+        ours = {name: value for name, value in row.items() if name.startswith("trustrl/")}
+        assert len(ours) > 50
+        theirs = {name: found[f"actor/{name}"][row["step"]] for name in ours}
+        assert theirs == {name: stored(value) for name, value in ours.items()}
 
 
 def test_every_step_begins_with_the_policy_that_sampled(run):
