@@ -31,7 +31,6 @@ UNCHECKED = [
 """Settings without the check of the first ratio, which would reject most faults of the sampler."""
 
 
-
 def recipe_of(name: str) -> Recipe:
     wanted = RUNS[name]
     updates = next((int(one.split("=")[1]) for one in wanted.settings if "updates_per_batch" in one), 2)

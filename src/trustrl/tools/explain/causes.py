@@ -54,6 +54,9 @@ class Number:
     what: str
     """Steps and aggregation, such as "median over batches"."""
 
+    source: str | None = None
+    """Logged metrics that it was computed from. None if the run logged it itself."""
+
     @property
     def healthy(self) -> str:
         """Range of the number in a healthy run."""

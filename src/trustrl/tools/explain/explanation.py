@@ -1,6 +1,6 @@
 """Diagnosis of one run: applies every rule, ranks the causes, and formats them for the terminal."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from trustrl.tools.explain import sampler_rules, signal_rules, step_rules
 from trustrl.tools.explain.causes import Cause, Number, ranked
 from trustrl.tools.explain.evidence import Evidence
 from trustrl.tools.explain.gap_classes import GapClass, classes_of
+from trustrl.tools.explain.metric_sources import origin
 from trustrl.tools.explain.recorded_gap import tokens_of
 from trustrl.tools.explain.unchecked import unchecked
 
@@ -78,8 +79,13 @@ def explain(source: str | Path | Run) -> Explanation:
     if not run.rows:
         raise RecordError(f"{run.path}: {NO_METRICS}")
     evidence = Evidence(run)
-    causes = ranked([found for rule in RULES if (found := rule(evidence)) is not None])
+    causes = ranked([_sourced(found, run) for rule in RULES if (found := rule(evidence)) is not None])
     return Explanation(run, causes, classes_of(tokens_of(run)), unchecked(evidence))
+
+
+def _sourced(cause: Cause, run: Run) -> Cause:
+    """Returns the cause with the logged metrics that its numbers were computed from."""
+    return replace(cause, numbers=tuple(replace(one, source=origin(run.rows, one.metric)) for one in cause.numbers))
 
 
 def _paragraph(place: int, cause: Cause) -> str:
@@ -90,7 +96,8 @@ def _paragraph(place: int, cause: Cause) -> str:
 
 def _number(one: Number) -> str:
     value = "not finite" if one.value is None else f"{one.value:.3g}, {one.side} {one.limit:.3g}: {one.what}"
-    return f"- {one.metric} (from step {one.step}) {value}\n     healthy: {one.healthy}"
+    metric = one.metric if one.source is None else f"{one.metric}, by {one.source},"
+    return f"- {metric} (from step {one.step}) {value}\n     healthy: {one.healthy}"
 
 
 def _line(one: Missing) -> str:

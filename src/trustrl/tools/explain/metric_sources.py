@@ -5,7 +5,7 @@ of k = π'/μ follows from them, and the mean |Δ| is estimated.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 REWARD, LOSS, GRADIENT = "reward", "loss", "grad_norm"
@@ -58,3 +58,18 @@ def named(row: Mapping[str, Any]) -> dict[str, Any]:
         largest = max(abs(row[name]) for name in ADVANTAGES)
         found.setdefault(EQUAL, 1.0 if largest <= NO_ADVANTAGE else 0.0)
     return found
+
+
+def origin(rows: Iterable[Mapping[str, Any]], metric: str) -> str | None:
+    """Returns the logged metrics that a metric was computed from, or None if it was logged itself.
+
+    Example:
+        >>> origin([{"step": 3, "rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.0002}], "trustrl/mismatch_ratio_mean")
+        'rollout_corr/kl, rollout_corr/k3_kl'
+    """
+    logged = {name for row in rows for name in row}
+    if metric in logged:
+        return None
+    derived = {GAP: (K3,), RATIO: (K1, K3), EQUAL: ADVANTAGES}
+    candidates = [*((name,) for name in NAMES.get(metric, ())), *([derived[metric]] if metric in derived else [])]
+    return next((", ".join(names) for names in candidates if logged.issuperset(names)), None)

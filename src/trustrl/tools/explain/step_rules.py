@@ -146,9 +146,9 @@ def _range(run: Evidence, moved: Number) -> str:
     bounds = _bounds(run)
     if bounds is None or moved.metric != KL:
         return ""
-    return (
-        f" The run logs one row for several updates: one update adds between {bounds[0]:.2g} and {bounds[1]:.2g} nats."
-    )
+    low, high = (f"{one:.2g}" for one in bounds[:2])
+    added = f"about {low}" if low == high else f"between {low} and {high}"
+    return f" The run logs one row for several updates: one update adds {added} nats."
 
 
 def _value(row: dict[str, float | None], metric: str) -> Point | None:
