@@ -215,9 +215,10 @@ def test_verl(session: nox.Session, *chosen: str) -> None:
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
     # Audits through Ray Data, which no other environment has.
     on_ray = ("tests/tools/audit/test_mapreduce.py", "tests/tools/audit/test_bucket.py")
+    trackers = "tests/runs/test_trackers.py"  # wandb and tensorboard are installed here
     session.env["TRUSTRL_MOTO"] = s3_server(session)
     # Each run is trained once for all tests of its file.
-    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, *on_ray, guide, *chosen, *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, *on_ray, trackers, guide, *chosen, *session.posargs)
 
 
 def s3_server(session: nox.Session) -> str:

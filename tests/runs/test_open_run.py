@@ -105,6 +105,14 @@ def test_every_metric_with_a_name_of_ours_has_a_unit():
     assert {ours for names in ENGINE_NAMES.values() for ours in names.values()} <= UNITS.keys()
 
 
+def test_the_page_lists_every_name(request):
+    page = (Path(request.config.rootpath) / "docs/reference/run-formats.md").read_text()
+    for engine in ("trl", "verl"):
+        for theirs, ours in ENGINE_NAMES[engine].items():
+            if ours != "frac_reward_nan":  # only trustrl's own trainer logs it
+                assert any(f"`{ours}`" in line and f"`{theirs}`" in line for line in page.splitlines()), theirs
+
+
 def test_no_reader_imports_torch(tmp_path):
     folder = unpacked("trl-1.16.0", tmp_path)
     code = "import sys; from trustrl.runs.open_run import open_run; list(open_run(sys.argv[1]).completions()); print('torch' in sys.modules)"
