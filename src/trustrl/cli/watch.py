@@ -63,14 +63,16 @@ def _write(out: Path | None, report: object, *, every: float | None) -> None:
 @contextmanager
 def _display() -> Iterator[Show]:
     """Context manager that yields a function to show a text: in place on a terminal, one after the other elsewhere."""
-    try:
-        from trustrl.optional_imports import need
+    from trustrl.optional_imports import need
 
+    try:
         live, console, rich_text = (need(f"rich.{name}", extra="run") for name in ("live", "console", "text"))
         screen = console.Console(file=sys.stdout)
+        in_place = screen.is_terminal and not screen.is_dumb_terminal
     except MissingPackageError:
-        screen = None
-    if screen is None or not screen.is_terminal or screen.is_dumb_terminal:
+        live = rich_text = screen = None
+        in_place = False
+    if live is None or rich_text is None or not in_place:
         print("Press Ctrl-C to end.", file=sys.stderr)
         yield _printed
         return

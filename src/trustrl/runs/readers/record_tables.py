@@ -79,7 +79,8 @@ def settings(folder: str) -> dict[str, Any]:
     if found is None:
         return {}
     engine, dtypes, sampling = (found[name] or {} for name in ("engine", "dtypes", "sampling"))
-    more = engine.get("settings") if isinstance(engine.get("settings"), dict) else {}
+    more = engine.get("settings")
+    more = more if isinstance(more, dict) else {}
     return {
         **{name: more.get(name) for name in _ENGINE},
         "region": None if found.get("region_role") == "observed" else found["region"],

@@ -11,7 +11,10 @@ from trustrl.runs.open_run import open_runs
 from trustrl.tools.report.report_contents import Report, gather
 
 LARGEST_SHARE = 0.1
-"""Largest share of the time that is spent on reading. Long runs are therefore read less often."""
+"""Largest share of one core that reading takes. Long runs are therefore read less often.
+
+CPU time decides, because a machine that is busy with training stretches the clock.
+"""
 
 Stamp = dict[str, tuple[int, int]]
 
@@ -39,7 +42,7 @@ def live_reports(
     before: Stamp | None = None
     said = ""
     while True:
-        began = time.monotonic()
+        began = time.process_time()
         now = stamp(paths)
         if now != before:
             before = now
@@ -53,7 +56,7 @@ def live_reports(
                 yield report
                 if all(one.run.status in ("finished", "failed") for one in report.runs):
                     return
-        took = time.monotonic() - began
+        took = time.process_time() - began
         sleep(max(every, took * (1 / LARGEST_SHARE - 1)))
 
 

@@ -85,7 +85,7 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
     rows = dict(_rows(fitting))
     listed, known = [], set()
     for one in chosen:
-        columns = rows.get(one.sequence)
+        columns = rows.get(one.sequence) if one.sequence is not None else None
         if one.group is None and columns is not None:
             text = (one.score and one.score.file, *columns["token_id"])
             if text in known:  # the same completion, sampled twice for one prompt

@@ -252,7 +252,7 @@ def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
     grouped = scores.group_by(["sequence", "update"]).aggregate(wanted)
     names = ["sequence", *(f"{name}_{how}" for name, how in wanted), "update"]
     for sequence, *numbers in zip(*(grouped[name].to_pylist() for name in names), strict=True):
-        score = SequenceScore(*numbers, file)
+        score = SequenceScore._make((*numbers, file))
         if sequence not in seen.scores or score.rank > seen.scores[sequence].rank:
             seen.scores[sequence] = score
 

@@ -99,7 +99,10 @@ function vertical(chart, lines) {
 function drawn(plot, chart, width) {
   plot.replaceChildren();
   const wide = width > 420;
-  const lines = chart.lines.map((line) => ({ run: line.run, points: within(line.points), mean: smoothed(line) && within(smoothed(line)) }));
+  const lines = chart.lines.map((line) => {
+    const mean = smoothed(line);
+    return { run: line.run, points: within(line.points), mean: mean && within(mean) };
+  });
   const scale = vertical(chart, lines);
   const labels = chart.lines.map((line) => (wide ? `${letter(line.run)} ${shortened(DATA.runs[line.run].label)}` : letter(line.run)));
   const right = many ? 14 + Math.max(...labels.map((label) => label.length)) * 6.2 : 12;

@@ -54,7 +54,8 @@ function scatter(spec) {
   put(figure.querySelector("figcaption"), "span", { class: "unit" }, `over ${tokens.mu}${spec.log ? "; log scale" : ""}`);
   for (const gone of figure.querySelectorAll(".readout, details, .plot")) gone.remove();
   const plot = put(figure, "div", { class: "plot" });
-  const counts = DATA.verdicts.map((_, code) => usable.filter((i) => tokens.points.verdict[i] === code).length);
+  const counts = DATA.verdicts.map(() => 0);
+  for (const i of usable) counts[tokens.points.verdict[i]]++;
   const said = DATA.verdicts.map((one, code) => `${counts[code]} ${one.name}`).filter((_, code) => counts[code]);
   const split = tokens.decided ? `: ${said.join(", ")}` : "";
   const label = `${spec.title} over ${tokens.mu}, of ${usable.length} sampled tokens${split}. The table below lists the numbers.`;
@@ -150,7 +151,8 @@ function paint(canvas, spec, values, [low, high], width) {
 
   const spots = { x: new Float32Array(usable.length), y: new Float32Array(usable.length) };
   usable.forEach((i, k) => ((spots.x[k] = x(Math.exp(tokens.points.mu[i]))), (spots.y[k] = y(values[k]))));
-  for (const code of ORDER) {
+  const known = new Set(tokens.points.verdict);
+  for (const code of ORDER.filter((one) => known.has(one))) {
     const size = code === 0 || code === 4 || code === 6 ? 2.2 : 3.4;
     ink.globalAlpha = filled(code) ? 0.55 : code === 4 ? 0.6 : 0.9;
     ink.strokeStyle = ink.fillStyle = colour(INK[code]);
