@@ -212,9 +212,19 @@ def test_verl(session: nox.Session, *chosen: str) -> None:
     """Runs the tests of the verl adapter in an environment that has verl."""
     name_vllm(session)
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
-    on_ray = "tests/tools/audit/test_mapreduce.py"  # audits through Ray Data, which no other environment has
+    # Audits through Ray Data, which no other environment has.
+    on_ray = ("tests/tools/audit/test_mapreduce.py", "tests/tools/audit/test_bucket.py")
+    session.env["TRUSTRL_MOTO"] = s3_server(session)
     # Each run is trained once for all tests of its file.
-    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, on_ray, guide, *chosen, *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, *on_ray, guide, *chosen, *session.posargs)
+
+
+def s3_server(session: nox.Session) -> str:
+    """Installs moto's S3 server next to the environment, whose packages it would change. It runs in its own process."""
+    folder = f"{session.virtualenv.location}/moto"
+    if not Path(folder).exists():
+        session.run("pip", "install", "--quiet", "--target", folder, "moto[s3,server]==5.2.5")
+    return folder
 
 
 def name_vllm(session: nox.Session) -> None:

@@ -30,7 +30,7 @@ from trustrl.recording import (
     sequence_ids,
     stream,
 )  # fmt: skip
-from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, arrow_schema, bytes_per_token
+from trustrl.recording.schema import REGION_KEY, STEP_KEY, VERSION_KEY, bytes_per_token
 from trustrl.recording.token_rows import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -405,11 +405,3 @@ def test_the_core_does_not_import_pyarrow():
 def test_settings_and_triggers_load_without_torch():
     code = "import sys, trustrl.recording as r; r.Recording(folder='x'); assert 'torch' not in sys.modules; r.Recorder"
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
-
-
-def test_the_page_lists_the_columns():
-    page = (ROOT / "docs/reference/records.md").read_text()
-    lines = [f"| `{c.name}` | {c.kind} | {'yes' if c.nullable else 'no'} | {c.meaning} |" for c in COLUMNS]
-    assert "\n".join(lines) in page
-    assert f"Schema version {VERSION}." in page
-    assert [field.nullable for field in arrow_schema()] == [c.nullable for c in COLUMNS]

@@ -207,7 +207,9 @@ def test_an_unknown_size_is_said_and_not_guessed():
         pytest.param(["records.sample=0.5"], 57, id="the sampled token"),
         pytest.param(["records.sample=0.5", "region.preset=dppo-topk-tv"], 57, id="a top-K that is not recorded"),
         pytest.param(
-            ["records.sample=0.5", "region.preset=dppo-topk-tv", "records.topk=true"], 57 + 8 * 20, id="and one that is"
+            ["records.sample=0.5", "region.preset=dppo-topk-tv", "records.topk=true"],
+            57 + 8 * 20 + 4,
+            id="and one that is",
         ),
     ],
 )

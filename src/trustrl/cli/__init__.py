@@ -25,6 +25,7 @@ VERBS = {
     "probe": "Compare the log-probs of sampler and trainer on the same tokens, and diagnose the gap",
     "audit": "Replay other regions on recorded tokens and report what each would mask",
     "calibrate": "Estimate sampler-trainer noise from records and recommend a threshold above it",
+    "records": "Check records against their specification",
 }
 RESUMES = {"run": "run the same command with --resume to continue", "compare": "run the same command to continue"}
 """Verbs that keep their progress when interrupted, with the hint for continuing."""

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,15 @@ def remove_unfinished(folder: Place, rank: int) -> None:
 
 def remove_from(folder: Place, step: int, rank: int) -> None:
     """Deletes this rank's files of a step and of all later steps, including those in dumps written since that step."""
-    for inside in (folder, folder / SEQUENCES, folder / TEXTS):
-        for path in storage.entries(inside, f"step-*.rank-{rank:04d}.parquet"):
-            if path.name >= part_name(step, rank):
-                storage.remove(path)
-    for dump in storage.entries(folder, "dump-*"):
-        if dump.name >= dump_name(step):
+    here = storage.entries(folder, "*")
+    parts = [path for path in here if fnmatchcase(path.name, f"step-*.rank-{rank:04d}.parquet")]
+    for inside in (SEQUENCES, TEXTS):
+        parts += storage.entries(folder / inside, f"step-*.rank-{rank:04d}.parquet")
+    for path in parts:
+        if path.name >= part_name(step, rank):
+            storage.remove(path)
+    for dump in here:
+        if dump.name.startswith("dump-") and dump.name >= dump_name(step):
             for path in storage.entries(dump, f"*.rank-{rank:04d}.*"):
                 storage.remove(path)
             storage.remove_empty(dump)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from trustrl.errors import RecordError
+from trustrl.config.loading import config_from_dict, config_to_dict
+from trustrl.errors import RecordError, TrustRLError
 from trustrl.optional_imports import need
 from trustrl.recording.record_files import opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
@@ -69,7 +70,7 @@ def read(path: str | PathLike[str] | Remote) -> Records:
     for file in files:
         table, region = read_table(file)
         tables.append(table)
-        regions.append(region)
+        regions.append(_with_todays_settings(region))
     for file, region in zip(files, regions, strict=True):
         if region != regions[0]:
             raise RecordError(
@@ -77,6 +78,14 @@ def read(path: str | PathLike[str] | Remote) -> Records:
                 f"`{file.name}`. Read them one by one."
             )
     return Records(pa.concat_tables(tables), regions[0])
+
+
+def _with_todays_settings(region: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Adds settings that the region has gained since the file was written, at their defaults."""
+    try:
+        return None if region is None else config_to_dict(config_from_dict(region))
+    except (TrustRLError, TypeError):  # not registered here
+        return region
 
 
 def tensor_of(array: Any) -> Tensor:

@@ -97,24 +97,33 @@ def place(address: "str | os.PathLike[str] | Remote") -> Place:
 @lru_cache(maxsize=64)
 def _resolved(address: str) -> tuple[str, Any, str]:
     pa, fs = need("pyarrow", extra="records"), need("pyarrow.fs", extra="records")
-    try:
-        return address, *fs.FileSystem.from_uri(address)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        refused = error  # not a scheme of this build of pyarrow, or malformed
-    except ImportError as error:
-        raise MissingPackageError(f"`{_shown(address)}` needs a package that is not installed: {error}.") from error
+    asked, refused = [address], None
+    if address.startswith("s3://") and "allow_delayed_open=" not in address:
+        # One request for a small file instead of three. Older releases of pyarrow refuse the setting.
+        asked.insert(0, f"{address}{'&' if '?' in address else '?'}allow_delayed_open=true")
+    for one in asked:
+        try:
+            return address, *fs.FileSystem.from_uri(one)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            refused = error  # not a scheme of this build of pyarrow, or malformed
+        except ImportError as error:
+            raise _missing(address, error) from error
     try:
         from fsspec.core import url_to_fs
 
         found, path = url_to_fs(address)
     except ImportError as error:
-        raise MissingPackageError(f"`{_shown(address)}` needs a package that is not installed: {error}.") from error
+        raise _missing(address, error) from error
     except ValueError as error:
         raise ConfigError(
             f"An address must be a local path or have a scheme that pyarrow or fsspec knows, got `{_shown(address)}`. "
             f"pyarrow: {refused}. fsspec: {error}."
         ) from error
     return address, fs.PyFileSystem(fs.FSSpecHandler(found)), path
+
+
+def _missing(address: str, error: ImportError) -> MissingPackageError:
+    return MissingPackageError(f"`{_shown(address)}` needs a package that is not installed: {error}.")
 
 
 def _shown(address: str) -> str:

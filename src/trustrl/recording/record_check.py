@@ -1,0 +1,243 @@
+"""Validator for records: compares a folder or file with docs/specification/token-record.md. No torch."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, Literal, NamedTuple
+
+from trustrl.errors import ConfigError, RecordError
+from trustrl.optional_imports import need
+from trustrl.recording import storage
+from trustrl.recording.record_files import RECORDS, RUN, SEQUENCES, TEXTS, opened
+from trustrl.recording.run_file import violations
+from trustrl.recording.schema import STEP_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY
+from trustrl.recording.storage import Place, Remote
+from trustrl.recording.value_checks import breaches
+
+NAME = re.compile(r"step-(\d{8,})\.rank-(\d{4,})\.parquet")
+MAX_GROUP = 65_536
+"""Largest row group of the token table."""
+
+WITH_RUN = 3
+"""First version with run.json, a sequence table and a text table."""
+
+
+class Finding(NamedTuple):
+    """One difference between a file and the specification."""
+
+    level: Literal["error", "warning"]
+    """An error breaks the specification. A warning marks a record of impossible numbers, or an incomplete dump."""
+
+    file: str
+    text: str
+
+
+@dataclass(slots=True)
+class CheckedRecord:
+    """Outcome of a check."""
+
+    address: str
+    files: int = 0
+    rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
+    """Rows read, by table."""
+
+    versions: set[int] = field(default_factory=set)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_valid(self) -> bool:
+        """True if no finding is an error."""
+        return not any(one.level == "error" for one in self.findings)
+
+    def error(self, file: Place, text: str) -> None:
+        """Adds a breach of the specification."""
+        self.findings.append(Finding("error", str(file), text))
+
+    def warn(self, file: Place, text: str) -> None:
+        """Adds a finding that is not a breach."""
+        self.findings.append(Finding("warning", str(file), text))
+
+
+def check_record(address: str | PathLike[str] | Remote) -> CheckedRecord:
+    """Checks a record folder, a run directory with `records/`, or one file.
+
+    Reads every file once, in row groups. Memory holds one row group and the ids of the sequences.
+
+    Raises:
+        ConfigError: If nothing exists at the address, or its scheme is unknown.
+        RecordError: If the store cannot be read.
+        MissingPackageError: If pyarrow is not installed.
+    """
+    where = storage.place(address)
+    found = CheckedRecord(str(where))
+    try:
+        if storage.is_file(where):
+            _check_part(found, where, _table_of(where))
+        elif not storage.is_folder(where):
+            raise ConfigError(f"ADDRESS must be an existing folder or file, got `{where}`.")
+        else:
+            inside = where / RECORDS
+            _check_folder(found, inside if storage.is_folder(inside) else where)
+    except OSError as error:
+        raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
+    return found
+
+
+def _table_of(file: Place) -> str:
+    """Returns the table that the file's metadata names; tokens if it names none, as before version 3."""
+    pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
+    try:
+        with storage.readable(file) as source:
+            named = (pq.read_schema(source).metadata or {}).get(TABLE_KEY, b"tokens").decode(errors="replace")
+    except (pa.ArrowException, OSError):
+        return "tokens"  # opening it again reports the error
+    return named if named in TABLES else "tokens"
+
+
+def _check_folder(found: CheckedRecord, folder: Place) -> None:
+    tokens = _check_parts(found, folder, "tokens")
+    sequences = _check_parts(found, folder / SEQUENCES, "sequences")
+    texts = _check_parts(found, folder / TEXTS, "texts")
+    dumps = storage.entries(folder, "dump-*")
+    for dump in dumps:
+        _check_dump(found, dump)
+    if not found.files:
+        found.error(folder, "must contain files named step-XXXXXXXX.rank-XXXX.parquet, got none.")
+    if sequences:  # not every trainer describes its sequences
+        known = set().union(*(ids.keys() for ids in sequences.values()))
+        for name, ids in tokens.items():
+            if missing := len(ids.keys() - known):
+                found.error(folder / name, f"must have its sequences in {SEQUENCES}/, got {missing} that are not.")
+    _check_references(found, folder, sequences, texts)
+    _check_run(found, folder / RUN)
+
+
+def _check_parts(found: CheckedRecord, folder: Place, table: str) -> dict[str, dict[int, str | None]]:
+    """Checks the files of one table. Returns their sequences by file name, each with the text file that it names."""
+    ids = {}
+    for file in storage.entries(folder, "*.parquet"):
+        ids[file.name] = _check_part(found, file, table)
+    return ids
+
+
+def _check_part(found: CheckedRecord, file: Place, table: str) -> dict[int, str | None]:
+    found.files += 1
+    named = NAME.fullmatch(file.name)
+    if not named:
+        found.error(file, "must be named step-XXXXXXXX.rank-XXXX.parquet.")
+    ids: dict[int, str | None] = {}
+    counted: Counter[tuple[bool, str]] = Counter()
+    filled: dict[str, int] = {}
+    try:
+        with opened(file, table) as (parquet, region):
+            found.versions.add(int(parquet.schema_arrow.metadata[VERSION_KEY]))
+            rows = parquet.metadata.num_rows
+            found.rows[table] += rows
+            for at in range(parquet.metadata.num_row_groups):
+                if table == "tokens" and (size := parquet.metadata.row_group(at).num_rows) > MAX_GROUP:
+                    found.error(file, f"must have row groups of at most {MAX_GROUP} rows, got {size}.")
+            for batch in parquet.iter_batches(batch_size=MAX_GROUP, use_threads=False):
+                for rule, num in breaches(batch, table):
+                    counted[rule.is_error, rule.text] += num
+                for name in batch.schema.names:
+                    filled[name] = filled.get(name, 0) + len(batch) - batch.column(name).null_count
+                for text in _misplaced(batch, named):
+                    counted[True, text] += 1
+                repeated = _take_in(ids, batch, table)
+                if repeated:
+                    counted[True, "have each sequence once"] += repeated
+            if table == "tokens":
+                _check_tokens(found, file, parquet, filled, region)
+    except RecordError as error:
+        found.findings.append(Finding("error", str(file), str(error)))
+        return ids
+    for (is_error, text), num in sorted(counted.items()):
+        (found.error if is_error else found.warn)(file, f"must {text}, got {num} rows that do not.")
+    for column in TABLES[table]:
+        if not column.nullable and filled.get(column.name, rows) < rows:
+            found.error(file, f"must have {column.name} in every row, got {rows - filled[column.name]} nulls.")
+    return ids
+
+
+def _misplaced(batch: Any, named: re.Match[str] | None) -> Iterator[str]:
+    """Yields a rule for each column that does not have the number in the file's name."""
+    pc = need("pyarrow.compute", extra="records")
+    for at, name in enumerate(("step", "rank")):
+        if named and name in batch.schema.names and len(batch):
+            value = int(named[at + 1])
+            if not pc.all(pc.equal(batch.column(name), value)).as_py():
+                yield f"have the {name} of its name ({value}) in the column {name}"
+
+
+def _take_in(ids: dict[int, str | None], batch: Any, table: str) -> int:
+    """Adds the sequences of a batch. Returns the number of repetitions where a sequence must be unique."""
+    given = batch.column("sequence")
+    if table == "tokens":
+        ids.update(dict.fromkeys(given.unique().to_pylist()))
+        return 0
+    texts = batch.column("text").to_pylist() if table == "sequences" else [None] * len(batch)
+    before = len(ids)
+    ids.update(zip(given.to_pylist(), texts, strict=True))
+    return len(batch) - (len(ids) - before)
+
+
+def _check_tokens(
+    found: CheckedRecord, file: Place, parquet: Any, filled: dict[str, int], region: dict[str, Any] | None
+) -> None:
+    rows = parquet.metadata.num_rows
+    for column in TABLES["tokens"]:
+        if column.nullable and 0 < filled.get(column.name, 0) < rows:
+            found.error(file, f"must have {column.name} in all rows or in none, got {filled[column.name]} of {rows}.")
+    for name in ("kept", "weight"):
+        if rows and bool(filled.get(name)) != (region is not None):
+            has = "without" if region is None else "with"
+            found.error(file, f"must have {name} exactly if a region decided, got a file {has} a region.")
+    try:
+        counts = json.loads(parquet.metadata.metadata[STEP_KEY])
+        fits = counts["rows"] == rows <= counts["tokens_in_loss"]
+    except (KeyError, ValueError, TypeError):
+        found.error(file, f"must have its counts of tokens in the metadata `{STEP_KEY.decode()}`.")
+        return
+    if not fits:
+        found.error(file, f"must have the {rows} rows that its metadata counts, got {counts!r}.")
+
+
+def _check_references(found: CheckedRecord, folder: Place, sequences: Any, texts: Any) -> None:
+    for name, ids in sequences.items():
+        missing = sum(text is not None and at not in texts.get(text, ()) for at, text in ids.items())
+        if missing and texts:  # a record may be shared without its texts
+            found.error(folder / SEQUENCES / name, f"must name a text file that exists, got {missing} that do not.")
+
+
+def _check_dump(found: CheckedRecord, dump: Place) -> None:
+    parts = _check_parts(found, dump, "tokens")
+    about = storage.entries(dump, "trigger.rank-*.json")
+    for file in about:
+        try:
+            if not isinstance(json.loads(storage.read_bytes(file)), dict):
+                raise ValueError("no object")
+        except ValueError as error:
+            found.error(file, f"must be a JSON object, got: {error}.")
+    ranks = {name.split(".")[1] for name in parts} - {file.name.split(".")[1] for file in about}
+    for rank in sorted(ranks):
+        found.warn(dump, f"must have trigger.{rank}.json, which is written last. The dump is incomplete.")
+
+
+def _check_run(found: CheckedRecord, file: Place) -> None:
+    if not storage.is_file(file):
+        if max(found.versions, default=0) >= WITH_RUN:
+            found.error(file, f"must exist since version {WITH_RUN}.")
+        return
+    try:
+        run = json.loads(storage.read_bytes(file))
+    except ValueError as error:
+        found.error(file, f"must be JSON, got: {error}.")
+        return
+    broken = list(violations(run))
+    for place, rule in broken:
+        found.error(file, f"{place} must be {rule}.")
+    if not broken and run["version"] > VERSION:
+        found.error(file, f"run.version must be {VERSION} or lower, got {run['version']}. Install a newer trustrl.")
