@@ -102,7 +102,8 @@ class Recorder:
             rank: The rank of this process. Part of every file's name.
             about: Facts about the run for run.json, by key: `engine` (a dictionary with `name` and `version`),
                 `packages` (versions by name, in addition to the usual ones), `model`, `tokenizer`, `dtypes` (`trainer`
-                and `sampler`) and `sampling` (`temperature`, `top_p`, `top_k`, `min_p`). Only rank 0 needs it.
+                and `sampler`) and `sampling` (`temperature`, `top_p`, `top_k`, `min_p`). Pass it on one rank, which
+                writes run.json; rank 0 always writes it.
 
         Raises:
             ConfigError: If `about` has an unknown key or a value of the wrong type, or the address is unknown.
@@ -117,7 +118,7 @@ class Recorder:
         self._folder = storage.place(settings.folder)
         storage.make_folder(self._folder)
         remove_unfinished(self._folder, rank)
-        if rank == 0:
+        if rank == 0 or about is not None:
             shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder")}
             write_run(self._folder, run_description(about, region=self._region, recording=shown))
         self._sequences: dict[int, dict[int, dict[str, Any]]] = {}

@@ -103,6 +103,7 @@ def test_a_region_that_observes_decides_as_it_would_have(folder):
     about = read_run(folder / "observed")
     assert (about["region_role"], about["region"]["kind"]) == ("observed", "dppo")
     assert about["engine"]["settings"]["loss"] == "vanilla"
+    assert about["dtypes"]["trainer"] == "float32"
     assert read_run(folder / "records")["region_role"] is None
 
 

@@ -65,5 +65,5 @@ def test_texts_and_run_are_described(run):
     assert about["engine"]["settings"]["loss"] == "vanilla"
     assert about["engine"]["settings"]["completions_per_prompt"] == 4
     assert about["sampling"]["temperature"] == 1.0
-    assert about["dtypes"]["sampler"] == "float32"
+    assert about["dtypes"] == {"trainer": "float32", "sampler": "float32"}
     assert about["region"] is None

@@ -11,7 +11,7 @@ pytest.importorskip("pyarrow")
 import torch
 
 from support.verl_launch import ON_MEGATRON, on_ranks
-from trustrl.recording import read, read_sequences
+from trustrl.recording import read, read_run, read_sequences
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,4 @@ def test_one_rank_of_the_last_stage_records(how, writes, tmp_path):
     # The policy has not moved: its log-probs are those of the plain model.
     assert (tokens["policy_logp"] - batch["proximal_logp"][on]).abs().max() < 1e-4
     assert len(read_sequences(tmp_path / "records")) == len(on)
+    assert read_run(tmp_path / "records")["engine"]["settings"]["strategy"] == "megatron"

@@ -140,21 +140,25 @@ def about(trainer: Any, *, observed: bool = False) -> dict[str, Any]:
         "engine": {"name": "trl", "version": metadata.version("trl"), "settings": settings},
         "model": getattr(trainer.model.config, "_name_or_path", None) or None,
         "tokenizer": getattr(trainer.processing_class, "name_or_path", None) or None,
-        "dtypes": {"trainer": _name(trainer.model.dtype), "sampler": _name(_sampler_dtype(trainer))},
+        "dtypes": {"trainer": _trainer_dtype(trainer), "sampler": _sampler_dtype(trainer)},
         "sampling": sampling | {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")},
         "region_role": "observed" if observed else None,
     }
 
 
-def _name(dtype: Any) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def _trainer_dtype(trainer: Any) -> str:
+    """Returns the dtype of the trainer's forward pass."""
+    if trainer.args.bf16 or trainer.args.fp16:
+        return "bfloat16" if trainer.args.bf16 else "float16"
+    return str(trainer.model.dtype).removeprefix("torch.")
 
 
-def _sampler_dtype(trainer: Any) -> Any:
-    """Returns the dtype of the weights that sample; None if another process holds them."""
+def _sampler_dtype(trainer: Any) -> str | None:
+    """Returns the dtype of the sampler's forward pass; None if it is unknown here, as for a vLLM server."""
     if getattr(trainer, "rollout_func", None) is not None:
         return None
     if not trainer.use_vllm:
-        return trainer.model.dtype
+        return None if trainer.args.bf16 or trainer.args.fp16 else _trainer_dtype(trainer)
     engine = getattr(getattr(getattr(trainer, "vllm_generation", None), "llm", None), "llm_engine", None)
-    return getattr(getattr(engine, "model_config", None), "dtype", None)
+    dtype = getattr(getattr(engine, "model_config", None), "dtype", None)
+    return None if dtype is None else str(dtype).removeprefix("torch.")

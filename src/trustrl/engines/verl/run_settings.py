@@ -50,7 +50,13 @@ def about(worker: Any, loss: str, *, observed: bool = False) -> dict[str, Any]:
         "engine": {"name": "verl", "version": metadata.version("verl"), "settings": settings},
         "model": getattr(model, "path", None),
         "tokenizer": getattr(model, "tokenizer_path", None),
-        "dtypes": {"trainer": getattr(engine, "dtype", None), "sampler": given("rollout.dtype", None)},
+        "dtypes": {"trainer": _forward_dtype(worker), "sampler": given("rollout.dtype", None)},
         "sampling": {name: given(f"rollout.{name}", None) for name in ("temperature", "top_p", "top_k", "min_p")},
         "region_role": "observed" if observed else None,
     }
+
+
+def _forward_dtype(worker: Any) -> str | None:
+    """Returns the dtype of the trainer's forward pass: FSDP's mixed precision, or Megatron's setting."""
+    found = getattr(worker.engine, "_autocast_dtype", None) or getattr(worker.engine_config, "dtype", None)
+    return None if found is None else str(found).removeprefix("torch.")

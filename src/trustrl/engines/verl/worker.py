@@ -109,7 +109,9 @@ class RegionWorker(TrainingWorker):
         """Returns the recorder of this rank, or None if nothing is recorded or another rank holds the same tokens."""
         if settings is None or not self.engine.is_mp_src_rank_with_outputs():
             return None
-        about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
+        about = None
+        if self.engine.get_data_parallel_rank() == 0:  # with pipeline stages, not rank 0
+            about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
         return Recorder(settings, self._region or observed, rank=self.rank, about=about)
 
     def _asked(self, config: Any) -> Recording | None:
