@@ -86,7 +86,9 @@ def test_every_preset_has_a_page():
 
 
 def test_the_metric_page_lists_the_core_metrics():
-    (table,) = re.findall(r"<!-- begin core -->(.*?)<!-- end core -->", (ROOT / "docs/reference/metrics.md").read_text(), re.S)
+    (table,) = re.findall(
+        r"<!-- begin core -->(.*?)<!-- end core -->", (ROOT / "docs/reference/metrics.md").read_text(), re.S
+    )
     assert tuple(re.findall(r"^\| `trustrl/(\w+)`", table, re.M)) == CORE
 
 

@@ -1,6 +1,6 @@
 """Trackers of a recipe: the packages they need, and environment variables that keep their files in the run directory.
 
-Both engines log to trackers themselves. Nothing leaves this machine unless the user's own environment says so.
+Both engines log to trackers themselves. Nothing leaves this machine unless a variable of the user sends it.
 """
 
 import contextlib
@@ -95,4 +95,4 @@ def tracked(recipe: Recipe, folder: Path) -> Iterator[None]:
                 import_module("wandb").finish()  # transformers leaves the run open
     finally:
         for name in [name for name in os.environ if name.startswith(f"{tracker.upper()}_") and name not in before]:
-            del os.environ[name]  # trackers set some of their own, too
+            del os.environ[name]  # trackers set variables, too

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -203,6 +204,22 @@ def test_one_bad_token_is_counted_and_the_others_keep_their_gradient(field, valu
     torch.testing.assert_close(found.gradient, wanted)
     assert found.metrics["trustrl/dropped_share"] == pytest.approx(1 / tokens.response_mask.sum().item())
     assert found.metrics["trustrl/fault_policy" if field == "log_prob" else "trustrl/fault_behavior"] == 1
+
+
+@pytest.mark.parametrize("choice", [pytest.param({}, id="by default"), {"metrics": "core"}])
+def test_only_core_metrics_are_logged_unless_all_are_asked_for(choice):
+    config = world.actor("trustrl-dppo-binary-tv", policy_loss={"metrics": "core"})
+    if not choice:
+        config = replace(config, policy_loss=engine.RegionLossConfig(loss_mode="trustrl-dppo-binary-tv"))
+    found = world.result(config, world.batch()).metrics
+    assert {name for name in found if name.startswith("trustrl/")} == {
+        "trustrl/masked_share", "trustrl/kl_k3", "trustrl/divergence_mean", "trustrl/dropped_share"
+    }  # fmt: skip
+
+
+def test_another_choice_of_metrics_is_refused():
+    with pytest.raises(ConfigError, match=r"policy_loss\.metrics must be one of 'core', 'all', got 'few'"):
+        world.result(world.actor("trustrl-dppo-binary-tv", policy_loss={"metrics": "few"}), world.batch())
 
 
 def test_bad_tokens_may_stop_the_run_instead():
