@@ -212,8 +212,9 @@ def test_verl(session: nox.Session, *chosen: str) -> None:
     name_vllm(session)
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/verl.md]"
     on_ray = "tests/tools/audit/test_mapreduce.py"  # audits through Ray Data, which no other environment has
+    trackers = "tests/runs/test_trackers.py"  # wandb and tensorboard are installed here
     # Each run is trained once for all tests of its file.
-    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, on_ray, guide, *chosen, *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", *VERL, on_ray, trackers, guide, *chosen, *session.posargs)
 
 
 def name_vllm(session: nox.Session) -> None:

@@ -61,8 +61,10 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
         kind = _KINDS.get(name, (str, dict))
         if isinstance(value, str) and name in _KINDS:
             value = _parsed(value)
-        if isinstance(value, kind) and not isinstance(value, bool):
-            found[name] = float(value) if kind == (int, float) else value
+        if isinstance(value, (int, float)) and kind == (int, float) and not isinstance(value, bool):
+            found[name] = float(value)
+        elif isinstance(value, kind) and not isinstance(value, bool):
+            found[name] = value
     return found
 
 

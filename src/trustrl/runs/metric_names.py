@@ -18,7 +18,7 @@ UNITS = {
 }  # fmt: skip
 """Names of this table and their units. `kl` is the mean k3 estimate relative to the reference model."""
 
-_AGREEING = {"trl": ("mismatch_abs_mean",), "verl": ("kl_k1",), "skyrl": ("mismatch_abs_mean",), "prime-rl": ()}
+_AGREEING = {"trl": ("mismatch_abs_mean",), "verl": ("kl_k1",), "skyrl": ("mismatch_abs_mean",), "prime-rl": ("kl_k3",)}
 """Entries of the metric dictionary whose nearest metric in this engine has the same definition.
 
 TRL's `sampling_logp_difference/max` is the largest absolute value and its `importance_sampling_ratio` is truncated.
@@ -26,9 +26,9 @@ verl's `training/rollout_probs_diff_mean` is a difference of probabilities. All 
 """
 
 
-def _from_dictionary(engine: str) -> dict[str, str]:
+def _from_dictionary(engine: str, end: str = "") -> dict[str, str]:
     found = {metric.name: metric.elsewhere.get(engine) for metric in METRICS if metric.name in _AGREEING[engine]}
-    return {theirs: f"trustrl/{ours}" for ours, theirs in found.items() if theirs is not None}
+    return {f"{theirs}{end}": f"trustrl/{ours}" for ours, theirs in found.items() if theirs is not None}
 
 
 ENGINE_NAMES: Mapping[str, Mapping[str, str]] = {
@@ -38,13 +38,17 @@ ENGINE_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "verl": {**NAMES, "actor/pg_clipfrac": "clip_share", **_from_dictionary("verl")},
     "skyrl": _from_dictionary("skyrl"),
-    "prime-rl": {},
+    "prime-rl": {
+        "loss/mean": "loss", "entropy/all/mean": "entropy", "optim/lr": "learning_rate",
+        "optim/grad_norm": "grad_norm", **_from_dictionary("prime-rl", "/all/mean"),
+    },
 }  # fmt: skip
 """Our name of each metric, by the trainer's name of it. Clipped tokens are counted alike by TRL and verl."""
 
 _TRACKED = re.compile(r"(train|eval|test)/(.+)")
 _SIGNS = {
     "verl": ("actor/pg_loss", "critic/score/mean", "training/global_step", "actor/grad_norm"),
+    "prime-rl": ("mismatch_kl/all/mean", "entropy/all/mean"),
     "trl": ("completions/mean_length", "frac_reward_zero_std", "num_tokens", "train/num_tokens", "train/grad_norm"),
 }
 

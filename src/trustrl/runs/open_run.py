@@ -12,6 +12,12 @@ from typing import Any
 from trustrl.errors import ConfigError
 from trustrl.runs.part import Part, merged
 from trustrl.runs.readers import (
+    exports,
+    mlflow,
+    prime_rl,
+    slime,
+    tensorboard,
+    trackio,
     trl_completions,
     trl_output,
     trustrl_directory,
@@ -19,11 +25,15 @@ from trustrl.runs.readers import (
     verl_console,
     verl_dumps,
     verl_file,
+    wandb_offline,
 )
 from trustrl.runs.readers.files import Files, files_of
 from trustrl.runs.run import Run
 
-READERS: tuple[Any, ...] = (trl_output, verl_file, verl_console, verl_dumps, verl_config)
+READERS: tuple[Any, ...] = (
+    trl_output, verl_file, verl_console, verl_dumps, verl_config, prime_rl, slime, wandb_offline, trackio,
+    mlflow, tensorboard,
+)  # fmt: skip
 """Readers of a folder or file, in order of preference. Each has a NAME, a phrase in LOOKS_FOR, and `read`."""
 
 _INNER = ("*/recipe.toml", "*/trainer_state.json", "*/checkpoint-*/trainer_state.json")
@@ -36,16 +46,18 @@ def open_run(path: str | Path) -> Run:
 
     Args:
         path: A run directory of `trustrl run`, TRL's output_dir, a folder with verl's logs and dumps, or a file that a
-            tracker wrote. docs/reference/run-formats.md lists all formats.
+            tracker wrote. Append `::<name>` to choose one run of a database that has several.
+            docs/reference/run-formats.md lists all formats.
 
     Raises:
         ConfigError: If no known format is found.
         RecordError: If a file of `trustrl run` cannot be read.
     """
-    folder = Path(path)
+    address, _, run = str(path).partition("::")
+    folder = Path(address)
     if not folder.exists():
         raise ConfigError(f"RUN must be a folder or file that exists, got {path}.")
-    files = files_of(folder)
+    files = files_of(folder, run or None)
     parts = _parts(files)
     if not any(part.rows or part.evaluations or part.completions or part.records or part.recipe for part in parts):
         raise ConfigError(_nothing(path, files, parts))
@@ -59,7 +71,8 @@ def _parts(files: Files) -> list[Part]:
         (run,) = ours
         return [run, *_rollouts(files, run), *trustrl_directory.records_in(files)]
     found = [part for reader in READERS for part in reader.read(files)]
-    return [*found, *trustrl_directory.records_in(files)]
+    found += trustrl_directory.records_in(files)
+    return found if any(part.rows or part.completions for part in found) else [*found, *exports.read(files)]
 
 
 def _rollouts(files: Files, run: Part) -> list[Part]:
@@ -86,7 +99,7 @@ def _nothing(path: str | Path, files: Files, parts: Sequence[Part]) -> str:
     inner = sorted({files.short(file).split("/")[0] for file in files.matching(*_INNER)})
     if inner:
         return f"RUN must be one run, got {path}, a folder of runs. Pass {', '.join(inner[:5])} inside it."
-    known = "; ".join(f"{reader.LOOKS_FOR} ({reader.NAME})" for reader in (trustrl_directory, *READERS))
+    known = "; ".join(f"{reader.LOOKS_FOR} ({reader.NAME})" for reader in (trustrl_directory, *READERS, exports))
     return f"RUN must be a run in a known format, got {path}. None of these was found: {known}."
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trustrl.runs.metric_names import is_validation
 from trustrl.runs.missing import missing_from
 from trustrl.runs.points import Points, divided
 from trustrl.runs.run import Completion, Row, Run, RunSettings, Status, no_completions
@@ -18,6 +19,9 @@ class Part:
     name: str | None = None
     rows: list[Row] = field(default_factory=list[Row])
     evaluations: list[Row] = field(default_factory=list[Row])
+    evaluated: set[int] = field(default_factory=set[int])
+    """Steps with any validation metric."""
+
     row_is: Literal["update", "batch"] = "update"
     steps_per_row: int = 1
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -35,14 +39,17 @@ class Part:
     def take(self, points: Points, where: str) -> None:
         """Fills in rows, evaluations and the engine from metrics, and adds to `found`."""
         self.engine = self.engine or points.engine()
-        self.rows, self.evaluations, score = divided(points.renamed(self.engine))
+        rows = points.renamed(self.engine)
+        self.evaluated = {row["step"] for row in rows if any(map(is_validation, row))}
+        self.rows, self.evaluations, score = divided(rows)
         if self.engine == "verl":
             self.row_is = "batch"
         if self.rows:
             self.found.append(f"{counted(len(self.rows), 'row')} of metrics in {where}")
         if self.evaluations:
-            about = f", accuracy from {score}" if score else ", none with an accuracy"
-            self.found.append(f"{counted(len(self.evaluations), 'evaluation')} in {where}{about}")
+            self.found.append(f"{counted(len(self.evaluations), 'evaluation')} in {where}, accuracy from {score}")
+        elif self.evaluated:
+            self.found.append(f"{counted(len(self.evaluated), 'evaluation')} in {where}, none with an accuracy")
 
     @property
     def size(self) -> int:
@@ -76,7 +83,7 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
     found = [one for part in parts for one in part.found]
     others = [part.source for part in parts if part is not richest and part.rows]
     if others:
-        found.append(f"metrics from {richest.source}, which has the most; not from {', '.join(others)}")
+        found.append(f"metrics from {richest.source}; not from {', '.join(others)}, with no more values")
     rows = richest.rows
     completions = _first(ordered, "completions")
     return Run(
@@ -88,7 +95,8 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
         seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(found),
         missing=missing_from(
             engine, rows, settings, completions=completions is not None,
-            evaluated=any(part.evaluations for part in parts), recorded=any(part.records for part in parts),
+            evaluated=any(part.evaluations or part.evaluated for part in parts),
+            recorded=any(part.records for part in parts),
         ),
         faults=tuple(dict.fromkeys(one for part in parts for one in part.faults)),
     )  # fmt: skip

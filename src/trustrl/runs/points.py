@@ -37,6 +37,10 @@ def step_number(value: Any) -> int | None:
     return int(found) if found is not None and found == int(found) and 0 <= found < LARGEST_STEP else None
 
 
+SUMMARY = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
+"""Metrics of the whole training, which transformers logs with the last step."""
+
+
 class Points:
     """Metrics by step, under the names of the source."""
 
@@ -61,12 +65,17 @@ class Points:
         return engine_of(self.names())
 
     def renamed(self, engine: str | None) -> list[Row]:
-        """Returns all metrics in order of steps, under our names. The trainer's own `trustrl/` metrics win."""
+        """Returns all metrics in order of steps, under our names, without TRL's summary at the end of training.
+
+        The trainer's own `trustrl/` metrics win over those that are renamed to the same.
+        """
         rows: list[Row] = []
         for step in sorted(self.by_step):
             row: Row = {"step": step}
             for name, value in sorted(self.by_step[step].items(), key=lambda item: "trustrl/" in item[0]):
-                row[our_name(name, engine)] = value
+                name = our_name(name, engine)
+                if name not in SUMMARY:
+                    row[name] = value
             row["step"] = step
             rows.append(row)
         return rows
@@ -75,7 +84,12 @@ class Points:
 def divided(rows: list[Row]) -> tuple[list[Row], list[Row], str | None]:
     """Returns training rows, evaluations, and the metrics that the accuracy is the mean of.
 
-    A score counts as accuracy only if all of its values lie between 0 and 1.
+    A score counts as accuracy only if all of its values lie between 0 and 1. Without an accuracy, validation metrics
+    stay in the rows.
+
+    Example:
+        >>> divided([{"step": 1, "loss": 0.5}, {"step": 1, "eval_reward": 0.25}])
+        ([{'step': 1, 'loss': 0.5}], [{'step': 1, 'accuracy': 0.25, 'eval_reward': 0.25}], 'eval_reward')
     """
     scores = score_names({name for row in rows for name in row})
     values = [row[name] for row in rows for name in scores if row.get(name) is not None]
@@ -84,14 +98,13 @@ def divided(rows: list[Row]) -> tuple[list[Row], list[Row], str | None]:
     training: list[Row] = []
     evaluations: list[Row] = []
     for row in rows:
-        found = {name: value for name, value in row.items() if is_validation(name)}
-        rest = {name: value for name, value in row.items() if not is_validation(name)}
-        own = [found[name] for name in scores if found.get(name) is not None]
-        if found:
-            accuracy = {"accuracy": sum(own) / len(own)} if own else {}
-            evaluations.append({"step": row["step"], **accuracy, **found})
-        if any(name not in BESIDES and not name.startswith("timing_s/") for name in rest):
-            training.append(rest)
+        own = [row[name] for name in scores if row.get(name) is not None]
+        if own:
+            validation = {name: value for name, value in row.items() if is_validation(name)}
+            evaluations.append({"step": row["step"], "accuracy": sum(own) / len(own), **validation})
+            row = {name: value for name, value in row.items() if name not in validation}
+        if any(name not in BESIDES and not name.startswith("timing_s/") for name in row):
+            training.append(row)
     return training, evaluations, ", ".join(scores) or None
 
 

@@ -3,7 +3,7 @@
 import fnmatch
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ class Files:
 
     root: Path
     names: tuple[str, ...]
+    run: str | None = None
+    """Name of the run to read, if a file has several: the text after `::` in the path."""
 
     def matching(self, *patterns: str) -> list[Path]:
         """Returns the files whose relative path matches a pattern. `*` does not match a slash.
@@ -43,14 +45,14 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def files_of(path: Path) -> Files:
+def files_of(path: Path, run: str | None = None) -> Files:
     """Lists the files of a folder, or one file. Does not follow links to folders.
 
     Raises:
         ConfigError: If the path does not exist, cannot be read, or the folder has too many files.
     """
     if path.is_file():
-        return Files(path.parent, (path.name,))
+        return Files(path.parent, (path.name,), run)
     names: list[str] = []
     for folder, folders, files in os.walk(path):
         relative = os.path.relpath(folder, path)
@@ -62,7 +64,39 @@ def files_of(path: Path) -> Files:
                 f"RUN must be the folder of one run, got {path}, which has more than {MOST_FILES:,} files. Pass a "
                 "folder inside it."
             )
-    return Files(path, tuple(names))
+    return Files(path, tuple(names), run)
+
+
+def chosen_name(files: Files, names: Sequence[str], several: str) -> str | None:
+    """Returns the run to read: the named one, or the only one. None if there is none.
+
+    Raises:
+        ConfigError: If no run is named and there are several, or the named run is not there.
+    """
+    if files.run is not None and names:
+        if files.run not in names:
+            raise ConfigError(f"The run after :: must be one of {', '.join(names[:20])}, got {files.run}.")
+        return files.run
+    if len(names) > 1:
+        raise ConfigError(f"RUN must be one run, but {several}. Append :: and one of: {', '.join(names[:20])}.")
+    return names[0] if names else None
+
+
+def chosen_file(files: Files, found: Sequence[Path], what: str) -> Path | None:
+    """Returns the only file, or None.
+
+    Raises:
+        ConfigError: If there are several.
+    """
+    if len(found) > 1:
+        names = ", ".join(map(files.short, found[:5]))
+        raise ConfigError(f"RUN must be one run, got {files.root}, which has {len(found)} {what}. Pass one: {names}.")
+    return found[0] if found else None
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its type."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @dataclass(frozen=True, slots=True)

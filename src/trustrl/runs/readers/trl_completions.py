@@ -1,6 +1,7 @@
 """Completions that TRL stores with `log_completions=True`: completions/completions_<step>.parquet."""
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -11,24 +12,26 @@ from trustrl.errors import MissingPackageError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
-from trustrl.runs.readers.files import Files, stamped
-from trustrl.runs.run import Completion
+from trustrl.runs.readers.files import Files, first_line, stamped
+from trustrl.runs.run import Completion, Row
 
 NAME = "TRL completions"
 LOOKS_FOR = "completions/completions_*.parquet"
 _BASE = ("step", "prompt", "completion", "advantage", "image", "images")
 
 
+_MEAN = re.compile("rewards/(.+)/mean")
+
 DAMAGE = (OSError, ValueError, NotImplementedError, MemoryError, KeyError, TypeError, RuntimeError)
 """Errors that pyarrow raises for a damaged file."""
 
 
-def read(files: Files, rewards: Sequence[str] | None = None) -> list[Part]:
+def read(files: Files, state: Part | None = None) -> list[Part]:
     """Returns the completions of a TRL run. Reads the footers now and the rows when they are asked for.
 
     Args:
         files: The files of the folder.
-        rewards: The reward functions whose sum is the reward. None if unknown.
+        state: The metrics of the same run, which tell validation samples from completions.
     """
     paths = files.matching("completions/completions_*.parquet", "completions_*.parquet")
     paths += files.matching("checkpoints/completions/completions_*.parquet")
@@ -41,26 +44,52 @@ def read(files: Files, rewards: Sequence[str] | None = None) -> list[Part]:
     except MissingPackageError as error:
         part.faults.append(f"{files.short(paths[0].parent)}: {error}")
         return [part]
-    whole: list[Path] = []
-    for file in paths:
-        try:
-            names = parquet.read_schema(file).names
-        except DAMAGE as error:
-            part.faults.append(f"{files.short(file)}: {_first_line(error)}; left out")
-            continue
-        if "completion" in names and "prompt" in names:
-            whole.append(file)
-        else:
-            part.faults.append(f"{files.short(file)}: no columns prompt and completion; left out")
+    whole = [file for file in paths if _readable(file, files, part, parquet)]
+    validation = [file for file in whole if state is not None and _is_validation(stamped(file.stem), state)]
+    if validation:
+        steps = ", ".join(str(stamped(file.stem)) for file in validation)
+        part.found.append(f"validation samples instead of completions at steps {steps}, where TRL overwrote them")
+        whole = [file for file in whole if file not in validation]
     if whole:
+        rewards = _summed_rewards(state.rows) if state is not None else None
         part.completions = lambda: _completions(whole, rewards)
         part.settings["completions_per_prompt"] = _group_size(whole[0])
         part.found.append(f"completions in {counted(len(whole), 'file')} of {files.short(whole[0].parent)}")
     return [part]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _readable(file: Path, files: Files, part: Part, parquet: Any) -> bool:
+    """Returns True if the file's footer can be read and has the columns. Adds a fault if not."""
+    try:
+        names = parquet.read_schema(file).names
+    except DAMAGE as error:
+        part.faults.append(f"{files.short(file)}: {first_line(error)}; left out")
+        return False
+    if "completion" in names and "prompt" in names:
+        return True
+    part.faults.append(f"{files.short(file)}: no columns prompt and completion; left out")
+    return False
+
+
+def _is_validation(step: int, state: Part) -> bool:
+    """Returns True if an evaluation was the last to sample before this step was logged.
+
+    TRL stores the samples of an evaluation under the same name, and again at updates on an earlier batch.
+    """
+    evaluated = max((at for at in state.evaluated if at <= step), default=-1)
+    sampled = max((row["step"] for row in state.rows if "reward" in row and row["step"] <= step), default=-1)
+    return evaluated >= max(sampled, 0)
+
+
+def _summed_rewards(rows: Sequence[Row]) -> list[str] | None:
+    """Returns the reward functions if their logged means add up to the logged reward in every row, else None."""
+    names = sorted({found[1] for row in rows for name in row if (found := _MEAN.fullmatch(name))})
+    logged = [row for row in rows if row.get("reward") is not None]
+    for row in logged:
+        means = [row[key] for name in names if row.get(key := f"rewards/{name}/mean") is not None]
+        if len(means) < len(names) or abs(sum(means) - row["reward"]) > 1e-4 * max(1.0, abs(row["reward"])):
+            return None
+    return names if names and logged else None
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
@@ -70,7 +99,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         table = parquet.read_table(file)
         rows = table.drop_columns([name for name in ("image", "images") if name in table.column_names]).to_pylist()
     except DAMAGE as error:
-        warnings.warn(f"{file}: {_first_line(error)}; left out", TrustRLWarning, stacklevel=2)
+        warnings.warn(f"{file}: {first_line(error)}; left out", TrustRLWarning, stacklevel=2)
         return []
     return rows
 

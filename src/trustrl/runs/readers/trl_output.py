@@ -19,8 +19,6 @@ from trustrl.runs.run import Row
 NAME = "TRL trainer_state.json"
 LOOKS_FOR = "trainer_state.json, checkpoint-*/trainer_state.json"
 
-_SUMMARY = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
-_MEAN = re.compile("rewards/(.+)/mean")
 _VERSION = re.compile(r"^- TRL: (\S+)$", re.MULTILINE)
 _MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 
@@ -28,19 +26,7 @@ _MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 def read(files: Files) -> list[Part]:
     """Returns the trainer state and the completions, if the folder has them."""
     state = _state(files)
-    completions = trl_completions.read(files, _summed_rewards(state[0].rows) if state else None)
-    return [*state, *completions]
-
-
-def _summed_rewards(rows: Sequence[Row]) -> list[str] | None:
-    """Returns the reward functions if their logged means add up to the logged reward in every row, else None."""
-    names = sorted({found[1] for row in rows for name in row if (found := _MEAN.fullmatch(name))})
-    logged = [row for row in rows if row.get("reward") is not None]
-    for row in logged:
-        means = [row[key] for name in names if row.get(key := f"rewards/{name}/mean") is not None]
-        if len(means) < len(names) or abs(sum(means) - row["reward"]) > 1e-4 * max(1.0, abs(row["reward"])):
-            return None
-    return names if names and logged else None
+    return [*state, *trl_completions.read(files, *state)]
 
 
 def _state(files: Files) -> list[Part]:
@@ -71,7 +57,7 @@ def _take(part: Part, state: Mapping[str, Any], short: str) -> None:
         if step is None:
             part.faults.append(f"{short}, log_history[{at}]: not an object with a step; left out")
             continue
-        points.add(step, {name: value for name, value in entry.items() if name not in (*_SUMMARY, "step")})
+        points.add(step, {name: value for name, value in entry.items() if name != "step"})
         if isinstance(entry.get("train_runtime"), (int, float)):
             part.seconds = float(entry["train_runtime"])
     part.take(points, short)

@@ -46,7 +46,7 @@ def _loaded(text: bytes) -> dict[Any, Any]:
     if len(text) > LARGEST:
         raise ValueError(f"larger than {LARGEST:,} bytes")
     try:
-        found = yaml.safe_load(text)
+        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise ValueError(f"not valid YAML ({type(error).__name__})") from None
     if not isinstance(found, dict):

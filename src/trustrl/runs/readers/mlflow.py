@@ -1,0 +1,92 @@
+"""MLflow's stores: the SQLite database, and the folder of one run in a file store (`mlruns/<experiment>/<run>`)."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from trustrl.runs.engine_settings import settings_of
+from trustrl.runs.part import Part
+from trustrl.runs.points import Points, step_number
+from trustrl.runs.readers import sqlite_files
+from trustrl.runs.readers.files import Files, chosen_name, first_line, opening
+from trustrl.runs.run import Status
+
+NAME = "MLflow store"
+LOOKS_FOR = "mlflow.db, or meta.yaml with metrics/ and params/"
+
+_LARGEST = 1.79e308
+"""MLflow's database stores infinity as the largest finite number."""
+
+_STATUS: dict[str, Status] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "failed", "RUNNING": "unfinished",
+                              "3": "finished", "4": "failed", "5": "failed", "1": "unfinished"}  # fmt: skip
+_META = re.compile(r"^(run_name|status): '?([^'\n]*)'?$", re.MULTILINE)
+
+
+def read(files: Files) -> list[Part]:
+    """Returns the run of a store. Append `::<name of the run>` to the path of a database if it has several.
+
+    Raises:
+        ConfigError: If no run is named and there are several, or the named run is not there.
+    """
+    databases = [file for file in files.matching("*.db", "*/*.db") if {"runs", "params"} <= sqlite_files.tables(file)]
+    stores = files.matching(*(f"{'*/' * depth}meta.yaml" for depth in range(4)))
+    runs = [file.parent for file in stores if (file.parent / "metrics").is_dir() and (file.parent / "params").is_dir()]
+    names = {_about(run).get("run_name", run.name) if len(runs) > 1 else run.name: run for run in runs}
+    chosen = chosen_name(files, list(names), f"{files.root} has several MLflow runs")
+    return [
+        *(_database(files, file) for file in databases),
+        *([] if chosen is None else [_folder(files, names[chosen])]),
+    ]
+
+
+def _database(files: Files, file: Path) -> Part:
+    part, points, params = Part(source=NAME), Points(), dict[str, Any]()
+    try:
+        with sqlite_files.opened(file) as connection:
+            runs = connection.execute("select run_uuid, name, status from runs where lifecycle_stage = 'active'")
+            found = {f"{name or uuid}": (uuid, status) for uuid, name, status in runs}
+            name = chosen_name(files, list(found), f"{files.short(file)} has several runs")
+            if name is None:
+                return part
+            part.name, (uuid, status) = name, found[name]
+            part.status = _STATUS.get(str(status), "unknown")
+            params |= connection.execute("select key, value from params where run_uuid = ?", (uuid,))
+            query = "select key, value, step, is_nan from metrics where run_uuid = ? order by timestamp"
+            for key, value, step, is_nan in connection.execute(query, (uuid,)):
+                if (at := step_number(step)) is not None:
+                    lost = is_nan or not isinstance(value, (int, float)) or abs(value) > _LARGEST
+                    points.add(at, {str(key): math.nan if lost else value})
+    except sqlite_files.DAMAGE as error:
+        part.faults.append(f"{files.short(file)}: {first_line(error)}; the rest is left out")
+    _take(part, points, params, files.short(file))
+    return part
+
+
+def _take(part: Part, points: Points, params: dict[str, Any], where: str) -> None:
+    part.take(points, where)
+    engine, part.settings = settings_of(params)
+    if engine:
+        part.engine = part.engine or engine
+        part.found.append(f"settings in the parameters stored in {where}")
+
+
+def _about(folder: Path) -> dict[str, str]:
+    return dict(_META.findall(opening(folder / "meta.yaml").decode("utf-8", errors="replace")))
+
+
+def _folder(files: Files, folder: Path) -> Part:
+    part, points, params, about = Part(source=NAME), Points(), dict[str, Any](), _about(folder)
+    part.name, part.status = about.get("run_name"), _STATUS.get(about.get("status", ""), "unknown")
+    for file in sorted((folder / "params").iterdir()):
+        params[file.name] = opening(file).decode("utf-8", errors="replace")
+    for file in sorted(one for one in (folder / "metrics").rglob("*") if one.is_file()):
+        name = file.relative_to(folder / "metrics").as_posix()
+        for at, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            try:
+                _, value, step = line.split(" ")[:3]  # the time comes first
+                points.add(int(step), {name: float(value)})
+            except ValueError:
+                part.faults.append(f"{files.short(file)}, line {at}: not a time, a value and a step; left out")
+    _take(part, points, params, files.short(folder))
+    return part

@@ -1,0 +1,158 @@
+"""TensorBoard event files: scalars, and the arguments that transformers stores as text. Needs no TensorBoard.
+
+Format: TFRecords (length, masked CRC-32C, data, masked CRC-32C), each an Event protocol buffer.
+"""
+
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import ConfigError
+from trustrl.runs.engine_settings import settings_of
+from trustrl.runs.part import Part
+from trustrl.runs.points import LARGEST_STEP, Points
+from trustrl.runs.readers import wire
+from trustrl.runs.readers.crc32c import crc32c, masked
+from trustrl.runs.readers.files import Fault, Files
+
+NAME = "TensorBoard events"
+LOOKS_FOR = "events.out.tfevents.*"
+
+LARGEST_RECORD = 64_000_000
+"""Bytes of a record above which its length counts as damaged."""
+
+CHECKED = 65_536
+"""Bytes up to which the data's checksum is verified. Larger records are images or histograms, which are not read."""
+
+_FLOAT, _DOUBLE = 1, 2
+_ARGUMENTS = "args/text_summary"
+
+
+def read(files: Files) -> list[Part]:
+    """Returns the run of a folder. Event files of one folder, or of TRL's `runs`, belong to one run.
+
+    Raises:
+        ConfigError: If the folder has several runs.
+    """
+    folders: dict[Path, list[Path]] = defaultdict(list)
+    for file in files.matching(*(f"{'*/' * depth}*tfevents*" for depth in range(6))):
+        folders[file.parent].append(file)
+    if not folders:
+        return []
+    trainer = bool(files.matching("trainer_state.json", "checkpoint-*/*", "completions/*"))
+    if len(folders) > 1 and not (trainer and all("runs" in folder.relative_to(files.root).parts for folder in folders)):
+        names = ", ".join(files.short(folder) for folder in sorted(folders)[:5])
+        raise ConfigError(
+            f"RUN must be one run, got {files.root}, which has TensorBoard events of {len(folders)}. Pass one of them: "
+            f"{names}."
+        )
+    part, points = Part(source=NAME), Points()
+    events = sorted(file for found in folders.values() for file in found)
+    texts: dict[str, str] = {}
+    for file in sorted(events, key=lambda file: file.name):  # the name begins with the time of the start
+        for event in scalars(file, files.short(file)):
+            if isinstance(event, Fault):
+                part.faults.append(event.text)
+            elif isinstance(event[2], str):
+                texts[event[1]] = event[2]
+            else:
+                points.add(event[0], {event[1]: event[2]})
+    part.take(points, "TensorBoard events")
+    if _ARGUMENTS in texts:
+        _settings(part, texts[_ARGUMENTS])
+    return [part]
+
+
+def _settings(part: Part, text: str) -> None:
+    """Adds the arguments of TRL's trainer, which it stores as JSON."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        part.faults.append("TensorBoard events: the trainer's arguments are not valid JSON; left out")
+        return
+    engine, part.settings = settings_of(found) if isinstance(found, dict) else (None, {})
+    if engine:
+        part.engine = engine
+        part.found.append("settings in the arguments stored with the TensorBoard events")
+
+
+def scalars(file: Path, short: str) -> Iterator[tuple[int, str, float | str] | Fault]:
+    """Yields step, tag and value of each scalar or text, and a fault for each damaged record.
+
+    A damaged length ends the file, because the next record cannot be found.
+    """
+    try:
+        with file.open("rb") as opened:
+            at, count = 0, 0
+            while header := opened.read(12):
+                if len(header) < 12:
+                    yield Fault(f"{short}: truncated after {count:,} records")
+                    return
+                size, check = struct.unpack("<QI", header)
+                if masked(crc32c(header[:8])) != check or size > LARGEST_RECORD:
+                    yield Fault(f"{short}: damaged at byte {at:,}, after {count:,} records; the rest is left out")
+                    return
+                data, end = opened.read(size), opened.read(4)
+                if len(data) < size or len(end) < 4:
+                    yield Fault(f"{short}: truncated after {count:,} records")
+                    return
+                if size <= CHECKED and masked(crc32c(data)) != struct.unpack("<I", end)[0]:
+                    yield Fault(f"{short}: the record at byte {at:,} has a wrong checksum; left out")
+                elif size <= CHECKED:
+                    yield from _event(data, short, at)
+                at += 16 + size
+                count += 1
+            if at == 0:
+                yield Fault(f"{short}: empty")
+    except OSError as error:
+        yield Fault(f"{short}: {error.strerror}; left out")
+
+
+def _event(data: bytes, short: str, at: int) -> Iterator[tuple[int, str, float | str] | Fault]:
+    """Yields the values of one Event: step is field 2, summary is field 5 with values in field 1."""
+    try:
+        step, summaries = 0, list[bytes]()
+        for number, _, value in wire.fields(data):
+            if number == 2:
+                step = wire.signed(value)
+            elif number == 5:
+                summaries.append(wire.raw(value))
+        found = [one for summary in summaries for number, _, value in wire.fields(summary) if number == 1
+                 for one in _value(wire.raw(value))]  # fmt: skip
+    except ValueError as error:
+        yield Fault(f"{short}: the record at byte {at:,} is damaged ({error}); left out")
+        return
+    if 0 <= step < LARGEST_STEP:
+        yield from ((step, tag, value) for tag, value in found)
+
+
+def _value(data: bytes) -> Iterator[tuple[str, float | str]]:
+    """Yields tag and value of a Summary.Value: tag is field 1, simple_value field 2, tensor field 8."""
+    tag, found = "", None
+    for number, kind, value in wire.fields(data):
+        if number == 1:
+            tag = wire.text(value)
+        elif number == 2 and kind == wire.FIXED32:
+            found = wire.double(value)
+        elif number == 8:
+            found = _tensor(wire.raw(value))
+    if tag and found is not None:
+        yield tag, found
+
+
+def _tensor(data: bytes) -> float | str | None:
+    """Returns a scalar or a text of a TensorProto, or None if it is anything else."""
+    kind, found = 0, list[Any]()
+    for number, _, value in wire.fields(data):
+        if number == 1:
+            kind = wire.signed(value)
+        elif number in (4, 5, 6):  # tensor_content, float_val, double_val
+            found.append(wire.raw(value))
+        elif number == 8:  # string_val
+            return wire.raw(value).decode("utf-8", errors="replace")
+    if len(found) == 1 and kind in (_FLOAT, _DOUBLE) and len(found[0]) == (4 if kind == _FLOAT else 8):
+        return wire.double(found[0])
+    return None

@@ -1,0 +1,102 @@
+"""Protocol buffers on the wire: the fields of a message, without its definition.
+
+Reference: https://protobuf.dev/programming-guides/encoding
+"""
+
+import struct
+from collections.abc import Iterator
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+
+Value = int | bytes
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int, Value]]:
+    r"""Yields the number, kind and value of each field. Fixed-width values are bytes.
+
+    Raises:
+        ValueError: If the message is damaged.
+
+    Example:
+        >>> list(fields(b"\x08\x96\x01\x12\x02hi"))
+        [(1, 0, 150), (2, 2, b'hi')]
+    """
+    at, end = 0, len(message)
+    while at < end:
+        key, at = varint(message, at)
+        number, kind = key >> 3, key & 7
+        if number == 0:
+            raise ValueError("a field has number 0")
+        if kind == VARINT:
+            value, at = varint(message, at)
+            yield number, kind, value
+            continue
+        if kind == BYTES:
+            size, at = varint(message, at)
+        else:
+            size = {FIXED64: 8, FIXED32: 4}.get(kind, -1)
+        if size < 0 or at + size > end:
+            raise ValueError("a field is truncated or of an unknown kind")
+        yield number, kind, message[at : at + size]
+        at += size
+
+
+def varint(message: bytes, at: int) -> tuple[int, int]:
+    """Returns an integer of variable length, and the position after it.
+
+    Raises:
+        ValueError: If the integer is truncated or longer than 64 bits.
+    """
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(message):
+            raise ValueError("an integer is truncated")
+        byte = message[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & 0xFFFFFFFFFFFFFFFF, at
+    raise ValueError("an integer is too long")
+
+
+def signed(value: Value) -> int:
+    """Returns a 64-bit integer with its sign.
+
+    Raises:
+        ValueError: If the field is not an integer.
+    """
+    if not isinstance(value, int):
+        raise ValueError("a field is not an integer")
+    return value - (1 << 64) if value >> 63 else value
+
+
+def raw(value: Value) -> bytes:
+    """Returns the bytes of a field.
+
+    Raises:
+        ValueError: If the field has no bytes.
+    """
+    if not isinstance(value, bytes):
+        raise ValueError("a field is not a string of bytes")
+    return value
+
+
+def text(value: Value) -> str:
+    """Returns a string.
+
+    Raises:
+        ValueError: If the field is not a string in UTF-8.
+    """
+    return raw(value).decode("utf-8")
+
+
+def double(value: Value) -> float:
+    """Returns a floating-point number of 4 or 8 bytes.
+
+    Raises:
+        ValueError: If the field has another size.
+    """
+    found = raw(value)
+    if len(found) not in (4, 8):
+        raise ValueError("a number has neither 4 nor 8 bytes")
+    return struct.unpack("<f" if len(found) == 4 else "<d", found)[0]
