@@ -150,8 +150,14 @@ ABOUT = {
 }  # fmt: skip
 
 
+def test_a_rank_that_is_told_about_the_run_describes_it(tmp_path):
+    """With pipeline stages, rank 0 records nothing."""
+    recorder(tmp_path, rank=3, about=ABOUT)
+    assert read_run(tmp_path)["engine"] == ABOUT["engine"]
+
+
 def test_rank_0_describes_the_run_once_and_a_resumed_run_again(tmp_path):
-    recorder(tmp_path, rank=1, about=ABOUT)
+    recorder(tmp_path, rank=1)
     assert read_run(tmp_path) is None
     recorder(tmp_path, rank=0, about=ABOUT, sample=0.5)
     found = read_run(tmp_path)

@@ -72,7 +72,8 @@ def record(
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     recording = Recording.of({"folder": folder, "sample": default_sample(rows), **settings})
     rank = trainer.accelerator.process_index
-    recorder = Recorder(recording, observed, rank=rank, about=about(trainer, observed=observed is not None))
+    described = about(trainer, observed=observed is not None) if rank == 0 else None
+    recorder = Recorder(recording, observed, rank=rank, about=described)
     StockRecord(trainer, recorder, observed).attach()
     return recorder
 

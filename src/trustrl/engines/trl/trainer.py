@@ -156,7 +156,8 @@ class TrustRegionMixin(_Trainer):
         """Returns the recorder of this rank, and prepares the rows of its sequences; None if nothing is recorded."""
         if recording is None:
             return None
-        recorder = Recorder(recording, self.region, rank=self.accelerator.process_index, about=about(self))
+        rank = self.accelerator.process_index
+        recorder = Recorder(recording, self.region, rank=rank, about=about(self) if rank == 0 else None)
         self._rows = RolloutRows(self, recorder)
         return recorder
 
