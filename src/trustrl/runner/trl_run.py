@@ -34,8 +34,10 @@ NEEDED = {
 }
 """Parts of a checkpoint, and the prefixes of their file names. DeepSpeed keeps several parts in `global_step*`."""
 
-OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan", "completions/clipped_ratio")
+OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
 KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
+CUT = "completions/clipped_ratio"
+"""Share of completions that reach the length limit without an end, under TRL's name."""
 
 
 def require_packages(recipe: Recipe) -> None:
@@ -185,12 +187,12 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
             if logs is None or "loss" not in logs:
                 return  # TRL's summary at the end
             row = {"step": state.global_step}
-            row |= {name: value for name, value in logs.items() if name in KEPT or name.startswith("trustrl/")}
+            row |= {name: value for name, value in logs.items() if name in (*KEPT, CUT) or name.startswith("trustrl/")}
             if "completions/mean_length" in logs:
                 row["completion_length"] = logs["completions/mean_length"]
             # TRL logs the metrics of a rollout only at its first update; the later updates train on the same rollout.
             if "reward" in row:
-                self.reward = {name: row[name] for name in (*OF_ROLLOUT, "completion_length") if name in row}
+                self.reward = {name: row[name] for name in (*OF_ROLLOUT, CUT, "completion_length") if name in row}
             row = {**row, **self.reward, "seconds": round(time.time() - began, 2)}
             directory.append("metrics", row)
             progress.step(row)

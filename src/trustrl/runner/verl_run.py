@@ -31,10 +31,11 @@ NEEDED = ("actor", "data.pt")
 NAMES = {
     "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
     "response_length/mean": "completion_length", "actor/entropy": "entropy",
-    **{name: name for name in ("response_length/clip_ratio", "response_length/max")},
-    **{name: name for name in ("critic/advantages/min", "critic/advantages/max")},
 }  # fmt: skip
 """verl's metric names and trustrl's. All of `actor/trustrl/*` is kept too."""
+
+KEPT = ("response_length/clip_ratio", "response_length/max", "critic/advantages/min", "critic/advantages/max")
+"""Metrics that `trustrl explain` reads, kept under verl's names."""
 
 ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
 
@@ -190,8 +191,11 @@ def metrics_of(data: Mapping[str, Any]) -> dict[str, Any]:
     Example:
         >>> metrics_of({"critic/score/mean": 0.5, "actor/trustrl/masked_share": 0.01, "perf/throughput": 9.0})
         {'reward': 0.5, 'trustrl/masked_share': 0.01}
+        >>> metrics_of({"response_length/clip_ratio": 0.25})
+        {'response_length/clip_ratio': 0.25}
     """
     found = {ours: data[theirs] for theirs, ours in NAMES.items() if theirs in data}
+    found |= {name: data[name] for name in KEPT if name in data}
     prefix = "actor/trustrl/"
     return found | {name.removeprefix("actor/"): value for name, value in data.items() if name.startswith(prefix)}
 
