@@ -133,7 +133,7 @@ def test_only_verbs_that_train_say_how_to_go_on_after_an_interrupt(verb, capsys,
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"trustrl.cli.{verb}.run", interrupted)
-    given = {"plan": [TOUR], "run": [TOUR], "conformance": ["package.module:loss"]}
+    given = {"plan": [TOUR], "run": [TOUR], "conformance": ["package.module:loss"], "records": ["check", "x"]}
     for name in ("report", "watch", "explain", "probe", "audit", "calibrate"):
         given[name] = ["somewhere"]
     assert main([verb, *given.get(verb, [])]) == 1

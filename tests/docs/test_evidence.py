@@ -112,32 +112,21 @@ def made_again(path, setting, arm, seed):
     return path
 
 
-@pytest.mark.parametrize(("setting", "arm", "seed", "code"), [("stale", "ipo", 0, 1), ("mismatch", "ppo", 0, 0)])
-def test_the_guide_of_explain_shows_what_explain_prints_of_the_collected_runs(
-    tmp_path, capsys, setting, arm, seed, code
+@pytest.mark.parametrize(
+    ("setting", "arm", "first"),
+    [("stale", "ipo", "1. too many updates per batch (confidence"), ("mismatch", "ppo", "nothing found")],
+)
+def test_explain_names_the_cause_of_a_collected_collapse_and_none_of_a_healthy_run(
+    tmp_path, capsys, setting, arm, first
 ):
-    assert main(["explain", str(made_again(tmp_path / "run", setting, arm, seed))]) == code
-    shown = f"$ trustrl explain {setting}/{arm}/seed-{seed}\n{capsys.readouterr().out}```"
-    assert shown in (ROOT / "docs/guides/explain.md").read_text()
+    code = main(["explain", str(made_again(tmp_path / "run", setting, arm, 0))])
+    assert code == (first != "nothing found")
+    assert capsys.readouterr().out.startswith(first)
 
 
 def test_a_dppo_run_with_one_bad_rollout_at_its_end_is_not_called_collapsed_by_the_report(tmp_path, capsys):
     assert main(["report", str(made_again(tmp_path / "run", "both", "dppo-binary-tv", 3))]) == 0
     assert "COLLAPSED" not in capsys.readouterr().out
-
-
-def test_the_guide_of_explain_shows_what_explain_prints_of_the_verl_run_from_its_printed_numbers(tmp_path, capsys):
-    """That run's folder was not kept: rewards and KL are those that the guide prints."""
-    run = RunDirectory(tmp_path / "run")
-    settings = ["schedule.steps=64", "schedule.updates_per_batch=4", "schedule.update_sees=batch"]
-    run.begin(load("verl-tour", ["region.preset=pg-is", *settings]), resume=False)
-    for step, reward in ((4, 0.375), (8, 0.0), (12, 0.0)):
-        run.append("metrics", {"step": step, "reward": reward, "trustrl/kl_k3": 1.08})
-    assert main(["explain", str(tmp_path / "run")]) == 1
-    assert (
-        f"$ trustrl explain runs/verl-wrong\n{capsys.readouterr().out}```"
-        in (ROOT / "docs/guides/explain.md").read_text()
-    )
 
 
 def test_the_guide_of_explain_counts_the_runs_that_moved_far_and_did_not_collapse():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from trustrl.cli import main
 from trustrl.tools.explain.explanation import explain
 
 DATA = Path(__file__).parent / "data"
@@ -24,6 +25,13 @@ def test_a_sampler_with_another_temperature_is_found_in_trls_trainer_state(tmp_p
     assert cause.numbers[0].value == pytest.approx(0.222, abs=5e-4)
     assert cause.numbers[0].limit == 0.04  # the dtypes are unknown
     assert "settings" in [one.what for one in found.unchecked]
+
+
+def test_the_guide_shows_what_explain_prints_of_that_run(tmp_path, capsys):
+    unpacked("stock-trl-1.16.0-trainer_state.json", tmp_path / "checkpoint-40/trainer_state.json")
+    assert main(["explain", str(tmp_path)]) == 1
+    guide = Path(__file__).parents[3] / "docs/guides/explain.md"
+    assert f"$ trustrl explain stock-trl-temperature\n{capsys.readouterr().out}```" in guide.read_text()
 
 
 def test_weights_that_arrive_every_fourth_batch_are_found_in_verls_log(tmp_path):
