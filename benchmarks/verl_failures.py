@@ -35,6 +35,8 @@ def command(out: Path, *more: str) -> list[str]:
         "data.max_prompt_length=16", "data.max_response_length=8", "actor_rollout_ref.rollout.n=8",
         f"actor_rollout_ref.model.path={models.path('tiny')}", "actor_rollout_ref.rollout.name=transformers_cpu",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.policy_loss._target_=trustrl.engines.verl.RegionLossConfig",
+        "+actor_rollout_ref.actor.policy_loss.metrics=all",
         "trainer.logger=[file]", "trainer.save_freq=2", "trainer.resume_mode=auto",
         f"trainer.default_local_dir={out / 'checkpoints'}", f"hydra.run.dir={out / 'hydra'}", *more,
     ]  # fmt: skip

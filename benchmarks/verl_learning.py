@@ -63,6 +63,8 @@ def train(region: str, ranks: int, seed: int) -> dict:
             f"actor_rollout_ref.actor.ppo_mini_batch_size={16 // MINI_BATCHES}",
             "actor_rollout_ref.actor.optim.lr=3e-4", f"actor_rollout_ref.actor.data_loader_seed={seed}",
             f"actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-{region}", f"trainer.n_gpus_per_node={ranks}",
+            "actor_rollout_ref.actor.policy_loss._target_=trustrl.engines.verl.RegionLossConfig",
+            "+actor_rollout_ref.actor.policy_loss.metrics=all",
             f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=True", f"trainer.test_freq={STEPS}",
             "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
             "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
