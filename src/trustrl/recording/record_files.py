@@ -57,7 +57,9 @@ def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
         raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
     if not found:
         raise RecordError(
-            f"No records found at `{where}`. Pass a Parquet file written by trustrl.recording, or a directory of them."
+            f"No records found at `{where}`. Pass a Parquet file written by trustrl.recording, or a directory of them. "
+            "To record the next run, call `trustrl.engines.trl.record(trainer)` in TRL, or set TRUSTRL_RECORD in verl: "
+            "see docs/guides/record.md."
         )
     return files
 
