@@ -104,7 +104,6 @@ SUBJECTS = {
 }
 BARE = {
     "openrlhf": ("openrlhf", "openrlhf.models"),
-    "areal": ("areal", "areal.api", "areal.utils", "areal.utils.functional"),
     "torchtune": ("torchtune",),
 }
 """Packages whose `__init__` imports more than the loss needs, such as flash_attn. It is not run."""
