@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 KINDS = ("any", "ppo", "dppo", "pg")
-ADAPTERS = ("plain", "verl", "skyrl", "trustrl")
+ADAPTERS = ("plain", "verl", "skyrl", "trustrl", "trl", "openrlhf", "logprobs", "torchtune")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

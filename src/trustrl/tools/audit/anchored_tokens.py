@@ -29,7 +29,7 @@ _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
 def usable_in(advantage: Float[Tensor, " n"], logps: Iterable[Float[Tensor, " n"]]) -> Bool[Tensor, " n"]:
     """Flags tokens with a finite advantage and possible log-probs, as `clean_tokens` does.
 
-    Reads the extremes of each column first, which are NaN if any value is. Most records have no faults.
+    Checks the extremes of each column first, which are NaN if any value is. Most records have no faults.
     """
     usable = torch.ones(len(advantage), dtype=torch.bool)
     if not all(x.abs() < torch.inf for x in advantage.aminmax()):

@@ -54,7 +54,7 @@ def noise_of(piece: Piece) -> TokenCounts:
     tokens = _tokens(columns, columns["policy_logp"], torch.ones(num, dtype=torch.bool))
     outward = tokens.usable & (tokens.advantage * tokens.log_ratio > 0)
     bad = tokens.usable & (tokens.advantage < 0) & (probability_gap(tokens) <= -BAD_GAP)
-    lower, upper = _ends(tokens)
+    lower, upper = map(_bins, _ends(tokens))
     found = {
         "outward": _counted(lower, outward),
         "bad": _counted(lower, bad),
@@ -63,7 +63,7 @@ def noise_of(piece: Piece) -> TokenCounts:
     }
     first = age(columns) == 0
     same = _tokens(columns, columns.get("proximal_logp", columns["policy_logp"]), first)
-    found["noise"] = _counted([same.log_ratio.abs(), *_ends(same)[0]], same.usable)
+    found["noise"] = _counted(_bins([same.log_ratio.abs(), *_ends(same)[0]]), same.usable)
     totals |= {
         "measured": tokens.usable.sum(),
         "signed": (tokens.usable & (tokens.advantage != 0)).sum(),
@@ -91,7 +91,13 @@ def _ends(tokens: CleanTokens) -> tuple[list[Tensor], list[Tensor]]:
     return [one.lower for one in intervals], [one.upper for one in intervals]
 
 
-def _counted(values: list[Tensor], where: Bool[Tensor, " n"]) -> Int[Tensor, "s g"]:
-    """Returns histograms. Bin j holds GRID[j − 1] < x ≤ GRID[j], so x > δ and x ≤ δ are exact sums for every grid δ."""
+def _bins(values: list[Tensor]) -> list[Int[Tensor, " n"]]:
+    """Returns the bin of each value. Bin j holds GRID[j − 1] < x ≤ GRID[j]."""
     grid = torch.tensor(GRID, dtype=torch.float64)
-    return torch.stack([torch.bincount(torch.bucketize(x[where], grid), minlength=len(GRID) + 1) for x in values])
+    return [torch.bucketize(x, grid, out_int32=True) for x in values]
+
+
+def _counted(bins: list[Int[Tensor, " n"]], where: Bool[Tensor, " n"]) -> Int[Tensor, "s g"]:
+    """Returns histograms of these tokens, so x > δ and x ≤ δ are exact sums for every grid δ."""
+    at = where.nonzero().squeeze(1)
+    return torch.stack([torch.bincount(x.index_select(0, at), minlength=len(GRID) + 1) for x in bins])

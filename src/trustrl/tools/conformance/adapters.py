@@ -6,6 +6,8 @@ plain     f(logp, behavior_logp, advantage, mask[, num_tokens]) -> a scalar, or 
 verl      verl's registered losses: f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …)
 skyrl     SkyRL's registered losses: f(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
 trustrl   `trustrl.policy_loss` with a preset
+
+`trainer_adapters` has those of TRL, OpenRLHF, AReaL, RLinf and torchtune.
 """
 
 import inspect
@@ -101,7 +103,9 @@ def detected(loss: Loss) -> str:
 
 
 def _parameters(loss: Loss) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(loss).parameters)
+    """Returns the parameters of a function, or of `forward` if the loss is a module."""
+    called = getattr(loss, "forward", loss) if isinstance(loss, type) else loss
+    return dict(inspect.signature(called).parameters)
 
 
 @ADAPTERS.register("verl")

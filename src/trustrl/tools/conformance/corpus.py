@@ -14,13 +14,19 @@ from trustrl.tools.conformance.expectations import KINDS, Expectation, Verdict, 
 from trustrl.tools.conformance.faults import FAULTS
 from trustrl.tools.conformance.truth_tables import TABLES
 
-EXPECTATIONS: tuple[Expectation, ...] = (*BATCH_INVARIANTS, *FAULTS, *TABLES, *BOUNDS)
+GROUPS: dict[str, tuple[Expectation, ...]] = {
+    "invariants": BATCH_INVARIANTS, "faults": FAULTS, "truth tables": TABLES, "bounds": BOUNDS,
+}  # fmt: skip
+"""The corpus by group, in the order in which it runs."""
+
+EXPECTATIONS = tuple(expectation for group in GROUPS.values() for expectation in group)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """Result of one case: the expectation, the actual outcome, and the verdict."""
 
+    group: str
     case: str
     verdict: Verdict
     expected: str
@@ -42,12 +48,17 @@ def run(loss: Adapter, kind: str = "any") -> list[Result]:
             f"The loss must accept a valid batch of 4 rows and 6 columns, got {first.short()}. "
             "Choose another --adapter, or pass the settings it needs as key=value."
         )
-    return [_result(expectation, loss) for expectation in EXPECTATIONS if kind in expectation.kinds]
+    return [
+        _result(group, expectation, loss)
+        for group, expectations in GROUPS.items()
+        for expectation in expectations
+        if kind in expectation.kinds
+    ]
 
 
-def _result(expectation: Expectation, loss: Adapter) -> Result:
+def _result(group: str, expectation: Expectation, loss: Adapter) -> Result:
     found = expectation.check(loss)
-    return Result(expectation.name, found.verdict, found.expected, found.got, expectation.because)
+    return Result(group, expectation.name, found.verdict, found.expected, found.got, expectation.because)
 
 
 def counts(results: list[Result]) -> dict[str, int]:
