@@ -1,16 +1,28 @@
-"""verl's own `main_ppo` on Ray with its own loss: two environment variables write the record."""
+"""verl's own `main_ppo` on Ray with its own loss: two environment variables write the record.
 
+The record goes into the bucket of an S3 server on this machine if moto is installed, and into a folder otherwise.
+"""
+
+import importlib.util
+import os
 import re
+from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("pyarrow")
 
+from support.s3_server import s3_server
 from support.verl_cpu_runs import STEPS, stock
+from trustrl.config.presets import preset
 from trustrl.engines.common.record_environment import FOLDER
 from trustrl.engines.common.seam import version_of
 from trustrl.recording import read, read_run, read_sequences, read_texts
+from trustrl.recording.record_files import part_files
+from trustrl.tools.audit import TokenCounts, arm, count_records
+from trustrl.tools.audit.region_replay import COLUMNS
 
 pytestmark = [
     pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention"),
@@ -20,13 +32,15 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """(folder of the record, lines of metrics) of a run on two ranks."""
+    """(address of the record, lines of metrics) of a run on two ranks."""
     folder = tmp_path_factory.mktemp("stock")
-    code, said = stock(
-        folder, "trainer.n_gpus_per_node=2", modules="trustrl.engines.verl", **{FOLDER: str(folder / "records")}
-    )
-    assert code == 0, said[-6000:]
-    return folder / "records", [line for line in said.splitlines() if "critic/score/mean:" in line]
+    with ExitStack() as stack:
+        record = str(folder / "records")
+        if "TRUSTRL_MOTO" in os.environ or importlib.util.find_spec("moto") is not None:
+            record = stack.enter_context(s3_server(folder / "s3.log")).bucket("stock")
+        code, said = stock(folder, "trainer.n_gpus_per_node=2", modules="trustrl.engines.verl", **{FOLDER: record})
+        assert code == 0, said[-6000:]
+        yield record, [line for line in said.splitlines() if "critic/score/mean:" in line]
 
 
 def logged(line, name):
@@ -67,3 +81,11 @@ def test_texts_and_run_are_described(run):
     assert about["sampling"]["temperature"] == 1.0
     assert about["dtypes"] == {"trainer": "float32", "sampler": "float32"}
     assert about["region"] is None
+
+
+def test_ray_data_counts_the_record_as_one_process_does(run):
+    files, of = part_files(run[0]), partial(TokenCounts.of, arms=[arm(name, preset(name)) for name in ("ppo", "dppo")])
+    assert len(files) == 2 * STEPS
+    here, on_ray = (count_records(files, of, columns=COLUMNS, workers=2, where=where) for where in ("processes", "ray"))
+    assert here == on_ray
+    assert here.counts["rows"] == len(read(run[0])["step"])
