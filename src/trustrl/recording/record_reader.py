@@ -13,7 +13,7 @@ from trustrl.optional_imports import need
 from trustrl.recording.record_files import opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
 
-ROWS = 131_072
+ROWS = 65_536
 """Rows in a piece. Only a longer sequence makes a larger piece."""
 
 _NAMES = ("step", "update", "sequence")

@@ -146,7 +146,9 @@ def test_adapters_are_known_by_their_parameters():
     with pytest.raises(trustrl.errors.ConfigError, match=r"got \(new, mu, adv, where\)"):
         detected(losses.of_four)
     assert verdicts(losses.of_four, "ppo", "plain").keys() == verdicts(losses.ppo_terms, "ppo").keys()
-    with pytest.raises(trustrl.errors.UnknownNameError, match="Known: logprobs, openrlhf, plain, skyrl, torchtune, trl, trustrl, verl"):
+    with pytest.raises(
+        trustrl.errors.UnknownNameError, match="Known: logprobs, openrlhf, plain, skyrl, torchtune, trl, trustrl, verl"
+    ):
         adapted(losses.dppo, "nemo")
 
 
