@@ -15,7 +15,7 @@ from trustrl.recording.record_files import opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
 from trustrl.recording.storage import Place, Remote, place
 
-ROWS = 131_072
+ROWS = 65_536
 """Rows in a piece. Only a longer sequence makes a larger piece."""
 
 _NAMES = ("step", "update", "sequence")
