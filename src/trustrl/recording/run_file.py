@@ -1,7 +1,7 @@
 """run.json of a record: versions, model, sampling settings and region of the run. No torch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from os import PathLike
@@ -85,7 +85,7 @@ def run_description(
     found = {
         "version": VERSION, "trustrl": __version__,
         **{name: about.get(name) for name in ABOUT},
-        "packages": _installed() | dict(about.get("packages") or {}),
+        "packages": installed() | dict(about.get("packages") or {}),
         "region": None if region is None else dict(region), "recording": dict(recording),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
@@ -94,9 +94,10 @@ def run_description(
     return found
 
 
-def _installed() -> dict[str, str]:
+def installed(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Returns the versions of these packages, without those that are not installed."""
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -20,11 +20,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError, RecordError
+from trustrl.recording.run_file import installed
 from trustrl.runner.recipe import Recipe, load
 
 try:
@@ -238,18 +238,12 @@ def write_whole(file: Path, text: str) -> None:
 
 def environment() -> dict[str, Any]:
     """Describes the environment that a run's numbers may depend on: Python, platform, packages, commit and command."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "packages": versions,
+        "packages": installed(PACKAGES),
         "commit": _commit(),
         "command": sys.argv,
     }

@@ -4,6 +4,7 @@ The held-out accuracy decides where it can. Otherwise the reward does, over seve
 """
 
 import math
+from typing import Literal
 
 from trustrl.runner.run_verdict import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
 from trustrl.tools.explain.causes import Number
@@ -69,28 +70,25 @@ def fallen_reward(run: Evidence) -> Number | None:
 
 def entropy_left(run: Evidence) -> Number | None:
     """Returns the entropy of the last batches if it collapsed before the task was solved, else None."""
-    sides = first_and_last(run.per_batch(ENTROPY), 10)
-    if sides is None or is_solved(run):
-        return None
-    first, last = sides
-    limit = ENTROPY_LEFT * middle(first)
-    if middle(last) >= limit:
-        return None
-    what = f"median of the last {len(last)} batches, compared with a tenth of the first {len(first)}"
-    return Number(ENTROPY, last[0][0], middle(last), limit, "below", what)
+    return _changed_entropy(run, ENTROPY_LEFT, "below", "a tenth of")
 
 
 def entropy_rise(run: Evidence) -> Number | None:
     """Returns the entropy of the last batches if it is above twice that of the first ones, else None."""
+    return _changed_entropy(run, EXPLOSION, "above", "twice")
+
+
+def _changed_entropy(run: Evidence, factor: float, side: Literal["above", "below"], words: str) -> Number | None:
+    """Returns the entropy of the last batches if it is beyond this multiple of the first ones, else None."""
     sides = first_and_last(run.per_batch(ENTROPY), 10)
     if sides is None or is_solved(run):
         return None
     first, last = sides
-    limit = EXPLOSION * middle(first)
-    if middle(last) <= limit:
+    limit, value = factor * middle(first), middle(last)
+    if not (value > limit if side == "above" else value < limit):
         return None
-    what = f"median of the last {len(last)} batches, compared with twice the first {len(first)}"
-    return Number(ENTROPY, last[0][0], middle(last), limit, "above", what)
+    what = f"median of the last {len(last)} batches, compared with {words} the first {len(first)}"
+    return Number(ENTROPY, last[0][0], value, limit, side, what)
 
 
 def is_solved(run: Evidence) -> bool:
