@@ -42,7 +42,7 @@ def found_sentences():
 
 
 def exists(dotted):
-    """Whether a dotted name is a module of ours or leads to something inside one; engines may be missing here."""
+    """Whether a dotted name is a module of ours or leads to something inside one."""
     parts = dotted.split(".")
     for cut in range(len(parts), 0, -1):
         path = SOURCE.joinpath(*parts[1:cut])
@@ -51,15 +51,11 @@ def exists(dotted):
         rest = parts[cut:]
         if not rest:
             return True
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ImportError:  # an engine that is not installed: its source must define the name
-            text = (
-                path.with_suffix(".py").read_text()
-                if path.with_suffix(".py").is_file()
-                else (path / "__init__.py").read_text()
-            )
+        if "engines" in parts[:cut]:  # engines may be missing, or half imported: the source must define the name
+            source = path.with_suffix(".py")
+            text = (source if source.is_file() else path / "__init__.py").read_text()
             return re.search(rf"\b{rest[0]}\b", text) is not None
+        found = importlib.import_module(".".join(parts[:cut]))
         for part in rest:
             if not hasattr(found, part) and part not in getattr(found, "__dataclass_fields__", {}):
                 return False
