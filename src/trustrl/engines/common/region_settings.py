@@ -86,6 +86,38 @@ def region_named(name: str, given: Any, settings: SettingNames) -> Region:
     return region
 
 
+def region_given(given: Any, setting: str) -> Region:
+    """Returns the region that one setting describes, for engines that register no names.
+
+    Args:
+        given: A preset's name; or a dictionary with `preset` and the settings that differ from it; or a dictionary that
+            describes a whole region, in the form that `trustrl.config_from_dict` reads. A string that begins with `{`
+            is read as JSON, for environment variables.
+        setting: The engine's name for the setting.
+
+    Raises:
+        ConfigError: If the setting has another form, or describes no region.
+        UnknownNameError: If no preset has this name.
+    """
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"{setting} must be a preset's name or valid JSON, got {given!r}: {error}.") from None
+    if isinstance(given, str):
+        return preset(given)
+    if not isinstance(given, Mapping) or not given.keys() & {"preset", "kind"}:
+        raise ConfigError(
+            f"{setting} must be a preset's name, or a dictionary with `preset` or `kind`, got {given!r}. Try "
+            "'dppo-binary-tv'."
+        )
+    changes = {str(name): value for name, value in given.items() if name != "preset"}
+    region = preset(given["preset"], **changes) if "preset" in given else config_from_dict(changes)
+    if not isinstance(region, Region):
+        raise ConfigError(f"{setting} must describe a region, got {region!r}.")
+    return region
+
+
 def _refuse_another_kind(
     base: Mapping[str, Any], given: Mapping[str, Any], where: str, under: str, advice: str
 ) -> None:
