@@ -1,0 +1,51 @@
+"""The page of engines is what the catalogue says, and the catalogue is what the project holds."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import trustrl
+from trustrl.engines.catalogue import ENGINES, kind_of, supports
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("engine_tables", ROOT / "tools/engine_tables.py")
+tables = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(tables)
+
+every = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
+
+
+def test_the_page_is_written_from_the_catalogue():
+    assert tables.page() == tables.PAGE.read_text(), "Run `python tools/engine_tables.py`."
+
+
+@every
+def test_an_engine_has_an_adapter_a_page_and_tests(engine):
+    source = ROOT / "src" / engine.module.replace(".", "/")
+    assert source.with_suffix(".py").is_file() or (source / "__init__.py").is_file()
+    assert (ROOT / "docs/engines" / engine.page).is_file()
+    assert engine.page in (ROOT / "mkdocs.yml").read_text()
+    sessions = {
+        node.name for node in ast.parse((ROOT / "noxfile.py").read_text()).body if isinstance(node, ast.FunctionDef)
+    }
+    assert engine.session in sessions
+
+
+@every
+def test_the_newest_release_is_the_one_that_is_installed(engine):
+    if engine.tested == "signature" or not re.fullmatch(r"[\d.]+", engine.versions[0]):
+        pytest.skip("not from a registry")
+    pins = {line for file in (ROOT / "environments").glob("*.txt") for line in file.read_text().splitlines()}
+    assert f"{engine.package}=={engine.versions[0]}" in pins
+
+
+def test_presets_of_each_kind_are_told_apart():
+    assert {name: kind_of(trustrl.preset(name)) for name in ("ppo", "dppo-topk-tv", "dppo-full-kl", "troll", "cppo")} == {
+        "ppo": "sampled", "dppo-topk-tv": "topk", "dppo-full-kl": "exact", "troll": "projection", "cppo": "topk",
+    }  # fmt: skip
+    skyrl = next(engine for engine in ENGINES if engine.name == "SkyRL")
+    assert supports(skyrl, trustrl.preset("minirl"))
+    assert not supports(skyrl, trustrl.preset("troll"))
