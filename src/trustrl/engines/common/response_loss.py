@@ -110,7 +110,7 @@ class ResponseLoss:
             sequence_ids=torch.repeat_interleave(torch.arange(len(lengths), device=weights.device), lengths),
         )
         like = TokenMean if args.calculate_per_token_loss else SequenceMeanTokenMean
-        mode = getattr(args, "trustrl_on_nonfinite", "drop")
+        mode: Any = getattr(args, "trustrl_on_nonfinite", "drop")  # `policy_loss` checks it
         return self.sampled(logp, rollout, region, TokenWeights(weights, like=like), mode)
 
 
