@@ -3,6 +3,7 @@
 Each session installs torch alone and first, so that a machine without a GPU gets the CPU build where pip finds one.
 """
 
+import os
 import shutil
 from pathlib import Path
 
@@ -245,6 +246,21 @@ def skyrl(session: nox.Session) -> None:
     session.env["PYTHONPATH"] = typed
     session.run("pytest", "-n", "2", "--dist", "loadfile", "tests/engines/skyrl", *session.posargs)
     session.run("pytest", guide)  # in a separate process: it registers, as the tests have
+
+
+@nox.session(python="3.11")
+def sources(session: nox.Session) -> None:
+    """Tests engines that no package index has, at the checkouts in the folder $TRUSTRL_SOURCES.
+
+    Not in CI. The folder holds slime, miles and nemo-rl, as far as you have them; the tests of a missing engine are
+    skipped. The engines' pages name the commits that we ran.
+    """
+    folder = Path(session.env.get("TRUSTRL_SOURCES") or os.environ.get("TRUSTRL_SOURCES", "")).resolve()
+    install_megatron(session)
+    session.install("--no-deps", "-r", "environments/sources.txt")
+    session.env["PYTHONPATH"] = os.pathsep.join(str(folder / name) for name in ("slime", "miles", "nemo-rl"))
+    session.env["TORCHDYNAMO_DISABLE"] = "1"  # slime and miles compile their losses, which takes longer than the tests
+    session.run("pytest", "-rs", *(f"tests/engines/{name}" for name in ("slime", "miles", "nemo_rl")), *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -11,13 +11,13 @@ from trustrl.engines.refusals.rows import table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/engines"
-ENGINES = ("trl", "verl", "skyrl")
+ENGINES = ("trl", "verl", "skyrl", "slime", "nemo-rl")
 BEGIN, END = "<!-- refused: begin (python tools/refusal_tables.py) -->", "<!-- refused: end -->"
 
 
 def rows(engine: str) -> tuple:
     """Returns the rows of an engine; none for one that does not declare them."""
-    name = f"trustrl.engines.refusals.{engine}"
+    name = f"trustrl.engines.refusals.{engine.replace('-', '_')}"
     return importlib.import_module(name).ROWS if importlib.util.find_spec(name) else ()
 
 

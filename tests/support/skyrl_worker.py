@@ -10,7 +10,7 @@ from skyrl.backends.skyrl_train.utils import ppo_utils
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 
 from support import regions_oracle as oracle
-from trustrl.engines.skyrl import losses
+from trustrl.engines.common import sampled_loss
 
 
 class PlainStrategy(DistributedStrategy):
@@ -60,19 +60,19 @@ class Worker(PolicyWorkerBase):
         """SkyRL's `forward_backward` with this loss; its metrics, its gradients, and the verdicts it came to."""
         self.cfg.algorithm = algorithm
         self.policy_loss_fn = ppo_utils.PolicyLossRegistry.get(algorithm.policy_loss_type)
-        seen, core = [], losses.policy_loss
+        seen, core = [], sampled_loss.policy_loss
 
         def watched(policy, rollout, *args, **kwargs):
             out = core(policy, rollout, *args, **kwargs)
             seen.append((out.decision.keep[rollout.in_loss], out.decision.weight[rollout.in_loss]))
             return out
 
-        losses.policy_loss = watched
+        sampled_loss.policy_loss = watched
         self.model.zero_grad()
         try:
             output = self.forward_backward(data)
         finally:
-            losses.policy_loss = core
+            sampled_loss.policy_loss = core
         return {
             "loss": repr(self.policy_loss_fn),
             "metrics": output.metrics,

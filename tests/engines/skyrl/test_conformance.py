@@ -9,7 +9,7 @@ import torch
 
 import trustrl
 from support import oracle, skyrl_world as world
-from trustrl.engines.skyrl import losses
+from trustrl.engines.common import sampled_loss
 
 NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
 SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full)]
@@ -75,8 +75,8 @@ def factors(name, tokens):
 )
 def test_a_region_in_skyrl_is_the_oracles(name, reduction, monkeypatch):
     seen = []
-    core = losses.policy_loss
-    monkeypatch.setattr(losses, "policy_loss", lambda *a, **k: seen.append(core(*a, **k)) or seen[-1])
+    core = sampled_loss.policy_loss
+    monkeypatch.setattr(sampled_loss, "policy_loss", lambda *a, **k: seen.append(core(*a, **k)) or seen[-1])
     stopped = []
     for seed in range(3):
         tokens = world.batch(seed, drift=DRIFT.get(name, 0.5))

@@ -75,12 +75,19 @@ def require_parameters(
     where = f"{owner.__name__}.{name}"
     method = getattr(owner, name, None)
     advice = (
-        f"This adapter was written for a different version of {installed} than the installed "
-        f"{metadata.version(installed)}. Install a version listed in trustrl's documentation, or call "
-        "`trustrl.policy_loss` from your own trainer."
+        f"This adapter was written for a different version of {installed} than {_found_version(installed)}. "
+        "Install a version listed in trustrl's documentation, or call `trustrl.policy_loss` from your own trainer."
     )
     if method is None:
         raise EngineError(f"{where} must exist, and it does not. {advice}")
     found = tuple(inspect.signature(method).parameters)
     if (found[: len(expected)] if more else found) != expected:
         raise EngineError(f"{where} must take {expected}, got {found}. {advice}")
+
+
+def _found_version(package: str) -> str:
+    """Returns the installed version in words; a checkout on the path has none."""
+    try:
+        return f"the installed {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return "the one on the path"

@@ -14,14 +14,14 @@ from skyrl.backends.skyrl_train.utils import ppo_utils
 from torch import Tensor
 
 from trustrl.config.terms import TokenWeights
-from trustrl.core.policy_loss import policy_loss
-from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.records import RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_settings import names
+from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.engines.common.step_sums import averages
 from trustrl.engines.refusals.skyrl import REDUCTIONS
 from trustrl.engines.skyrl.skyrl_config import check_algorithm, region_of
-from trustrl.errors import DuplicateNameError, EngineError, MissingDataError
+from trustrl.errors import DuplicateNameError, EngineError
 
 OLDEST = (0, 3)
 CALLED_WITH = ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs")
@@ -29,17 +29,20 @@ MORE = frozenset({"ratio_max", "divergence_max", "mismatch_abs_mean"})
 """Further metrics that SkyRL combines correctly: it takes the largest of those ending in `_max`. They are never below
 0, the value without tokens."""
 
-_MISSING = {
-    "behavior": (
-        "rollout_logprobs",
-        "Set generator.sampling_params.logprobs=1. A custom generator must return `rollout_logprobs`.",
-    ),
-    "proximal": (
-        "old_log_probs",
-        "SkyRL's trainer recomputes them for every loss except its own `dppo` and `rollout_is`; a custom trainer must "
-        "do so too.",
-    ),
-}
+_SAMPLED = SampledLoss(
+    "SkyRL",
+    {
+        "behavior": (
+            "rollout_logprobs",
+            "Set generator.sampling_params.logprobs=1. A custom generator must return `rollout_logprobs`.",
+        ),
+        "proximal": (
+            "old_log_probs",
+            "SkyRL's trainer recomputes them for every loss except its own `dppo` and `rollout_is`; a custom trainer "
+            "must do so too.",
+        ),
+    },
+)
 
 
 class RegionLoss:
@@ -83,38 +86,21 @@ class RegionLoss:
         """
         region = region_of(self.name, config)
         check_algorithm(config, region)
-        given = {"behavior": rollout_logprobs, "proximal": old_log_probs}
-        for anchor in sorted(region.needs().anchors):
-            if given[anchor] is None:
-                argument, advice = _MISSING[anchor]
-                raise MissingDataError(f"{argument} must be given with {region.kind}, got None. {advice}")
         mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask
-        out = policy_loss(
-            PolicyTokens(logp=log_probs),
-            RolloutTokens(
-                behavior_logp=rollout_logprobs,
-                proximal_logp=old_log_probs,
-                advantage=advantages,
-                in_loss=mask.bool(),
-            ),
+        weights = token_weights(lambda loss: ppo_utils.reduce_loss(loss, mask), log_probs.detach().float())
+        rollout = RolloutTokens(
+            behavior_logp=rollout_logprobs, proximal_logp=old_log_probs, advantage=advantages, in_loss=mask.bool()
+        )
+        out = _SAMPLED(
+            log_probs,
+            rollout,
             region,
-            reduction=TokenWeights(token_weights(mask), like=REDUCTIONS.get(config.loss_reduction)),
-            on_nonfinite=getattr(config, "on_nonfinite", "drop"),
+            TokenWeights(weights, like=REDUCTIONS.get(config.loss_reduction)),
+            getattr(config, "on_nonfinite", "drop"),
         )
         added = out.sums.added
         masked = (added["stopped"] / added["tokens"].clamp(min=1)).item()
         return out.loss, {"clip_ratio": masked, **averages(out.sums, getattr(config, "metrics", "core"), MORE)}
-
-
-def token_weights(loss_mask: Tensor) -> Tensor:
-    """Returns c_t, the factor that SkyRL's `reduce_loss` multiplies each token's loss by.
-
-    `reduce_loss` is linear, so c_t is its derivative.
-    """
-    tracked = torch.zeros(loss_mask.shape, device=loss_mask.device, requires_grad=True)
-    with torch.enable_grad():
-        (weights,) = torch.autograd.grad(ppo_utils.reduce_loss(tracked, loss_mask), tracked)
-    return weights
 
 
 def register() -> None:

@@ -1,0 +1,95 @@
+"""miles, a fork of slime, with a trust region: a custom loss.
+
+Seam:     `--custom-loss-function-path`, which miles calls with its arguments, a micro-batch, logits, and its reduction
+Switch:   `--loss-type custom_loss --custom-loss-function-path trustrl.engines.miles.region_loss`
+Settings: `trustrl_region` in the YAML file of `--custom-config-path`
+Borrowed: `get_log_probs_and_entropy` with its tensor and context parallelism, `compute_approx_kl`, and the reduction
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from trustrl.engines.common import seam
+from trustrl.engines.common.response_loss import Batch, Reducer, ResponseLoss
+from trustrl.engines.common.sampled_loss import SampledLoss
+from trustrl.engines.refusals.slime import ROWS
+
+CALLED_WITH = ("args", "batch", "logits", "sum_of_sample_mean")
+LOG_PROBS_WITH = (
+    "logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "entropy_requires_grad",
+    "non_loss_data", "max_seq_lens",
+)  # fmt: skip
+KL_WITH = ("log_probs", "log_probs_base", "kl_loss_type")
+
+SAMPLED = SampledLoss(
+    "miles",
+    {
+        "behavior": (
+            "rollout_log_probs",
+            "miles' rollout records them. A custom generate function must fill `Sample.rollout_log_probs`.",
+        ),
+        "proximal": ("log_probs", "Remove --use-rollout-logprobs, with which miles does not recompute them."),
+    },
+)
+
+
+def region_loss(
+    args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of one micro-batch and its metrics, as miles' own losses do.
+
+    The arguments and errors are those of `trustrl.engines.slime.region_loss`. Logits have the shape (1, tokens,
+    vocabulary of this rank), or (rows, longest, vocabulary of this rank) with `--qkv-format bshd`.
+    """
+    _check_seams()
+    return _LOSS(args, batch, logits, sum_of_sample_mean)
+
+
+def check_arguments(args: Namespace) -> None:
+    """Checks the arguments when miles starts: `--custom-megatron-init-path trustrl.engines.miles.check_arguments`.
+
+    Without it, the first micro-batch makes the same checks.
+
+    Raises:
+        ConfigError: If an argument does not work with the region; names the argument.
+        EngineError: If this miles calls its losses in a way that trustrl does not support.
+    """
+    _check_seams()
+    _LOSS.warn_of_idle_region(args, _LOSS.check_arguments(args))
+
+
+def _log_probs(args: Namespace, batch: Batch, logits: Tensor) -> Mapping[str, list[Tensor]]:
+    return _theirs().get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=batch["unconcat_tokens"],
+        total_lengths=batch["total_lengths"],
+        response_lengths=batch["response_lengths"],
+        with_entropy=args.entropy_coef != 0 or args.observe_training_entropy,
+        entropy_requires_grad=args.entropy_coef != 0,
+        max_seq_lens=batch.get("max_seq_lens"),
+    )
+
+
+def _approx_kl(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:
+    return _theirs().compute_approx_kl(log_probs, reference, kl_loss_type=kind)
+
+
+_LOSS = ResponseLoss(SAMPLED, ROWS, _log_probs, _approx_kl)
+
+
+def _theirs() -> Any:
+    from miles.backends.training_utils.loss_hub import losses
+
+    return losses
+
+
+@cache
+def _check_seams() -> None:
+    seam.require_parameters(_theirs(), "policy_loss_function", CALLED_WITH)
+    seam.require_parameters(_theirs(), "get_log_probs_and_entropy", LOG_PROBS_WITH)
+    seam.require_parameters(_theirs(), "compute_approx_kl", KL_WITH, more=True)
