@@ -77,7 +77,9 @@ def test_a_traced_loss_is_encoded_from_public_torch_functions_for_upload(name):
     methods = {node.target for node in graph.nodes if node.op == "call_method"}
     assert functions, "no function was recorded"
     assert all(target.startswith(("torch.", "operator.")) for target in functions), functions
-    assert not [target for target in functions if ".ops." in target or "._C" in target], functions
+    # torch.nn.functional.logsigmoid is the one function whose own name is private.
+    private = {target for target in functions if ".ops." in target or "._C" in target}
+    assert private <= {"torch._C._nn.log_sigmoid"}, private
     assert not [method for method in methods if method.startswith("_")], methods
     assert types.CustomLossGraph.model_validate_json(graph.model_dump_json()) == graph
 
