@@ -130,7 +130,7 @@ class RegionLoss:
         stats_tracker.denominator(n_tokens=infer_token_denominator(input_data, mask), n_valid_tokens=mask)
         values = {"new_logp": logprobs.detach().float(), "entropy": entropy.detach().float()}
         stats_tracker.stat(**values, denominator="n_valid_tokens")
-        stats_tracker.scalar(actor_loss=out.loss.detach().item(), **averages(out.sums, self.metrics))
+        stats_tracker.scalar(policy_loss=out.loss.detach().item(), **averages(out.sums, self.metrics))
         return out.loss
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import trustrl
 from support import parity
+from trustrl.engines.common.region_settings import region_given
 from trustrl.errors import ConfigError, MissingDataError
 
 actor_module = pytest.importorskip("areal.trainer.ppo.actor")
@@ -15,6 +16,12 @@ from trustrl.engines import areal  # noqa: E402
 
 BOTH = {"use_decoupled_loss": True, "prox_logp_method": "recompute"}
 TOKENS = [name for name in parity.PRESETS if name not in parity.PER_SEQUENCE]
+
+
+@pytest.fixture(autouse=True)
+def empty_tracker():
+    yield
+    stats_tracker.export_all()
 
 
 def settings(**changes):
@@ -122,7 +129,7 @@ def test_an_interpolated_proximal_policy_is_not_taken_for_a_recomputed_one():
 )
 def test_a_region_is_areals_own_loss_with_the_same_rule(theirs, region):
     batch = parity.read("tis").batch
-    region = trustrl.engines.common.region_settings.region_given(region, "region")
+    region = region_given(region, "region")
     if theirs.get("rejection_sampling"):
         theirs = theirs | {"rejection_sampling": cli_args.RejectionSamplingConfig(**theirs["rejection_sampling"])}
     config = settings(**BOTH)
