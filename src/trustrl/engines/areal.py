@@ -58,7 +58,7 @@ class RegionActor:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self._region_loss = RegionLoss(config, self.region, self.metrics)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]: AReaL's engine comes next
 
     def train_batch(
         self, input_: Any, loss_fn: Callable[..., Tensor], loss_weight_fn: Callable[[dict[str, Any]], Tensor]
@@ -69,7 +69,9 @@ class RegionActor:
             ConfigError: If the actor passes another loss.
         """
         if getattr(loss_fn, "func", loss_fn) is not ppo_actor.grpo_loss_fn:
-            raise ConfigError(f"loss_fn must be AReaL's grpo_loss_fn, got {loss_fn!r}. RegionActor replaces only that one.")
+            raise ConfigError(
+                f"loss_fn must be AReaL's grpo_loss_fn, got {loss_fn!r}. RegionActor replaces only that one."
+            )
         return super().train_batch(input_, self._region_loss, loss_weight_fn)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -90,7 +92,7 @@ class RegionLoss:
         seam.require_parameters(ppo_actor, "grpo_loss_fn", CALLED_WITH, more=True)
         self.region = region if isinstance(region, Region) else region_given(region, "region")
         check_choice(metrics)
-        self.metrics = metrics
+        self.metrics: Choice = metrics
         for name, (wanted, why) in REFUSED.items():
             given = getattr(config, name)
             if given != wanted:
@@ -156,8 +158,9 @@ def check_sampling(gconfig: Any, actor: Any) -> None:
 def _anchors(config: Any) -> dict[Anchor, str]:
     """Returns the anchors that AReaL records with these settings, and their columns."""
     if config.use_decoupled_loss:
-        recomputed = config.prox_logp_method != PROX_LOGP_METHOD_LOGLINEAR
-        return {"behavior": "logprobs"} | ({"proximal": "prox_logp"} if recomputed else {})
+        if config.prox_logp_method == PROX_LOGP_METHOD_LOGLINEAR:
+            return {"behavior": "logprobs"}
+        return {"behavior": "logprobs", "proximal": "prox_logp"}
     # AReaL replaces the sampler's log-probs by the recomputed ones, or uses them for both.
     return {"proximal": "prox_logp"} if config.recompute_logprob else {"behavior": "logprobs"}
 

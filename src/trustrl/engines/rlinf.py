@@ -47,7 +47,8 @@ class RegionLoss:
 
     def __init__(self, region: Region, metrics: Choice = "core") -> None:
         (anchor,) = sorted(region.needs().anchors)
-        self.region, self.anchor, self.metrics = region, anchor, metrics
+        self.region, self.anchor = region, anchor
+        self.metrics: Choice = metrics
         self.sampled = SampledLoss("RLinf", {anchor: HOW[anchor]})
         self.sampled.check(region)
 
@@ -128,20 +129,14 @@ def register_region(name: str, region: Region, *, metrics: Choice = "core") -> N
     """
     if len(region.needs().anchors) > 1:
         raise ConfigError(
-            f"The region must read one anchor in RLinf, got {region.kind}, which reads both. RLinf passes a loss either "
-            "the sampler's log-probs or the recomputed ones."
+            f"The region must read one anchor in RLinf, got {region.kind}, which reads both. RLinf passes a loss "
+            "either the sampler's log-probs or the recomputed ones."
         )
     if name != name.lower():
         raise ConfigError(f"The name must be in lowercase, got {name!r}. RLinf would register {name.lower()!r}.")
     if name in registry.LOSS_REGISTRY:
         raise DuplicateNameError(f"RLinf's policy loss {name!r} is already registered. Choose another name.")
-    loss = RegionLoss(region, metrics)
-
-    @registry.register_policy_loss(name)
-    def region_loss(**given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        return loss(**given)
-
-    region_loss.region = region
+    registry.register_policy_loss(name)(RegionLoss(region, metrics))
 
 
 def check_settings(cfg: Any) -> Region:
@@ -173,7 +168,11 @@ def check_settings(cfg: Any) -> Region:
         )  # fmt: skip
     for where in ("algorithm", "rollout"):
         given = cfg[where].get("sampling_params") or {}
-        for name, wanted in {"top_p": (1.0, None), "top_k": (-1, 0, 1_000_000, None), "repetition_penalty": (1.0, None)}.items():
+        for name, wanted in {
+            "top_p": (1.0, None),
+            "top_k": (-1, 0, 1_000_000, None),
+            "repetition_penalty": (1.0, None),
+        }.items():
             why = "μ would be another distribution than π. Sample from the whole vocabulary."
             _refuse_unless(f"{where}.sampling_params.{name}", given.get(name), wanted, why)
     return region

@@ -61,10 +61,11 @@ class _Settings:
         wanted = self.region.needs().reduction
         if wanted is not None and AVERAGES[loss_agg_mode] is not wanted:
             raise ConfigError(
-                f"algorithm.loss_agg_mode must be seq-mean-token-mean with {self.region.kind}, got {loss_agg_mode}. The "
-                "region's gradient is defined for that average."
+                f"algorithm.loss_agg_mode must be seq-mean-token-mean with {self.region.kind}, got {loss_agg_mode}. "
+                "The region's gradient is defined for that average."
             )
-        self.mode, self.metrics = loss_agg_mode, metrics
+        self.mode = loss_agg_mode
+        self.metrics: Choice = metrics
 
     def loss(
         self, logp: Tensor, behavior: Tensor | None, proximal: Tensor | None, advantages: Tensor, mask: Tensor
@@ -82,7 +83,7 @@ class _Settings:
 
 
 class RegionLoss(PolicyLossFn):
-    """Policy loss whose `old_logprob` is the sampler's record, as with Trinity's default `bypass_old_logprobs: true`."""
+    """Policy loss whose `old_logprob` is the sampler's record, with Trinity's default `bypass_old_logprobs: true`."""
 
     def __init__(
         self, backend: str = "verl", region: Any = None, loss_agg_mode: str | None = None, metrics: Choice = "core"
@@ -111,8 +112,8 @@ class RecomputedRegionLoss(PolicyLossFn):
         super().__init__(backend=backend)
         if backend != "verl":
             raise ConfigError(
-                f"The backend must be verl with {type(self).__name__}, got {backend}. Trinity passes only the sampler's "
-                "log-probs to a loss there. Use RegionLoss."
+                f"The backend must be verl with {type(self).__name__}, got {backend}. Trinity passes only the "
+                "sampler's log-probs to a loss there. Use RegionLoss."
             )
         self.settings = _Settings(SampledLoss("Trinity", BOTH), region, loss_agg_mode, metrics)  # pyright: ignore[reportArgumentType]
 
@@ -135,7 +136,7 @@ class RecomputedRegionLoss(PolicyLossFn):
 
 
 class RegionGRPO(GRPOAlgorithm):
-    """Trinity's GRPO with checks of its settings against the region: `algorithm_type: trustrl.engines.trinity.RegionGRPO`."""
+    """Trinity's GRPO with checks of its settings against the region. Name it by its path in `algorithm_type`."""
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
@@ -186,6 +187,6 @@ def check_settings(config: Any) -> None:
     heat = getattr(sampler, "temperature", None)
     if heat is not None and heat != config.model.temperature:
         raise ConfigError(
-            f"explorer.rollout_model.temperature must be model.temperature, {config.model.temperature}, got {heat}. π and "
-            "μ would be computed at different temperatures."
+            f"explorer.rollout_model.temperature must be model.temperature, {config.model.temperature}, got {heat}. π "
+            "and μ would be computed at different temperatures."
         )

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+
 import trustrl
 from support import parity
 from trustrl.engines.common.region_settings import region_given
@@ -11,8 +12,9 @@ from trustrl.errors import ConfigError, MissingDataError
 
 actor_module = pytest.importorskip("areal.trainer.ppo.actor")
 cli_args = pytest.importorskip("areal.api.cli_args")
-from areal.utils import stats_tracker  # noqa: E402
-from trustrl.engines import areal  # noqa: E402
+from areal.utils import stats_tracker
+
+from trustrl.engines import areal
 
 BOTH = {"use_decoupled_loss": True, "prox_logp_method": "recompute"}
 TOKENS = [name for name in parity.PRESETS if name not in parity.PER_SEQUENCE]
@@ -46,7 +48,9 @@ class FakeEngine:
         packed = {name: x.reshape(-1) if x.shape == (rows, width) else x for name, x in input_.items()}
         packed["cu_seqlens"] = torch.arange(rows + 1, dtype=torch.int32) * width
         logp = self.policy.reshape(-1)[packed["place"]]
-        loss = loss_fn(logp, torch.zeros_like(logp), packed, vocab_min_logits=logp.detach(), vocab_max_logits=logp.detach())
+        loss = loss_fn(
+            logp, torch.zeros_like(logp), packed, vocab_min_logits=logp.detach(), vocab_max_logits=logp.detach()
+        )
         (loss * loss_weight_fn(input_) / self.weight).backward()
         return {}
 
@@ -120,7 +124,10 @@ def test_an_interpolated_proximal_policy_is_not_taken_for_a_recomputed_one():
     [
         ({"c_clip": 3.0}, {"preset": "ppo", "anchor": "proximal", "dual_clip": 3.0}),
         (
-            {"c_clip": None, "rejection_sampling": {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0}},
+            {
+                "c_clip": None,
+                "rejection_sampling": {"level": "token", "action": "clamp", "metric": "ratio", "upper": 2.0},
+            },
             {"preset": "tis", "action": "clip"},
         ),
         ({"c_clip": None, "use_sapo_loss": True}, {"preset": "sapo"}),

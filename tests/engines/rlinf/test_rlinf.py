@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 import trustrl
 from support import parity
 from trustrl.errors import ConfigError, DuplicateNameError, MissingDataError
@@ -9,8 +10,9 @@ from trustrl.errors import ConfigError, DuplicateNameError, MissingDataError
 registry = pytest.importorskip("rlinf.algorithms.registry")
 rlinf_utils = pytest.importorskip("rlinf.utils.utils")
 omegaconf = pytest.importorskip("omegaconf")
-from rlinf.scheduler.cluster.utils import load_user_extension_module  # noqa: E402
-from trustrl.engines import rlinf  # noqa: E402
+from rlinf.scheduler.cluster.utils import load_user_extension_module
+
+from trustrl.engines import rlinf
 
 ONE_ANCHOR = [name for name in parity.PRESETS if len(trustrl.preset(name).needs().anchors) == 1]
 MODES = {
@@ -87,7 +89,9 @@ def test_a_micro_batch_without_tokens_has_a_loss_of_zero():
     logp = batch.logp.clone().requires_grad_(True)
     loss, metrics = call("trustrl-ppo", batch, logprobs=logp, loss_mask=torch.zeros_like(batch.in_loss))
     loss.backward()
-    assert loss == 0 and not logp.grad.any() and metrics["actor/ratio"] == 0
+    assert loss == 0
+    assert not logp.grad.any()
+    assert metrics["actor/ratio"] == 0
 
 
 @pytest.mark.parametrize("name", sorted(set(trustrl.presets()) - set(ONE_ANCHOR)))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 import trustrl
 from support import parity
 from trustrl.config.axes import PrefixBudget
@@ -152,8 +153,7 @@ def test_a_handle_without_an_upload_in_tinkers_own_client_with_a_fake_service(na
 
 
 async def run_in_client(service, data, loss_fn):
-    future = await training_client.TrainingClient.forward_backward_custom_async(service, data, loss_fn)
-    return future
+    return await training_client.TrainingClient.forward_backward_custom_async(service, data, loss_fn)
 
 
 class FakeService:
@@ -186,7 +186,9 @@ class FakeFuture:
 def fake_combined_future(monkeypatch):
     """tinker's combined future needs its event loop thread; the transformation it applies is tinker's."""
     monkeypatch.setattr(
-        training_client, "_CombinedAPIFuture", lambda futures, transform, holder: transform([f._result for f in futures])
+        training_client,
+        "_CombinedAPIFuture",
+        lambda futures, transform, holder: transform([f._result for f in futures]),
     )
 
 
@@ -240,9 +242,7 @@ def test_missing_inputs_are_refused_by_name():
         ("advantages", r'data\[0\]\.loss_fn_inputs\["advantages"\] must be given'),
         ("mask", r'data\[0\]\.loss_fn_inputs\["mask"\] must be given'),
     ):
-        less = [
-            types.Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k != key}) for d in data
-        ]
+        less = [types.Datum(d.model_input, {k: v for k, v in d.loss_fn_inputs.items() if k != key}) for d in data]
         with pytest.raises(MissingDataError, match=error):
             loss_hook(trustrl.preset("tis"))(less, rows)
     with pytest.raises(MissingDataError, match=r'loss_fn_inputs\["logprobs"\] must be given'):

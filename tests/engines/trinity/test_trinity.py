@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 import trustrl
 from support import parity
 from trustrl.errors import ConfigError, MissingDataError

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from trustrl.errors import ConfigError
@@ -39,7 +40,7 @@ def recorded(
     first, second = (str(graph) for graph in graphs)
     if first != second:
         raise ConfigError(
-            f"The loss must be the same graph for any number of tokens, got {what}, whose graph depends on it. {_ADVICE}"
+            f"The loss must be one graph for any number of tokens, got {what}, whose graph depends on it. {_ADVICE}"
         )
     return fx.GraphModule(torch.nn.Module(), graphs[0])
 
@@ -71,7 +72,7 @@ class _Recorder(TorchFunctionMode):
             return value
         if id(value) not in self._known:
             raise ConfigError(
-                f"The loss must compute one tensor from others in each call, got {self._what}, which does not. {_ADVICE}"
+                f"The loss must compute one tensor in each call, got {self._what}, which does not. {_ADVICE}"
             )
         return self._known[id(value)][1]
 
@@ -86,8 +87,8 @@ class _Recorder(TorchFunctionMode):
             )
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
-            new_args = fx.node.map_aggregate(args, self.node)
-            new_kwargs = fx.node.map_aggregate(dict(kwargs), self.node)
+            new_args = map_aggregate(args, self.node)
+            new_kwargs = map_aggregate(dict(kwargs), self.node)
             if getattr(Tensor, name, None) == func:
                 # torch gives `4 / x` the name of Python 2's operator, which torch.fx does not know.
                 known = {"__rdiv__": "__rtruediv__"}.get(name, name)

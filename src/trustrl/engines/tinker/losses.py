@@ -1,6 +1,6 @@
 """A region as a custom loss of tinker: traced for its service, or as a function in your own process.
 
-Seam:     `ServiceClient.create_custom_loss(fn, input_ranks)` and `TrainingClient.forward_backward_custom(data, loss_fn)`
+Seam:     `ServiceClient.create_custom_loss(fn, input_ranks)`; `TrainingClient.forward_backward_custom(data, loss_fn)`
 Switch:   `create_loss(service_client, region)`, or `loss_hook(region)` as `loss_fn`
 Borrowed: the sum over data, which tinker applies to every loss
 """
@@ -41,9 +41,7 @@ _HOW = {
     "behavior": "Store the log-probs that `sample` returned, aligned with target_tokens.",
     "proximal": "Compute them with `forward` before the first update on the batch.",
 }
-SAMPLED = SampledLoss(
-    "tinker", {anchor: (f'loss_fn_inputs["{key}"]', _HOW[anchor]) for anchor, key in KEYS.items()}
-)  # pyright: ignore[reportArgumentType]
+SAMPLED = SampledLoss("tinker", {anchor: (f'loss_fn_inputs["{key}"]', _HOW[anchor]) for anchor, key in KEYS.items()})  # pyright: ignore[reportArgumentType]
 
 LossHook = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
 
@@ -166,9 +164,7 @@ def loss_hook(
     return loss_fn
 
 
-def _loss_of_datum(
-    region: Region, average: Average, inputs: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _loss_of_datum(region: Region, average: Average, inputs: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     in_loss = inputs["mask"] != 0
     rollout = RolloutTokens(
         behavior_logp=inputs.get(TRACED_KEYS["behavior"]),
