@@ -264,6 +264,17 @@ def sources(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def losses(session: nox.Session) -> None:
+    """Tests regions in the loss code of tinker, Trinity-RFT, RLinf and AReaL, all in one environment."""
+    install_engine(session, "losses")
+    engines = ("tinker", "trinity", "rlinf", "areal")
+    guides = [f"tests/docs/test_docs.py::test_every_block_runs[docs/engines/{name}.md]" for name in engines]
+    folders = [f"tests/engines/{name}" for name in engines]
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *folders, *session.posargs)
+    session.run("pytest", *guides)  # in a separate process: one of them registers, as the tests have
+
+
+@nox.session(python="3.11")
 def report(session: nox.Session) -> None:
     """Tests reports without torch, and their page in a real Chromium, which is installed if missing."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))
