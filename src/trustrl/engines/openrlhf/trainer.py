@@ -1,8 +1,13 @@
-"""OpenRLHF's actor trainer with a region's loss. Only the loss and its metrics differ from OpenRLHF's."""
+"""OpenRLHF's actor trainer with a region's loss. Only the loss and its metrics differ from OpenRLHF's.
+
+Importing this module replaces the trainer in `openrlhf.trainer.ray.ppo_actor`. Ray's workers may import either of the
+two modules first.
+"""
 
 import os
 from typing import Any
 
+from openrlhf.trainer.ray import ppo_actor
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 
 from trustrl.engines.common import seam
@@ -35,3 +40,6 @@ class RegionActorPPOTrainer(ActorPPOTrainer):
         status["metrics"].update(metrics)
         status["weights"].update(dict.fromkeys(metrics, "token"))
         return status
+
+
+ppo_actor.ActorPPOTrainer = RegionActorPPOTrainer

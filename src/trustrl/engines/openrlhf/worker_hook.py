@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
+TRAINER = "trustrl.engines.openrlhf.trainer"
+"""Replaces OpenRLHF's trainer when it is imported."""
 
 
 def install() -> None:
@@ -19,13 +21,9 @@ def install() -> None:
     Ray calls it in every worker process, as `worker_process_setup_hook`. Calling it again changes nothing.
     """
     if PPO_ACTOR in sys.modules:
-        _replace(sys.modules[PPO_ACTOR])
+        import_module(TRAINER)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
-
-
-def _replace(ppo_actor: ModuleType) -> None:
-    ppo_actor.ActorPPOTrainer = import_module("trustrl.engines.openrlhf.trainer").RegionActorPPOTrainer
 
 
 class _Finder(MetaPathFinder):
@@ -44,7 +42,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Imports a module with its own loader, then replaces the trainer in it."""
+    """Imports a module with its own loader, then the module that replaces the trainer in it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -54,4 +52,4 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _replace(module)
+        import_module(TRAINER)
