@@ -41,9 +41,11 @@ _THEIRS = {
 
 
 def _changed(default: Any, value: Any, given: Given) -> bool:
-    if default is None and value is not None:  # OpenRLHF fills in its bounds after reading the arguments
-        return tuple(value) != (0.2, 0.2) if isinstance(value, list | tuple) else True
-    return (tuple(value) if isinstance(value, list) else value) != default
+    value = tuple(value) if isinstance(value, list) else value
+    clip = given("--actor.eps_clip", 0.2)
+    if default is None and value == (clip, clip):  # OpenRLHF fills in --actor.eps_clip_low_high itself
+        return False
+    return value != default
 
 
 def _of_their_loss(name: str) -> Refusal:
