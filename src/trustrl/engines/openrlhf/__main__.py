@@ -1,4 +1,4 @@
-"""`python -m trustrl.engines.openrlhf ...`: OpenRLHF's `train_ppo_ray` with its own arguments, after a check of them."""
+"""`python -m trustrl.engines.openrlhf ...`: OpenRLHF's `train_ppo_ray` with its own arguments, which it checks."""
 
 from trustrl.engines.openrlhf.launcher import main
 

@@ -37,7 +37,9 @@ def check_settings(args: Any, region: Any) -> Region:
         ConfigError: If an argument is refused; names the argument and the fix.
     """
     if not region:
-        raise ConfigError(f"{OPTION} must name a region, got {region!r}. Try {OPTION} dppo-binary-tv, or set {VARIABLE}.")
+        raise ConfigError(
+            f"{OPTION} must name a region, got {region!r}. Try {OPTION} dppo-binary-tv, or set {VARIABLE}."
+        )
     chosen = region_given(region, OPTION)
     check(ROWS, _arguments(args), chosen)
     if by_trainer(chosen.needs(), "sampler"):
