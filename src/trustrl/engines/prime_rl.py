@@ -86,9 +86,10 @@ def _region(settings: str) -> Region:
 @functools.cache
 def _check_seam(inputs: type) -> None:
     for found, expected in ((inputs, INPUTS), (prime_rl_loss.LossOutputs, OUTPUTS)):
+        name = found.__name__
         names = tuple(field.name for field in fields(found)) if is_dataclass(found) else ()
         if names != expected:
             raise EngineError(
-                f"prime-rl's {found.__name__} must have the fields {expected}, got {names}. This adapter was written "
+                f"prime-rl's {name} must have the fields {expected}, got {names}. This adapter was written "
                 "for another version of prime-rl. Use a commit listed in trustrl's documentation."
             )

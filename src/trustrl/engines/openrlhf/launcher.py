@@ -63,12 +63,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="region", default=os.environ.get(VARIABLE))
     own, rest = parser.parse_known_args()
-    check_settings_of_region = _checked_by(own.region)
-    config = import_module("openrlhf.utils.config")
+    config: Any = import_module("openrlhf.utils.config")
     seam.require_parameters(config, "hierarchize", ("args",))
-    ray = import_module("ray")
+    ray: Any = import_module("ray")
     hierarchize, init = config.hierarchize, ray.init
-    config.hierarchize = lambda args: check_settings_of_region(hierarchize(args))
+    config.hierarchize = lambda args: _checked(hierarchize(args), own.region)
     ray.init = _with_hook(init, own.region)
     install()
     try:
@@ -78,12 +77,9 @@ def main() -> None:
         config.hierarchize, ray.init = hierarchize, init
 
 
-def _checked_by(region: Any) -> Callable[[Any], Any]:
-    def checked(args: Any) -> Any:
-        check_settings(args, region)
-        return args
-
-    return checked
+def _checked(args: Any, region: Any) -> Any:
+    check_settings(args, region)
+    return args
 
 
 def _with_hook(init: Callable[..., Any], region: str) -> Callable[..., Any]:
