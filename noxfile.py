@@ -275,6 +275,36 @@ def losses(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def openrlhf(session: nox.Session) -> None:
+    """Tests regions in OpenRLHF: its trainer, a Ray worker, and a run on Ray with vLLM and DeepSpeed on the CPU.
+
+    Not in CI: it installs vLLM's environment, and DeepSpeed compiles its optimizer in the first run.
+    """
+    install_engine(session, "trl-vllm")
+    session.install("--no-deps", "-r", "environments/openrlhf.txt")
+    cpu = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+    session.install("--no-deps", "--no-build-isolation", "deepspeed==0.19.6", env=cpu)
+    stubs = str(Path("tests/support/openrlhf_on_cpu").resolve())
+    session.env.update({"PYTHONPATH": stubs, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "VLLM_PLUGINS": ""})
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/openrlhf.md]"
+    session.run("pytest", "tests/engines/openrlhf", guide, *session.posargs)
+
+
+@nox.session(python="3.11")
+def prime_rl(session: nox.Session) -> None:
+    """Tests regions in prime-rl's own loss. Not in CI: TRUSTRL_PRIME_RL names a checkout, which PyPI does not have."""
+    checkout = os.environ.get("TRUSTRL_PRIME_RL")
+    if not checkout:
+        session.skip("TRUSTRL_PRIME_RL must be the path of a checkout of prime-rl, and it is not set.")
+    install_core(session, "test")
+    session.install("-r", "environments/prime-rl.txt")
+    sources = [str(Path(checkout).resolve() / folder) for folder in ("src", "packages/prime-rl-configs/src")]
+    session.env.update({"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"})
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/prime-rl.md]"
+    session.run("pytest", "tests/engines/prime_rl", guide, *session.posargs)
+
+
+@nox.session(python="3.11")
 def report(session: nox.Session) -> None:
     """Tests reports without torch, and their page in a real Chromium, which is installed if missing."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))

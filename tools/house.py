@@ -24,6 +24,7 @@ MOST_LINES, MOST_CODE, MOST_PARAMETERS = 400, 60, 7
 DICTATED = {
     "token_logprobs": "the public front of the kernels",
     "TrustRegionMixin.__init__": "GRPOTrainer's own arguments pass through, and the region's are keywords next to them",
+    "RegionLoss.forward": "OpenRLHF's PolicyLoss is called with them",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

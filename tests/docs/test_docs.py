@@ -29,7 +29,7 @@ def blocks(page):
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=ids(p for p in PAGES if blocks(p)))
 def test_every_block_runs(page):
     if page.parent.name == "engines":  # runs in that engine's environment
-        pytest.importorskip(page.stem.removesuffix("-results"))
+        pytest.importorskip(page.stem.removesuffix("-results").replace("-", "_"))
     warnings.filterwarnings("ignore", ".* masked no token in the first batch")  # a page's runs are a few steps long
     namespace = {"__name__": "docs"}
     for block in blocks(page):

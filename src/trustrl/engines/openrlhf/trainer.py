@@ -1,0 +1,45 @@
+"""OpenRLHF's actor trainer with a region's loss. Only the loss and its metrics differ from OpenRLHF's.
+
+Importing this module replaces the trainer in `openrlhf.trainer.ray.ppo_actor`. Ray's workers may import either of the
+two modules first.
+"""
+
+import os
+from typing import Any
+
+from openrlhf.trainer.ray import ppo_actor
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+from trustrl.engines.common import seam
+from trustrl.engines.openrlhf.launcher import VARIABLE, check_settings
+from trustrl.engines.openrlhf.losses import RegionLoss
+
+STEPS_WITH = ("self", "experience", "kl_ctl", "step", "loss_batch_info")
+
+
+class RegionActorPPOTrainer(ActorPPOTrainer):
+    """`ActorPPOTrainer` whose `actor_loss_fn` is the region that the variable TRUSTRL_REGION names.
+
+    Raises:
+        ConfigError: If a setting does not work with the region; see `check_settings`.
+        EngineError: If OpenRLHF's trainer differs from the one that this adapter was written for.
+    """
+
+    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        seam.require_parameters(ActorPPOTrainer, "training_step", STEPS_WITH)
+        region = check_settings(strategy.args, os.environ.get(VARIABLE))
+        super().__init__(strategy, *args, **kwargs)
+        self.actor_loss_fn = RegionLoss(region, strategy.args.actor.loss_agg_mode)
+
+    def training_step(
+        self, experience: Any, kl_ctl: float, step: int, loss_batch_info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Runs OpenRLHF's step and adds the region's metrics to its status, averaged over tokens."""
+        status = super().training_step(experience, kl_ctl, step, loss_batch_info)
+        metrics = self.actor_loss_fn.metrics()
+        status["metrics"].update(metrics)
+        status["weights"].update(dict.fromkeys(metrics, "token"))
+        return status
+
+
+ppo_actor.ActorPPOTrainer = RegionActorPPOTrainer

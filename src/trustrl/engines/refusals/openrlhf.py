@@ -1,0 +1,134 @@
+"""Rows that describe the OpenRLHF arguments that do not work with a region.
+
+Imports neither torch nor OpenRLHF, so the documentation can list the rows anywhere.
+"""
+
+from typing import Any
+
+from trustrl.config.axes import Region
+from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
+from trustrl.engines.common.region_needs import more_than_sampled_tokens
+from trustrl.engines.refusals.rows import (
+    ON_SAMPLER,
+    ON_TRAINER,
+    PER_SEQUENCE,
+    TRUNCATED,
+    VOCABULARY,
+    Given,
+    Refusal,
+    Scope,
+)
+
+LEVEL, MODE = "--algo.advantage.is_correction_level", "--actor.loss_agg_mode"
+REDUCTIONS = {"token-mean": TokenMean, "seq-mean-token-mean": SequenceMeanTokenMean}
+"""Maps OpenRLHF's `--actor.loss_agg_mode` to reductions."""
+
+_NOT_ON_SAMPLER = Scope("anchored on the trainer alone", lambda needs: "behavior" not in needs.anchors)
+_BOUNDS = "It belongs to OpenRLHF's own loss. Set a region's bounds in --trustrl.region."
+_CORRECTION = (
+    "OpenRLHF's own loss applies it, and a region replaces that loss. Use a preset with a correction: tis, icepop, mis."
+)
+_THEIRS = {
+    "--actor.eps_clip": (0.2, 0.3, _BOUNDS),
+    "--actor.eps_clip_low_high": (None, (0.2, 0.28), _BOUNDS),
+    "--actor.dual_clip": (None, 3.0, _BOUNDS),
+    "--actor.policy_loss_type": ("ppo", "gspo", "It belongs to OpenRLHF's own loss. Use --trustrl.region gspo."),
+    "--algo.advantage.is_correction_mode": ("mask", "clip", _CORRECTION),
+    "--algo.advantage.is_correction_gating": ("ratio", "tv", _CORRECTION),
+    "--algo.advantage.is_correction_threshold": ((0.5, 5.0), (0.9, 1.1), _CORRECTION),
+}
+"""Settings of OpenRLHF's loss: the default, another value, and the reason why it must not be set."""
+
+
+def _changed(default: Any, value: Any, given: Given) -> bool:
+    value = tuple(value) if isinstance(value, list) else value
+    clip = given("--actor.eps_clip", 0.2)
+    if default is None and value == (clip, clip):  # OpenRLHF fills in --actor.eps_clip_low_high itself
+        return False
+    return value != default
+
+
+def _of_their_loss(name: str) -> Refusal:
+    default, other, why = _THEIRS[name]
+    return Refusal(
+        setting=name,
+        must_be=f"left at {default}" if default is not None else "left out",
+        why=why,
+        refused=lambda value, given, region: _changed(default, value, given),
+        default=default,
+        example={name: other},
+    )
+
+
+def _fitting(region: Region) -> list[str]:
+    return [name for name, reduction in REDUCTIONS.items() if reduction is region.needs().reduction]
+
+
+ROWS = (
+    Refusal(
+        setting="--trustrl.region",
+        must_be="a region of the sampled token",
+        why="{region} needs {wanted} at each position, and OpenRLHF passes only sampled log-probs to a loss. TRL and "
+        "verl support it.",
+        refused=lambda value, given, region: True,
+        scope=VOCABULARY,
+        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
+        words={"region": "It", "wanted": "more of the vocabulary"},
+        example={},
+        preset="dppo-topk-tv",
+    ),
+    Refusal(
+        setting=LEVEL,
+        must_be="token",
+        why="Only then does OpenRLHF ask vLLM for log-probs. The region replaces the loss that would apply the "
+        "correction, so nothing is corrected twice.",
+        refused=lambda level, given, region: level != "token",
+        default="off",
+        scope=ON_SAMPLER,
+        example={LEVEL: "off"},
+    ),
+    Refusal(
+        setting=LEVEL,
+        must_be="off",
+        why=_CORRECTION,
+        refused=lambda level, given, region: level != "off",
+        default="off",
+        scope=_NOT_ON_SAMPLER,
+        example={LEVEL: "token"},
+        preset="ppo",
+        region={"anchor": "proximal"},
+    ),
+    *map(_of_their_loss, _THEIRS),
+    Refusal(
+        setting=MODE,
+        must_be="{fitting}",
+        why="{region}'s gradient is defined per sequence.",
+        refused=lambda mode, given, region: mode not in _fitting(region),
+        default="token-mean",
+        scope=PER_SEQUENCE,
+        facts=lambda given, region: {"fitting": " or ".join(_fitting(region))},
+        words={"fitting": "seq-mean-token-mean", "region": "GSPO"},
+        example={MODE: "token-mean"},
+        preset="gspo",
+    ),
+    Refusal(
+        setting="--train.async_enable",
+        must_be="left out",
+        why="{region} needs the trainer's policy at the rollout's weights, which OpenRLHF does not keep. Use a region "
+        'with "anchor": "behavior", which does not need it.',
+        refused=lambda on, given, region: bool(on),
+        default=False,
+        scope=ON_TRAINER,
+        example={"--train.async_enable": True},
+        preset="minirl",
+    ),
+    Refusal(
+        setting="--rollout.top_p",
+        must_be="1.0",
+        why=TRUNCATED,
+        refused=lambda top_p, given, region: top_p < 1.0,
+        default=1.0,
+        example={"--rollout.top_p": 0.9},
+    ),
+)
+"""Every row, in the order of the check."""
