@@ -1,0 +1,32 @@
+"""`axolotl train` from a YAML file, with real steps on a CPU."""
+
+import json
+
+import pytest
+
+pytest.importorskip("axolotl")
+
+import trustrl
+from support import axolotl_world as world
+
+
+def test_a_yaml_file_trains_with_a_region(tmp_path):
+    file = world.write(
+        tmp_path,
+        trust_region={"preset": "dppo-binary-tv", "max_ratio": 5.0},
+        trust_region_options={"metrics": "all", "recording": {"folder": "records", "sample": 1.0}},
+    )
+    done = world.train(file)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    log = world.trained(file)
+    assert [line["step"] for line in log] == list(range(1, world.STEPS + 1))
+    for line in log:
+        if line["step"] in (1, 5):  # four updates per rollout; the first has the rollout's weights
+            assert line["trustrl/ratio_max"] == pytest.approx(1, abs=1e-5)
+            assert line["trustrl/masked_share"] == 0
+    assert sum(line["trustrl/masked_share"] > 0 for line in log) >= 4
+    assert max(line["trustrl/ratio_max"] for line in log) > 2
+    region = json.loads((tmp_path / "out" / f"checkpoint-{world.STEPS}" / "trustrl_region.json").read_text())
+    assert trustrl.config_from_dict(region) == trustrl.preset("dppo-binary-tv", max_ratio=5.0)
+    records = trustrl.recording.read(tmp_path / "records")
+    assert len(records.rollout.behavior_logp) == sum(line["trustrl/tokens"] for line in log)
