@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from _pytest.doctest import DoctestModule
 
-ENGINES = {"skyrl": "skyrl", "trl": "trl", "trl_vllm": "vllm", "verl": "verl", "verl_cpu": "verl", "vllm": "vllm"}
+ENGINES = {
+    "axolotl": "axolotl", "skyrl": "skyrl", "trl": "trl", "trl_vllm": "vllm", "unsloth": "unsloth", "verl": "verl",
+    "verl_cpu": "verl", "vllm": "vllm",
+}  # fmt: skip
 """Folders in tests/engines, with the package that all their tests need."""
 
 MISSING = sorted(folder for folder, package in ENGINES.items() if find_spec(package) is None)

@@ -67,10 +67,19 @@ def train(file):
     )
 
 
+def state(file):
+    """The trainer's state in the checkpoint at the end."""
+    return json.loads((file.parent / "out" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+
+
 def trained(file):
-    """The log of each step, from the checkpoint at the end."""
-    state = json.loads((file.parent / "out" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    return [line for line in state["log_history"] if "loss" in line]
+    """The log of each step."""
+    return [line for line in state(file)["log_history"] if "loss" in line]
+
+
+def stored_region(file):
+    """The region's settings in the checkpoint."""
+    return state(file)["stateful_callbacks"]["trustrl_region"]
 
 
 def trainer(cls, folder, *, loss_type="dapo", **more):

@@ -1,7 +1,5 @@
 """`axolotl train` from a YAML file, with real steps on a CPU."""
 
-import json
-
 import pytest
 
 pytest.importorskip("axolotl")
@@ -26,7 +24,6 @@ def test_a_yaml_file_trains_with_a_region(tmp_path):
             assert line["trustrl/masked_share"] == 0
     assert sum(line["trustrl/masked_share"] > 0 for line in log) >= 4
     assert max(line["trustrl/ratio_max"] for line in log) > 2
-    region = json.loads((tmp_path / "out" / f"checkpoint-{world.STEPS}" / "trustrl_region.json").read_text())
-    assert trustrl.config_from_dict(region) == trustrl.preset("dppo-binary-tv", max_ratio=5.0)
+    assert trustrl.config_from_dict(world.stored_region(file)) == trustrl.preset("dppo-binary-tv", max_ratio=5.0)
     records = trustrl.recording.read(tmp_path / "records")
     assert len(records.rollout.behavior_logp) == sum(line["trustrl/tokens"] for line in log)
