@@ -62,9 +62,7 @@ def train(file):
     path = os.pathsep.join([str(file.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     alone = {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONPATH": path}
     command = [sys.executable, "-m", "axolotl.cli.train", file.name]
-    return subprocess.run(
-        command, cwd=file.parent, env=os.environ | alone, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=file.parent, env=os.environ | alone, capture_output=True, text=True, check=False)
 
 
 def state(file):

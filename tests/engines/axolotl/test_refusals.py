@@ -107,7 +107,9 @@ def test_the_plugin_raises_if_another_trainer_was_created(tmp_path):
 
 
 def test_the_trainer_without_the_plugin_raises(tmp_path):
-    with pytest.raises(ConfigError, match=r"plugins must contain trustrl.engines.axolotl.TrustRegionPlugin .* got \[\]"):
+    with pytest.raises(
+        ConfigError, match=r"plugins must contain trustrl.engines.axolotl.TrustRegionPlugin .* got \[\]"
+    ):
         world.trainer(engine.TrustRegionTrainer, tmp_path)
 
 
