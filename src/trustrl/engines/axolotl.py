@@ -24,11 +24,11 @@ from trustrl.recording import Recording
 from trustrl.registry import nearest
 
 PLUGIN = "trustrl.engines.axolotl.TrustRegionPlugin"
-OPTIONS = tuple(
+OPTIONS = [
     name
     for name, parameter in inspect.signature(TrustRegionMixin.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY and name != "region"
-)
+]
 """The settings in `trust_region_options`: the arguments of `TrustRegionMixin`."""
 
 

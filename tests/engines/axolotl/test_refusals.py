@@ -16,6 +16,7 @@ from trustrl.engines import axolotl as engine
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.axolotl import ROWS
 from trustrl.errors import ConfigError, EngineError
+from trustrl.recording import Recording
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +68,16 @@ def test_a_file_reaches_the_trainer_as_the_mixins_arguments():
         "region": trustrl.preset("dppo-binary-tv", max_ratio=None, divergence={"max_increase": 0.2}),
         "behavior": "trainer",
         "metrics": "all",
-        "recording": trustrl.recording.Recording(folder="records"),
+        "recording": Recording(folder="records"),
     }
 
 
 def test_a_setting_that_is_off_in_the_file_is_off_in_the_region():
     """axolotl drops settings without a value from its own groups."""
-    default = trustrl.preset("tis")
-    assert default.correction is not None
+    off = trustrl.preset("tis", correction=None)
+    assert off != trustrl.preset("tis")
     cfg = loaded(trust_region={"preset": "tis", "correction": None})
-    assert engine.trainer_arguments(cfg)["region"].correction is None
+    assert engine.trainer_arguments(cfg)["region"] == off
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ pytest.importorskip("axolotl")
 
 import trustrl
 from support import axolotl_world as world
+from trustrl.recording import read
 
 
 def test_a_yaml_file_trains_with_a_region(tmp_path):
@@ -25,5 +26,5 @@ def test_a_yaml_file_trains_with_a_region(tmp_path):
     assert sum(line["trustrl/masked_share"] > 0 for line in log) >= 4
     assert max(line["trustrl/ratio_max"] for line in log) > 2
     assert trustrl.config_from_dict(world.stored_region(file)) == trustrl.preset("dppo-binary-tv", max_ratio=5.0)
-    records = trustrl.recording.read(tmp_path / "records")
+    records = read(tmp_path / "records")
     assert len(records.rollout.behavior_logp) == sum(line["trustrl/tokens"] for line in log)

@@ -47,10 +47,19 @@ ROWS = (
         example={},
         preset="dppo-topk-tv",
     ),
-    Refusal(setting="trl.async_prefetch", must_be="false", why=_ASYNC, refused=_on, example={"trl.async_prefetch": True}),
     Refusal(
-        setting="trl.use_data_producer", must_be="false", why=f"{_ASYNC} The replay buffer and re-rolling belong to it.",
-        refused=_on, example={"trl.use_data_producer": True},
+        setting="trl.async_prefetch",
+        must_be="false",
+        why=_ASYNC,
+        refused=_on,
+        example={"trl.async_prefetch": True},
+    ),
+    Refusal(
+        setting="trl.use_data_producer",
+        must_be="false",
+        why=f"{_ASYNC} The replay buffer and re-rolling belong to it.",
+        refused=_on,
+        example={"trl.use_data_producer": True},
     ),
     Refusal(
         setting="context_parallel_size",
@@ -68,5 +77,5 @@ ROWS = (
         refused=_on,
         example={"nemo_gym_enabled": True},
     ),
-)  # fmt: skip
+)
 """Every row, in the order of the check."""
