@@ -27,4 +27,4 @@ def test_a_yaml_file_trains_with_a_region(tmp_path):
     assert max(line["trustrl/ratio_max"] for line in log) > 2
     assert trustrl.config_from_dict(world.stored_region(file)) == trustrl.preset("dppo-binary-tv", max_ratio=5.0)
     records = read(tmp_path / "records")
-    assert len(records.rollout.behavior_logp) == sum(line["trustrl/tokens"] for line in log)
+    assert len(records.table) == sum(line["trustrl/tokens"] for line in log)
