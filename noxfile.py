@@ -305,6 +305,22 @@ def prime_rl(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def axolotl(session: nox.Session) -> None:
+    """Tests regions in axolotl: a run from a YAML file, its refused settings, and parity. Not in CI."""
+    install_engine(session, "axolotl")
+    session.env["AXOLOTL_DO_NOT_TRACK"] = "1"
+    session.run("pytest", *(session.posargs or ("tests/engines/axolotl",)))
+
+
+@nox.session(python="3.11")
+def unsloth(session: nox.Session) -> None:
+    """Tests that unsloth's own GRPO trainer is refused with a region. Not in CI. Takes axolotl's TRL."""
+    install_engine(session, "axolotl")
+    session.install("--no-deps", "-r", "environments/unsloth.txt")
+    session.run("pytest", *(session.posargs or ("tests/engines/unsloth",)))
+
+
+@nox.session(python="3.11")
 def report(session: nox.Session) -> None:
     """Tests reports without torch, and their page in a real Chromium, which is installed if missing."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))

@@ -9,8 +9,10 @@ import pytest
 from _pytest.doctest import DoctestModule
 
 ENGINES = {
-    "openrlhf": "openrlhf", "prime_rl": "prime_rl", "skyrl": "skyrl", "trl": "trl", "trl_vllm": "vllm", "verl": "verl",
-    "verl_cpu": "verl", "vllm": "vllm",
+    "areal": "areal", "axolotl": "axolotl", "miles": "miles", "nemo_rl": "nemo_rl", "openrlhf": "openrlhf",
+    "prime_rl": "prime_rl", "rlinf": "rlinf", "skyrl": "skyrl", "slime": "slime", "swift": "swift", "tinker": "tinker",
+    "trinity": "trinity", "trl": "trl", "trl_vllm": "vllm", "unsloth": "unsloth", "verl": "verl", "verl_cpu": "verl",
+    "vllm": "vllm",
 }  # fmt: skip
 """Folders in tests/engines, with the package that all their tests need."""
 

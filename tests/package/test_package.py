@@ -30,6 +30,7 @@ TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl
 NEED_MORE = {
     "trustrl.kernels.triton_kernels": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",
+    "trustrl.engines.axolotl": "axolotl",
     "trustrl.engines.common.kept_columns": "numpy, which every engine has",
     "trustrl.engines.common.kept_policy": "numpy, which every engine has",
     "trustrl.engines.common.vocabulary_forward": "transformers",

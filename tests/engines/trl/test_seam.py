@@ -37,6 +37,26 @@ def loss_with(monkeypatch, theirs, *, training=True):
 # ── start-up: the methods we override ───────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_fake_of_unsloths_trainer_is_refused_if_its_loss_does_not_call_the_seam(calls):
+    class UnslothGRPOTrainer(GRPOTrainer):
+        def own_clip(self, model, inputs, *args, **kwargs): ...
+
+        def through_the_seam(self, model, inputs, *args, **kwargs):
+            return self._compute_loss(model, inputs)
+
+        compute_loss = through_the_seam if calls else own_clip
+
+    class Mine(adapter.TrustRegionMixin, UnslothGRPOTrainer):
+        pass
+
+    if calls:
+        world.trainer_of(Mine, world.tiny_model(), world.settings(num_iterations=2), region=SAMPLED, behavior="trainer")
+    else:
+        with pytest.raises(EngineError, match=r"and UnslothGRPOTrainer\.compute_loss, which unsloth put in its place"):
+            Mine(model=None, reward_funcs=None, region=SAMPLED)
+
+
 def test_another_signature_of_the_loss_is_refused_when_a_trainer_is_made(monkeypatch):
     def changed(self, model, inputs, num_items_in_batch):
         raise AssertionError("never called")

@@ -1,5 +1,6 @@
 """Errors that name the class whose method does not do what the adapter relies on: TRL's trainer, or a subclass."""
 
+import inspect
 from typing import Any
 
 from trustrl.errors import EngineError
@@ -54,3 +55,22 @@ def hides_the_region(trainer: type, mixin: type) -> type | None:
     """Returns the class in front of the mixin that overrides a loss, or None."""
     front: tuple[Any, ...] = trainer.__mro__[: trainer.__mro__.index(mixin)]
     return next((cls for cls in front if {"_compute_loss", "compute_loss"} & vars(cls).keys()), None)
+
+
+def require_unpatched(trainer: type, mixin: type) -> None:
+    """Raises if unsloth has replaced TRL's `compute_loss` by one that does not call `_compute_loss`, the region's seam.
+
+    unsloth puts its own class in the place of `trl.GRPOTrainer`. Its loss reads hidden states and clips by itself.
+
+    Raises:
+        EngineError: If the region would be bypassed.
+    """
+    cls = provider(trainer, "compute_loss", after=mixin)
+    if not cls.__name__.lstrip("_").startswith("Unsloth"):
+        return
+    loss: Any = inspect.unwrap(vars(cls)["compute_loss"])
+    if "_compute_loss" not in loss.__code__.co_names:
+        raise EngineError(
+            f"TRL's loss must call _compute_loss with a region, and {cls.__name__}.compute_loss, which unsloth put in "
+            "its place, does not: it would train with its own clip. Train without unsloth."
+        )

@@ -354,6 +354,7 @@ def _check_seams(trainer: type, *, vocabulary: bool) -> None:
             "Write `class Mine(TrustRegionMixin, MyGRPOTrainer)`. For AsyncGRPOTrainer, which is not a GRPOTrainer, "
             "use TrustRegionAsyncGRPOTrainer from trustrl.engines.trl.async_trainer."
         )
+    overrides.require_unpatched(trainer, TrustRegionMixin)
     seam.require_parameters(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"))
     seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))
     scored = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
