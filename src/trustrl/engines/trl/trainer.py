@@ -26,20 +26,22 @@ from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
 from trustrl.engines.common.kept_policy import padded_kept
 from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, require_seam
+from trustrl.engines.common.region_callback import RegionState
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
 from trustrl.engines.common.sampler_fields import MAX_KEPT
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
+from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
 from trustrl.engines.common.vocabulary_read import Head, Wanted
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
 from trustrl.engines.trl.asking_model import AskingModel
-from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs, RegionState
+from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
+from trustrl.engines.trl.logged_metrics import UNSCORED, correct_trls_metrics
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.sampler_check import SamplerCheck
-from trustrl.engines.trl.step_metrics import UNSCORED, StepMetrics
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError
 from trustrl.recording import Recorder, Recording
@@ -245,6 +247,7 @@ class TrustRegionMixin(LossSeamMixin):
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
+        correct_trls_metrics(self, out)
         self._region_metrics.add(self, out, policy, rollout, weights, inputs.get(SEQUENCE))
         return others + out.loss
 
