@@ -78,7 +78,8 @@ _LOSS = (
     Refusal(
         setting="loss_type", must_be="{fitting}", default="grpo", scope=PER_SEQUENCE, facts=_fitting,
         words={"fitting": "'grpo'"},
-        refused=lambda got, given, region: REDUCTIONS.get(got) is not region.needs().reduction, example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
+        refused=lambda got, given, region: REDUCTIONS.get(got) is not region.needs().reduction,
+        example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
     ),
     Refusal(
         setting="importance_sampling_level", must_be="'token'", default="token", refused=other_than("token"),
@@ -181,8 +182,8 @@ _SAMPLING = (
             "whole": "-1" if _vllm(given) else f"the vocabulary's size, {given('vocab_size', 1)},"
         },
         words={"whole": "-1 with vLLM, and the vocabulary's size when transformers generates"},
-        why="μ would be renormalized over the kept tokens and π would not. ms-swift passes -1 to transformers as unset; "
-        "transformers then keeps the model's own top_k, or 50.",
+        why="μ would be renormalized over the kept tokens and π would not. To transformers, ms-swift passes -1 as unset, "
+        "and it then keeps the model's own top_k, or 50.",
     ),
     Refusal(
         setting="min_p", must_be="0.0", default=0.0, refused=lambda got, given, region: got > 0.0,

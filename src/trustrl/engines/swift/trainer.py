@@ -136,8 +136,8 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             return loss
 
         parts = self._loss_parts(run, Capture(model, self._asking(model_inputs, grpo_batch)), in_loss)
-        policy = self._policy(parts.seen)
-        rollout = self._rollout(model_inputs, grpo_batch, in_loss)
+        policy = self._policy_tokens(parts.seen)
+        rollout = self._rollout_tokens(model_inputs, grpo_batch, in_loss)
         if self._first_loss and in_loss.any():
             self._check_weights(parts.weights, in_loss)
             self._check_first_loss(policy.logp, rollout)
@@ -160,7 +160,7 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             switch = f"{environment.STARTUP_CHECKS}=off"
             check_initial_ratio(logp, anchor, rollout.in_loss, recorded_by, switch)
 
-    def _policy(self, seen: Any) -> PolicyTokens:
+    def _policy_tokens(self, seen: Any) -> PolicyTokens:
         """Returns the policy's side of one micro-batch."""
         more: dict[str, Any] = {}
         if seen.output is not None:
@@ -171,15 +171,17 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             logp=seen.logp, entropy=seen.entropy, version=self.state.global_step, sampling=self._sampling, **more
         )
 
-    def _rollout(self, inputs: dict[str, Any], batch: Any, in_loss: Tensor) -> RolloutTokens:
+    def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, in_loss: Tensor) -> RolloutTokens:
         """Returns the rollout's side of one micro-batch."""
         trained = self._settings.behavior == "trainer"
         version = getattr(batch, "trustrl_version", None)
+        # Both anchors would be the same tensor, and the metrics would report a mismatch of 0.
+        same = trained and "proximal" not in self._needs.anchors
         return RolloutTokens(
             advantage=batch.advantages,
             in_loss=in_loss,
             behavior_logp=batch.old_per_token_logps if trained else batch.rollout_per_token_logps,
-            proximal_logp=batch.old_per_token_logps,
+            proximal_logp=None if same else batch.old_per_token_logps,
             token_ids=inputs["input_ids"][:, -in_loss.shape[1] :],
             topk=getattr(batch, "trustrl_topk", None),
             version=None if version is None else torch.full_like(in_loss, version, dtype=torch.long),
