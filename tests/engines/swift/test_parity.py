@@ -98,7 +98,7 @@ def test_ppo_is_ms_swifts_own_clip_with_a_fake_model(trainer, loss_type):
     stock = GRPOTrainer._compute_loss_and_metrics.__get__(trainer)
     wanted = gradient_of(stock, batch)
     found = gradient_of(trainer._compute_loss_and_metrics, batch)
-    assert (wanted == 0)[batch.in_loss].any() and (wanted != 0).any()
+    assert 0 < (wanted == 0)[batch.in_loss].double().mean() < 1
     assert ((found - wanted).abs().max() / wanted.abs().max()).item() <= 1e-6
 
 
@@ -130,7 +130,8 @@ def test_truncated_completions_leave_the_loss_with_overlong_filter_and_a_fake_mo
     rollout.truncated_mask[0] = True
     value, _ = trainer._compute_loss_and_metrics(FakeModel(batch.logp), inputs, rollout)
     (found,) = torch.autograd.grad(value, batch.logp)
-    assert not found[0].any() and found[1].any()
+    assert not found[0].any()
+    assert found[1].any()
 
 
 def test_the_adapter_overrides_three_methods_and_hides_no_other():

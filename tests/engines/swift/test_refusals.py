@@ -70,7 +70,7 @@ def test_a_run_without_a_region_or_with_an_unknown_one_is_refused(given, chosen,
     with pytest.raises(UnknownNameError, match="dppo-binary-tv"):
         environment.settings()
     monkeypatch.delenv("TRUSTRL_REGION")
-    with pytest.raises(ConfigError, match="TRUSTRL_REGION must be set with `import trustrl.engines.swift`"):
+    with pytest.raises(ConfigError, match=r"TRUSTRL_REGION must be set with `import trustrl\.engines\.swift`"):
         world.trainer_of(given)
 
 

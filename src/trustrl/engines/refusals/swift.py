@@ -30,7 +30,7 @@ REDUCTIONS = {"grpo": SequenceMeanTokenMean, "bnpo": TokenMean, "dr_grpo": Fixed
 """ms-swift's `loss_type`s that clip and differ only in the average. With a region, they choose the average."""
 
 BEHAVIOR, REGION, GENERATION = "TRUSTRL_BEHAVIOR", "TRUSTRL_REGION", "The model's generation_config"
-_BOUND = 'The bound belongs to the region: TRUSTRL_REGION={"preset": "ppo", ...}.'
+_BOUND = "The bound belongs to the region, which TRUSTRL_REGION describes as JSON."
 _NEUTRAL = {
     "min_p": (None, 0.0), "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0),
     "no_repeat_ngram_size": (None, 0), "bad_words_ids": (None,), "suppress_tokens": (None,), "sequence_bias": (None,),
@@ -182,8 +182,8 @@ _SAMPLING = (
             "whole": "-1" if _vllm(given) else f"the vocabulary's size, {given('vocab_size', 1)},"
         },
         words={"whole": "-1 with vLLM, and the vocabulary's size when transformers generates"},
-        why="μ would be renormalized over the kept tokens and π would not. To transformers, ms-swift passes -1 as unset, "
-        "and it then keeps the model's own top_k, or 50.",
+        why="μ would be renormalized over the kept tokens and π would not. ms-swift passes transformers -1 as unset, "
+        "and transformers keeps the model's own top_k, or 50.",
     ),
     Refusal(
         setting="min_p", must_be="0.0", default=0.0, refused=lambda got, given, region: got > 0.0,

@@ -115,7 +115,8 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         asking = AskingModel(model, self._base(model), self._wanted(inputs, rollout, top_k=self._needs.topk))
         found = score(asking, *args, **kwargs)
         (out,) = asking.outputs
-        assert out.topk_ids is not None and out.topk_logp is not None  # requested
+        assert out.topk_ids is not None  # requested
+        assert out.topk_logp is not None
         rollout.trustrl_topk = TopK(out.topk_ids, out.topk_logp, of=self._needs.anchor, tail_logp=out.topk_tail_logp)
         return found
 
