@@ -16,7 +16,7 @@ TIGHT = json.dumps({"preset": "dppo-binary-tv", "max_increase": 0.001, "max_decr
 REGIONS = {
     "dppo-binary-tv": (TIGHT, "trustrl/masked_share"),
     "dppo-topk-tv": ("dppo-topk-tv", "trustrl/divergence_mean"),
-    "troll": ("troll", "trustrl/divergence_mean"),
+    "troll": (json.dumps({"preset": "troll", "bound": 1e-4}), "trustrl/projected_share"),
 }
 
 

@@ -1,7 +1,6 @@
 """Settings of a region in ms-swift: environment variables, which ms-swift's YAML files set under `ENV`."""
 
 import os
-from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 from trustrl.config.axes import Region
@@ -28,13 +27,14 @@ class Settings(NamedTuple):
     max_dropped_share: float = MAX_DROPPED_SHARE
 
 
-def settings(given: Mapping[str, str] = os.environ) -> Settings:
+def settings() -> Settings:
     """Returns the settings that the environment describes.
 
     Raises:
         ConfigError: If a variable is missing or invalid.
         UnknownNameError: If no preset has the name in `TRUSTRL_REGION`.
     """
+    given = os.environ
     if not given.get(REGION):
         raise ConfigError(
             f"{REGION} must be set with `import trustrl.engines.swift`, got nothing. Set it to a preset's name, such "
