@@ -321,6 +321,13 @@ def unsloth(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def swift(session: nox.Session) -> None:
+    """Tests regions in ms-swift: its own trainer, and `swift rlhf` from its command line. Not in CI."""
+    install_engine(session, "swift")
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "tests/engines/swift", *session.posargs)
+
+
+@nox.session(python="3.11")
 def report(session: nox.Session) -> None:
     """Tests reports without torch, and their page in a real Chromium, which is installed if missing."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "browser"))

@@ -11,7 +11,7 @@ from trustrl.engines.refusals.rows import table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs/engines"
-ENGINES = ("trl", "verl", "skyrl", "slime", "nemo-rl", "openrlhf", "axolotl")
+ENGINES = ("trl", "verl", "skyrl", "slime", "nemo-rl", "openrlhf", "axolotl", "swift")
 BEGIN, END = "<!-- refused: begin (python tools/refusal_tables.py) -->", "<!-- refused: end -->"
 
 

@@ -15,8 +15,8 @@ import torch
 import trustrl
 from support import trl_world as world
 from trustrl.config.loading import config_to_dict
+from trustrl.engines.common.region_callback import KEY
 from trustrl.engines.trl import TrustRegionGRPOTrainer
-from trustrl.engines.trl.callbacks import KEY
 from trustrl.errors import TrustRLWarning
 
 UPDATES_PER_ROLLOUT = 4

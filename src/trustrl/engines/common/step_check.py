@@ -156,3 +156,27 @@ def warn_if_it_cannot_act(region: Region, *, updates_per_batch: float, remedy: s
             TrustRLWarning,
             stacklevel=3,
         )
+
+
+def warn_if_micro_batches_do_not_add_up(loss_type: str, weight: float, filled: float) -> None:
+    """Warns if the first step's micro-batches, over all ranks, do not add up to one average.
+
+    A gradient is linear in the coefficients of its tokens. Over one step they add up to 1 if the loss is an average
+    over tokens, and to the share of sequences with tokens if it is an average over sequences. TRL's `dapo` divides by
+    the mean token count of several steps, and `bnpo` by each micro-batch's own count. A step may therefore be off by
+    its length or by an empty micro-batch, but not by a factor of 2.
+
+    Args:
+        loss_type: The name of the average in TRL and the trainers that derive from it.
+        weight: The sum of the coefficients.
+        filled: The share of sequences with tokens.
+    """
+    expected, slack = {"dapo": (1.0, 1.9), "bnpo": (1.0, 1.9), "grpo": (filled, 1.01)}.get(loss_type, (None, 1.0))
+    if expected is not None and not expected / slack < weight < expected * slack:
+        warnings.warn(
+            f"The coefficients of the first step's tokens should add up to {expected:.3g} (loss_type={loss_type!r} is "
+            f"an average), got {weight:.3g}. The learning rate is in effect {weight / max(expected, 1e-9):.3g} times "
+            "the configured one. Check gradient_accumulation_steps, steps_per_generation, and the number of processes.",
+            TrustRLWarning,
+            stacklevel=2,
+        )

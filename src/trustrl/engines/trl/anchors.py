@@ -16,10 +16,11 @@ from trustrl.core.records import RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
 from trustrl.engines.common.kept_columns import KeptColumn
 from trustrl.engines.common.kept_policy import anchor_fields, padded_kept
+from trustrl.engines.common.loss_seam import Score
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.vocabulary_read import at_completions
-from trustrl.engines.trl.forward_capture import AskingModel, Score
+from trustrl.engines.trl.asking_model import AskingModel
 from trustrl.engines.trl.sampled_rows import (
     NOT_RECORDED,
     SampledRows,

@@ -10,8 +10,8 @@ from trustrl.config.axes import Needs
 from trustrl.core.records import FullDivergence, PolicyTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
 from trustrl.engines.common.kept_policy import policy_fields, sampled_logp
+from trustrl.engines.common.loss_seam import Seen
 from trustrl.engines.common.vocabulary_read import Wanted, at_completions
-from trustrl.engines.trl.forward_capture import Seen
 
 
 def wanted_of(needs: Needs, inputs: dict[str, Any], **more: Any) -> Callable[[Tensor], Wanted]:

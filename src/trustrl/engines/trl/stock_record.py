@@ -19,11 +19,11 @@ from trustrl.config.axes import Needs, Region
 from trustrl.core.records import PolicyTokens
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
+from trustrl.engines.common.loss_seam import Seen
 from trustrl.engines.common.stock_tokens import StockTokens, default_sample, observable
 from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
 from trustrl.engines.trl.anchors import RECORDED, TRAINERS, corrected, rollout_tokens
-from trustrl.engines.trl.forward_capture import Seen
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.trainer import TrustRegionMixin
 from trustrl.errors import ConfigError, TrustRLWarning

@@ -3,16 +3,15 @@
 Seams:    `_compute_loss(model, inputs)`, `_generate_and_score_completions(inputs)`, and
           `_get_per_token_logps_and_entropies(model, ...)`, which all call super(). The trainer checks their parameters
           when it is created. `_generate` and `_calculate_rewards` are overridden only to read their results
-Borrowed: everything else. TRL runs its own loss with the advantages set to 0 and tracked. The result contains only
-          TRL's other terms (KL to the reference, entropy, router). Its derivative with respect to the advantages is the
-          factor that TRL multiplies each token's loss by. The adapter captures the log-probs where TRL computes them,
-          and adds the region's own terms with those factors. So TRL's reduction, its scaling for accumulation and
-          ranks, and its other terms stay TRL's, in every release
+Borrowed: everything else. `LossSeamMixin` runs TRL's own loss with advantages of 0 and captures the log-probs where TRL
+          computes them. The adapter adds the region's own terms with TRL's factor on each token. So TRL's reduction,
+          its scaling for accumulation and ranks, and its other terms stay TRL's, in every release
 """
 
+import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +25,23 @@ from trustrl.core.policy_loss import policy_loss
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
 from trustrl.engines.common.kept_policy import padded_kept
+from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, require_seam
+from trustrl.engines.common.region_callback import RegionState
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
 from trustrl.engines.common.sampler_fields import MAX_KEPT
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
+from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
 from trustrl.engines.common.vocabulary_read import Head, Wanted
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
-from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs, RegionState
-from trustrl.engines.trl.forward_capture import Capture, Seen
+from trustrl.engines.trl.asking_model import AskingModel
+from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
+from trustrl.engines.trl.logged_metrics import UNSCORED, correct_trls_metrics
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.sampler_check import SamplerCheck
-from trustrl.engines.trl.step_metrics import UNSCORED, StepMetrics
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError
 from trustrl.recording import Recorder, Recording
@@ -49,15 +51,9 @@ ARGUMENTS = list(inspect.signature(GRPOTrainer.__init__).parameters)[1:]
 
 NEEDED_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 
-# For type checkers, the mixin belongs to a trainer.
-_Trainer: Any = GRPOTrainer if TYPE_CHECKING else object
 
-
-class TrustRegionMixin(_Trainer):
+class TrustRegionMixin(LossSeamMixin):
     """Mixin that adds a trust region to a `GRPOTrainer` subclass: `class Mine(TrustRegionMixin, MyGRPOTrainer)`."""
-
-    _capture: Capture | None = None
-    """The forward passes of the running loss, or None outside a loss."""
 
     _sampled = sampled_rows.SampledRows(None, None, None)
     """The sampler's records of the last rollout."""
@@ -246,54 +242,39 @@ class TrustRegionMixin(_Trainer):
         policy = policy_tokens(self._needs, inputs, seen, self._sampling, self.state.global_step)
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
-            _check_weights(weights, in_loss, type(self))
+            self._check_weights(weights, in_loss)
             check_first_loss(policy, rollout, self._needs.anchor, self._recorder.behavior)
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
+        correct_trls_metrics(self, out)
         self._region_metrics.add(self, out, policy, rollout, weights, inputs.get(SEQUENCE))
         return others + out.loss
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Runs TRL's own method, and captures the policy's log-probs while a loss runs."""
-        score, capture = super()._get_per_token_logps_and_entropies, self._capture
-        if capture is None or model is not capture.model:  # the reference model, or a rollout
-            return score(model, *args, **kwargs)
-        return capture.run(score, model, *args, **kwargs)
-
-    def _trl_loss_parts(self, model: Any, inputs: dict[str, Any], in_loss: Tensor) -> tuple[Tensor, Tensor, Seen]:
+    def _trl_loss_parts(self, model: Any, inputs: dict[str, Any], in_loss: Tensor) -> LossParts:
         """Returns TRL's loss without its policy term, each token's factor in that term, and the captured pass."""
-        advantages = torch.zeros(in_loss.shape, device=in_loss.device, requires_grad=True)
-        theirs = {**inputs, "advantages": advantages}
         # TRL weights its KL term by the ratio to `old_per_token_logps`. Nothing else reads them here. Without them the
         # ratio is exactly 1.
+        theirs = dict(inputs)
         before = theirs.pop("old_per_token_logps", None)
         if self.beta == 0.0 or not getattr(self.args, "use_bias_correction_kl", False):
             before = None
         if before is not None:
             theirs["old_per_token_logps"] = before
-        self._capture = capture = Capture(model, self._wanted(inputs))
-        try:
-            with torch.enable_grad():  # also in evaluation; the model itself runs with the caller's setting
-                others = super()._compute_loss(model, theirs)
-        finally:
-            self._capture = None
-        if len(capture.seen) != 1:
-            rule = "compute the policy's log-probs with _get_per_token_logps_and_entropies(model, ...) exactly once"
-            raise _broken_loss(type(self), rule, f"got {len(capture.seen)} calls")
-        slope = None
-        if others.requires_grad:
-            (slope,) = torch.autograd.grad(others, advantages, retain_graph=True, allow_unused=True)
-        if slope is None:
-            raise _broken_loss(type(self), "depend on inputs['advantages']", "and it does not")
-        weights = -slope
+        compute_loss, wanted = super()._compute_loss, self._wanted(inputs)
+        capture = Capture(model, None if wanted is None else functools.partial(AskingModel, wanted=wanted))
+        parts = self._loss_parts(lambda zero: compute_loss(model, {**theirs, "advantages": zero}), capture, in_loss)
         if before is not None:
             # With advantage 0 both branches of TRL's minimum are equal, and each passes half of the gradient.
-            logp = capture.seen[0].logp.detach()
+            logp = parts.seen.logp.detach()
             ratio = torch.exp(torch.where(logp.isfinite(), logp, 0.0) - before)  # as in TRL's loss
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-            weights = torch.where(in_loss, weights / ((ratio + clipped) / 2), 0.0)
-        return others, weights, capture.seen[0]
+            parts = parts._replace(weights=torch.where(in_loss, parts.weights / ((ratio + clipped) / 2), 0.0))
+        return parts
+
+    def _broken_loss(self, rule: str, got: str) -> EngineError:
+        cls = overrides.provider(type(self), "_compute_loss", after=TrustRegionMixin)
+        return overrides.broken(cls, "_compute_loss", rule, got)
 
     def _wanted(self, inputs: dict[str, Any]) -> Callable[[Tensor], Wanted] | None:
         if self._vocabulary is None:
@@ -355,15 +336,9 @@ def _check_seams(trainer: type, *, vocabulary: bool) -> None:
             "use TrustRegionAsyncGRPOTrainer from trustrl.engines.trl.async_trainer."
         )
     overrides.require_unpatched(trainer, TrustRegionMixin)
-    seam.require_parameters(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"))
-    seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))
     scored = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
-    seam.require_parameters(GRPOTrainer, "_get_per_token_logps_and_entropies", scored, more=True)
-
-
-def _broken_loss(trainer: type, rule: str, got: str) -> EngineError:
-    cls = overrides.provider(trainer, "_compute_loss", after=TrustRegionMixin)
-    return overrides.broken(cls, "_compute_loss", rule, got)
+    require_seam(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"), scored)
+    seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))
 
 
 def _check_inputs(inputs: dict[str, Any], trainer: type) -> None:
@@ -374,12 +349,3 @@ def _check_inputs(inputs: dict[str, Any], trainer: type) -> None:
         raise overrides.broken(cls, method, f"carry {', '.join(missing)}", f"got {', '.join(sorted(inputs))}")
     if inputs.get("pixel_values") is not None:
         raise ConfigError("Rollouts must be text, got images. Regions on vision-language models are not supported.")
-
-
-def _check_weights(weights: Tensor, in_loss: Tensor, trainer: type) -> None:
-    """Checks the factors of TRL's reduction. Waits for the device, so it runs once."""
-    outside, inside = weights[~in_loss], weights[in_loss]
-    if outside.any() or not inside.isfinite().all() or (inside < 0).any() or not inside.any():
-        low, high = (inside.min().item(), inside.max().item()) if inside.numel() else (0.0, 0.0)
-        rule = "multiply tokens in the loss by numbers ≥ 0 and the others by 0"
-        raise _broken_loss(trainer, rule, f"got {low:g} to {high:g} inside the loss")

@@ -1,6 +1,5 @@
 """Checks on TRL's trainer: its settings, its model, and its first step."""
 
-import warnings
 from typing import Any
 
 from trustrl.config.axes import Region
@@ -13,7 +12,6 @@ from trustrl.engines.common.step_check import check_initial_ratio
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import MODEL, SETTINGS
 from trustrl.engines.trl import sampler
-from trustrl.errors import TrustRLWarning
 
 
 def check_settings(args: Any, region: Region, behavior: Behavior, **more: Any) -> None:
@@ -75,27 +73,3 @@ def check_first_loss(policy: PolicyTokens, rollout: RolloutTokens, anchor: Ancho
     recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
     at = rollout.in_loss & (rollout.version == policy.version)
     check_initial_ratio(policy.logp, logp, at, recorded_by, "startup_checks=False")
-
-
-def warn_if_micro_batches_do_not_add_up(loss_type: str, weight: float, filled: float) -> None:
-    """Warns if the first step's micro-batches, over all ranks, do not add up to one average.
-
-    A gradient is linear in the coefficients of its tokens. Over one step they add up to 1 if the loss is an average
-    over tokens, and to the share of sequences with tokens if it is an average over sequences. TRL's `dapo` divides by
-    the mean token count of several steps, and `bnpo` by each micro-batch's own count. A step may therefore be off by
-    its length or by an empty micro-batch, but not by a factor of 2.
-
-    Args:
-        loss_type: TRL's average.
-        weight: The sum of the coefficients.
-        filled: The share of sequences with tokens.
-    """
-    expected, slack = {"dapo": (1.0, 1.9), "bnpo": (1.0, 1.9), "grpo": (filled, 1.01)}.get(loss_type, (None, 1.0))
-    if expected is not None and not expected / slack < weight < expected * slack:
-        warnings.warn(
-            f"The coefficients of the first step's tokens should add up to {expected:.3g} (loss_type={loss_type!r} is "
-            f"an average), got {weight:.3g}. The learning rate is in effect {weight / max(expected, 1e-9):.3g} times "
-            "the configured one. Check gradient_accumulation_steps, steps_per_generation, and the number of processes.",
-            TrustRLWarning,
-            stacklevel=2,
-        )

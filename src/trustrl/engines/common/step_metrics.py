@@ -1,4 +1,4 @@
-"""The region's metrics in TRL's log: sums over a step's micro-batches and ranks, turned into rates."""
+"""The region's metrics in the log of a trainer that derives from TRL's: sums over micro-batches and ranks, as rates."""
 
 import math
 from typing import Any
@@ -11,23 +11,20 @@ from trustrl.core.diagnostics import Sums, rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common.step_check import StepCheck
+from trustrl.engines.common.step_check import StepCheck, warn_if_micro_batches_do_not_add_up
 from trustrl.engines.common.step_sums import over_ranks, share_of_one_rank
-from trustrl.engines.trl.trainer_checks import warn_if_micro_batches_do_not_add_up
 from trustrl.recording import Recorder
 
 CLIP = "clip_ratio/"
-"""The prefix of TRL's own metrics for clipped shares. They are still logged, with the shares that the region masked."""
-
-UNSCORED = "frac_reward_nan"
-"""Share of completions for which no reward function returned a number. TRL sets their advantage to 0."""
+"""The prefix of the trainers' own metrics for clipped shares. They are still logged, with the shares that the region
+masked."""
 
 
 class StepMetrics:
-    """Sums over one optimizer step, written as rates to TRL's own metrics.
+    """Sums over one optimizer step, written as rates to the trainer's own metrics.
 
-    TRL averages its metrics over the steps between two logs. Within a step, nothing is averaged. Cost per step: two
-    all-reduces of about 2,500 numbers in total, and one wait for the device.
+    The trainer averages its metrics over the steps between two logs. Within a step, nothing is averaged. Cost per step:
+    two all-reduces of about 2,500 numbers in total, and one wait for the device.
 
     Args:
         check: The check of every training step's metrics. It always reads all of them.
@@ -57,11 +54,12 @@ class StepMetrics:
         """Adds one micro-batch. At the end of a step, writes the metrics.
 
         Args:
-            trainer: TRL's trainer, which holds the metrics.
+            trainer: The trainer, which holds the metrics in `_metrics`, and the region's needs in `_needs`.
             out: The result of the region's loss.
             policy: The policy's tokens.
             rollout: The rollout's tokens.
-            weights: The factor that TRL multiplies each token's loss by.
+            weights: The factor that the trainer multiplies each token's loss by. Over a step they must add up as in one
+                average.
             sequences: The id of each row's sequence, if tokens are recorded.
 
         Raises:
@@ -72,20 +70,12 @@ class StepMetrics:
         if recorder is not None:
             assert sequences is not None  # added to every training rollout
             recorder.add(out, policy, rollout, sequences=sequences, step=trainer.state.global_step)
-        for name, values in trainer._metrics[mode].items():
-            if name.startswith(CLIP) and values:
-                values.pop()  # TRL computed it from advantages of 0
         ranks, anchor = trainer.accelerator.num_processes, trainer._needs.anchor
         added = share_of_one_rank(out.sums, weights, ranks) + _extremes(out, policy, rollout, anchor)
         added.added["rows_with_tokens"] = rollout.in_loss.any(-1).double().mean() / ranks
         added.added["micro_batches"] = weights.new_ones(()).double() / ranks
         before = self._sums.get(mode)
         self._sums[mode] = added if before is None else before + added
-        if "policy_loss" in trainer._metrics[mode]:
-            # With an entropy bonus TRL logs it, without the region, and before dividing by the accumulated steps.
-            accumulated = trainer.current_gradient_accumulation_steps if mode == "train" else 1
-            own = out.terms["policy"].float() * (1 if trainer.loss_type == "dapo" else accumulated)
-            trainer._metrics[mode]["policy_loss"][-1] += trainer.accelerator.gather(own).nanmean().item()
         if trainer.accelerator.sync_gradients:
             self._end_step(trainer, mode, recorder)
 
@@ -106,7 +96,7 @@ class StepMetrics:
 
 
 def _extremes(out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor) -> Sums:
-    """Returns the masked shares of the least and the most masked sequence, as TRL reports them.
+    """Returns the masked shares of the least and the most masked sequence, as the trainers report them.
 
     Sequences without tokens do not count.
     """
@@ -128,7 +118,7 @@ def _highest(x: Tensor) -> Tensor:
 
 
 def _clip_metrics(sums: Sums) -> dict[str, float]:
-    """Returns the shares that the region masked, under TRL's own names."""
+    """Returns the shares that the region masked, under the trainers' own names."""
     tokens = max(float(sums.added["tokens"]), 1.0)
     names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
     found = {f"{CLIP}{name}": float(sums.added[key]) / tokens for name, key in names.items()}

@@ -1,0 +1,214 @@
+"""Rows that describe the settings and models that the ms-swift engine refuses.
+
+Imports neither torch nor ms-swift. In addition to ms-swift's own settings, a row may read `TRUSTRL_BEHAVIOR`,
+`TRUSTRL_REGION`, `padding_free` and `sequence_parallel_size` (of the template), `model` ("multimodal" or absent),
+`vocab_size`, and `The model's generation_config`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trustrl.config.axes import Region
+from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
+from trustrl.engines.refusals.rows import (
+    EXACT,
+    ON_SAMPLER,
+    ON_TRAINER,
+    PENALISED,
+    PER_SEQUENCE,
+    SAMPLER_TOPK,
+    TRUNCATED,
+    Given,
+    Refusal,
+    other_than,
+)
+
+OLDEST = (4, 6)
+"""The oldest supported ms-swift."""
+
+REDUCTIONS = {"grpo": SequenceMeanTokenMean, "bnpo": TokenMean, "dr_grpo": FixedLength, "dapo": TokenMean}
+"""ms-swift's `loss_type`s that clip and differ only in the average. With a region, they choose the average."""
+
+BEHAVIOR, REGION, GENERATION = "TRUSTRL_BEHAVIOR", "TRUSTRL_REGION", "The model's generation_config"
+_BOUND = "The bound belongs to the region, which TRUSTRL_REGION describes as JSON."
+_NEUTRAL = {
+    "min_p": (None, 0.0), "typical_p": (None, 1.0), "epsilon_cutoff": (None, 0.0), "eta_cutoff": (None, 0.0),
+    "no_repeat_ngram_size": (None, 0), "bad_words_ids": (None,), "suppress_tokens": (None,), "sequence_bias": (None,),
+}  # fmt: skip
+"""Fields of a model's generation_config that ms-swift passes on to transformers, with the values that do nothing."""
+
+
+def _truthy(got: Any, given: Given, region: Region) -> bool:
+    return bool(got)
+
+
+def _vllm(given: Given) -> bool:
+    return bool(given("use_vllm", False))
+
+
+def _generation(given: Given, region: Region) -> Mapping[str, Any]:
+    """Returns the first field of the model's generation_config that changes transformers' sampling."""
+    config = given(GENERATION, None)
+    for name, neutral in _NEUTRAL.items():
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if not _vllm(given) and value not in neutral:
+            return {"key": name, "got": value}
+    return {}
+
+
+def _top_k(got: Any, given: Given, region: Region) -> bool:
+    return got > 0 if _vllm(given) else not 0 < given("vocab_size", 1) <= got
+
+
+def _fitting(given: Given, region: Region) -> Mapping[str, Any]:
+    wanted = region.needs().reduction
+    return {"fitting": " or ".join(repr(name) for name, found in REDUCTIONS.items() if found is wanted)}
+
+
+def _kind(given: Given, region: Region) -> Mapping[str, Any]:
+    return {"got": region.kind}
+
+
+_LOSS = (
+    Refusal(
+        setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", default="grpo",
+        refused=lambda got, given, region: got not in REDUCTIONS, example={"loss_type": "cispo"},
+        why="With a region, loss_type chooses only the average. cispo and sapo are presets of TRUSTRL_REGION.",
+    ),
+    Refusal(
+        setting="loss_type", must_be="{fitting}", default="grpo", scope=PER_SEQUENCE, facts=_fitting,
+        words={"fitting": "'grpo'"},
+        refused=lambda got, given, region: REDUCTIONS.get(got) is not region.needs().reduction,
+        example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
+    ),
+    Refusal(
+        setting="importance_sampling_level", must_be="'token'", default="token", refused=other_than("token"),
+        example={"importance_sampling_level": "sequence"},
+        why="The region sets the level at which it decides. The preset gspo decides per sequence.",
+    ),
+    Refusal(
+        setting="epsilon", must_be="left at 0.2", default=0.2, refused=other_than(0.2), example={"epsilon": 0.3},
+        why=_BOUND,
+    ),
+    Refusal(
+        setting="epsilon_high", must_be="left out", refused=other_than(None), example={"epsilon_high": 0.28},
+        why=_BOUND,
+    ),
+    Refusal(setting="delta", must_be="left out", refused=other_than(None), example={"delta": 2.0}, why=_BOUND),
+    Refusal(
+        setting="rollout_importance_sampling_mode", must_be="left out", refused=other_than(None),
+        example={"rollout_importance_sampling_mode": "token_truncate"},
+        why="A region anchored on the sampler already contains π'/μ; one with anchor=proximal takes its own "
+        "`correction`.",
+    ),
+    Refusal(
+        setting="log_rollout_offpolicy_metrics", must_be="False", refused=_truthy,
+        example={"log_rollout_offpolicy_metrics": True},
+        why="ms-swift's loss runs without π' here, so its metrics would compare the current policy with μ. "
+        "TRUSTRL_METRICS=all logs trustrl/mismatch_*.",
+    ),
+    Refusal(
+        setting="off_policy_sequence_mask_delta", must_be="left out", refused=other_than(None),
+        example={"off_policy_sequence_mask_delta": 0.5},
+        why="It is a second region. The preset trm drops whole sequences by divergence.",
+    ),
+    Refusal(
+        setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},
+        refused=lambda got, given, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
+    ),
+    Refusal(
+        setting="use_liger_kernel", must_be="False", refused=_truthy, example={"use_liger_kernel": True},
+        why="Liger replaces the loss, so the region would have no effect.",
+    ),
+)  # fmt: skip
+
+_LAYOUT = (
+    Refusal(
+        setting="padding_free", must_be="False", refused=_truthy, example={"padding_free": True},
+        why="It needs flash attention, which we could not run. Batches with padding work.",
+    ),
+    Refusal(
+        setting="sequence_parallel_size", must_be="1", default=1, refused=lambda got, given, region: got > 1,
+        example={"sequence_parallel_size": 2}, why="We could not run regions on split sequences.",
+    ),
+    Refusal(
+        setting="model", must_be="a text model", refused=other_than(None), example={"model": "multimodal"},
+        why="Regions on images are not supported.",
+    ),
+)  # fmt: skip
+
+_ANCHORS = (
+    Refusal(
+        setting=BEHAVIOR, must_be="sampler when vLLM generates",
+        refused=lambda got, given, region: got == "trainer" and _vllm(given),
+        example={"use_vllm": True, "top_k": -1, BEHAVIOR: "trainer"},
+        why="vLLM's log-probs are already recorded. To anchor on the trainer's log-probs instead, set anchor=proximal "
+        "on the region.",
+    ),
+    Refusal(
+        setting=BEHAVIOR, must_be="trainer when transformers generates", scope=ON_SAMPLER, default="sampler",
+        refused=lambda got, given, region: got == "sampler" and not _vllm(given), example={BEHAVIOR: "sampler"},
+        why="ms-swift does not record transformers' log-probs, and {region} is anchored on them. "
+        "TRUSTRL_BEHAVIOR=trainer takes the trainer's, which ms-swift computes for every rollout; --use_vllm true "
+        "records vLLM's.",
+    ),
+    Refusal(
+        setting="async_generate", must_be="False", scope=ON_TRAINER, refused=_truthy,
+        example={"use_vllm": True, "top_k": -1, BEHAVIOR: "sampler", "async_generate": True}, preset="minirl",
+        why="{region} needs the trainer's policy at the rollout's weights, and ms-swift computes it one update later. "
+        "Use a region with anchor=behavior.",
+    ),
+    Refusal(
+        setting=REGION, must_be="Top-K or on the sampled token", scope=EXACT, facts=_kind,
+        refused=lambda got, given, region: True, example={}, preset="dppo-full-tv",
+        why="The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
+    ),
+    Refusal(
+        setting=REGION, must_be="on the sampled token, or anchored on the trainer,", scope=SAMPLER_TOPK, facts=_kind,
+        refused=lambda got, given, region: not region.needs().full and _vllm(given),
+        example={"use_vllm": True, "top_k": -1, BEHAVIOR: "sampler"}, preset="dppo-topk-tv",
+        why="ms-swift requests only the sampled token's log-prob from vLLM. Set anchor=proximal on the region.",
+    ),
+)  # fmt: skip
+
+_SAMPLING = (
+    Refusal(
+        setting="top_p", must_be="1.0", default=1.0, refused=lambda got, given, region: got < 1.0,
+        example={"top_p": 0.9}, why=TRUNCATED,
+    ),
+    Refusal(
+        setting="top_k", must_be="{whole}", default=-1, refused=_top_k, example={"top_k": 50},
+        facts=lambda given, region: {
+            "whole": "-1" if _vllm(given) else f"the vocabulary's size, {given('vocab_size', 1)},"
+        },
+        words={"whole": "-1 with vLLM, and the vocabulary's size when transformers generates"},
+        why="μ would be renormalized over the kept tokens and π would not. ms-swift passes transformers -1 as unset, "
+        "and transformers keeps the model's own top_k, or 50.",
+    ),
+    Refusal(
+        setting="min_p", must_be="0.0", default=0.0, refused=lambda got, given, region: got > 0.0,
+        example={"min_p": 0.1}, why=TRUNCATED,
+    ),
+    Refusal(
+        setting="repetition_penalty", must_be="1.0", default=1.0, refused=other_than(1.0),
+        example={"repetition_penalty": 1.1}, why=PENALISED,
+    ),
+    Refusal(
+        setting=GENERATION + ".{key}", must_be="left out", facts=_generation, words={"key": "min_p, ..."},
+        refused=lambda got, given, region: bool(_generation(given, region)), example={GENERATION: {"typical_p": 0.9}},
+        why="ms-swift passes it on to transformers, and the trainer does not see it.",
+    ),
+    Refusal(
+        setting="structured_outputs_regex", must_be="left out", refused=other_than(None),
+        example={"structured_outputs_regex": "[0-9]+"}, why=TRUNCATED,
+    ),
+    Refusal(
+        setting="vllm_engine_kwargs", must_be="without logprobs_mode", default={},
+        refused=lambda got, given, region: "logprobs_mode" in got,
+        example={"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}},
+        why="ms-swift requests processed log-probs, those of the distribution that vLLM samples from.",
+    ),
+)  # fmt: skip
+
+ROWS = (*_LOSS, *_LAYOUT, *_ANCHORS, *_SAMPLING)
+"""Every row, in the order of the check."""

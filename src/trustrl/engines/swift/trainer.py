@@ -1,0 +1,262 @@
+"""ms-swift's `GRPOTrainer` with a region.
+
+Seam:     `_compute_loss_and_metrics(model, model_inputs, grpo_batch)`, `_prepare_batch_inputs(samples)`, and
+          `_get_per_token_logps_and_entropies(model, ...)`, which all call super()
+Switch:   `import trustrl.engines.swift` in a file for `--external_plugins`, and the variable `TRUSTRL_REGION`
+Borrowed: everything else. `LossSeamMixin` runs ms-swift's own loss with advantages of 0 and a ratio of 1, so its
+          reduction, its KL to the reference and its other terms stay ms-swift's
+Added:    `trustrl_version` and, for Top-K regions, `trustrl_topk`, as attributes of a rollout's `GRPOBatch`
+Anchors:  μ is `rollout_per_token_logps`, which vLLM recorded; π' is `old_per_token_logps`, which ms-swift computes for
+          every rollout
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from swift.rlhf_trainers import GRPOTrainer
+from torch import Tensor
+
+from trustrl.config.terms import TokenWeights
+from trustrl.core.policy_loss import policy_loss
+from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
+from trustrl.core.sampling import Sampling
+from trustrl.engines.common import seam
+from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, require_seam
+from trustrl.engines.common.region_callback import RegionState
+from trustrl.engines.common.region_needs import by_trainer, sources
+from trustrl.engines.common.step_check import StepCheck, check_initial_ratio, check_recorded, warn_if_it_cannot_act
+from trustrl.engines.common.step_metrics import StepMetrics
+from trustrl.engines.common.vocabulary_read import Wanted
+from trustrl.engines.refusals import rows
+from trustrl.engines.refusals.swift import OLDEST, REDUCTIONS, ROWS
+from trustrl.engines.swift import environment
+from trustrl.engines.swift.vocabulary import AskingModel
+from trustrl.errors import MissingDataError
+
+PACKAGE = "ms-swift"
+
+
+class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
+    """ms-swift's `GRPOTrainer` with a trust region instead of the clip; its settings come from the environment."""
+
+    _advantages_name = "grpo_batch.advantages"
+    _recording = False
+    """True while ms-swift computes the log-probs of a rollout."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Creates a trainer with the region that `TRUSTRL_REGION` names.
+
+        Args:
+            *args: Positional arguments of `GRPOTrainer`.
+            **kwargs: Keyword arguments of `GRPOTrainer`.
+
+        Raises:
+            ConfigError: If a setting does not work with the region; names the setting and the fix.
+            EngineError: If the adapter does not support the installed ms-swift.
+        """
+        _check_seams()
+        self._settings = chosen = environment.settings()
+        self.region, self._needs = chosen.region, chosen.region.needs()
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        check_settings(kwargs["args"], chosen, kwargs["template"], model)
+        super().__init__(*args, **kwargs)
+        self._reads_topk = sources(self._needs, chosen.behavior, mismatch=False)[1] == "trainer"
+        self._sampling = Sampling(
+            logprobs="processed", temperature=self.temperature, truncated=False, engine="ms-swift"
+        )
+        self._first_loss = chosen.startup_checks
+        self._region_metrics = StepMetrics(
+            self._step_check(chosen), chosen.metrics, startup_checks=chosen.startup_checks
+        )
+        self.add_callback(RegionState(self.region))
+
+    def _step_check(self, chosen: environment.Settings) -> StepCheck:
+        """Returns the check of every step's metrics. Warns if one update per rollout leaves the region idle."""
+        updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
+        main = self.accelerator.is_main_process
+        if main and by_trainer(self._needs, chosen.behavior):
+            warn_if_it_cannot_act(
+                self.region,
+                updates_per_batch=updates,
+                remedy="Set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps, or use "
+                "vLLM, whose recorded log-probs differ from the trainer's.",
+            )
+        return StepCheck(
+            self.region,
+            max_dropped_share=chosen.max_dropped_share,
+            setting=environment.DROPPED,
+            updates_per_batch=max(1, round(updates)),
+            warns=main,
+        )
+
+    # ── seam 1: the rollout, with the anchors that the region needs ─────────────────────────────────────────────────
+
+    def _prepare_batch_inputs(self, samples: Any) -> list[dict[str, Any]]:
+        self._recording = self._reads_topk
+        try:
+            batches = super()._prepare_batch_inputs(samples)
+        finally:
+            self._recording = False
+        for batch in batches:
+            rollout = batch["grpo_batch"]
+            if not self.args.async_generate:
+                rollout.trustrl_version = self.state.global_step
+            if self._settings.behavior == "sampler" and "behavior" in self._needs.anchors:
+                _check_sampler(rollout)
+        return batches
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Runs ms-swift's own method. The first call for a rollout's micro-batch also records the anchor's top K."""
+        score = super()._get_per_token_logps_and_entropies
+        if not self._recording or model is not self.model or hasattr(args[1], "trustrl_topk"):
+            return score(model, *args, **kwargs)
+        inputs, rollout = args
+        asking = AskingModel(model, self._base(model), self._wanted(inputs, rollout, top_k=self._needs.topk))
+        found = score(asking, *args, **kwargs)
+        (out,) = asking.outputs
+        assert out.topk_ids is not None  # requested
+        assert out.topk_logp is not None
+        rollout.trustrl_topk = TopK(out.topk_ids, out.topk_logp, of=self._needs.anchor, tail_logp=out.topk_tail_logp)
+        return found
+
+    # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _compute_loss_and_metrics(self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any) -> tuple[Any, ...]:
+        in_loss = grpo_batch.completion_mask.bool()
+        if self.overlong_filter:
+            in_loss = in_loss & ~grpo_batch.truncated_mask.unsqueeze(1)
+        compute, found = super()._compute_loss_and_metrics, {}
+
+        def run(zero: Tensor) -> Tensor:
+            # Without `old_per_token_logps`, ms-swift's ratio is exactly 1.
+            loss, metrics = compute(
+                model, model_inputs, dataclasses.replace(grpo_batch, advantages=zero, old_per_token_logps=None)
+            )
+            found.update(metrics)
+            return loss
+
+        parts = self._loss_parts(run, Capture(model, self._asking(model_inputs, grpo_batch)), in_loss)
+        policy = self._policy_tokens(parts.seen)
+        rollout = self._rollout_tokens(model_inputs, grpo_batch, in_loss)
+        if self._first_loss and in_loss.any():
+            self._check_weights(parts.weights, in_loss)
+            self._check_first_loss(policy.logp, rollout)
+            self._first_loss = False
+        # The trainer divides this loss by the accumulated micro-batches later. The metrics need the final factors.
+        later = self.current_gradient_accumulation_steps if self.model.training else 1
+        weights = parts.weights / later
+        reduction = TokenWeights(weights, like=REDUCTIONS[self.loss_type])
+        out = policy_loss(policy, rollout, self.region, reduction=reduction)
+        found.pop("clipping", None)  # computed from advantages of 0; the step's metrics have the region's
+        self._region_metrics.add(self, out, policy, rollout, weights)
+        return parts.others + out.loss * later, found
+
+    def _check_first_loss(self, logp: Tensor, rollout: RolloutTokens) -> None:
+        """Raises if the anchor differs from the policy, which still has the rollout's weights."""
+        behavior = self._needs.anchor == "behavior"
+        anchor = rollout.behavior_logp if behavior else rollout.proximal_logp
+        if anchor is not None:
+            recorded_by = "sampler" if behavior and self._settings.behavior == "sampler" else "trainer"
+            switch = f"{environment.STARTUP_CHECKS}=off"
+            check_initial_ratio(logp, anchor, rollout.in_loss, recorded_by, switch)
+
+    def _policy_tokens(self, seen: Any) -> PolicyTokens:
+        """Returns the policy's side of one micro-batch."""
+        more: dict[str, Any] = {}
+        if seen.output is not None:
+            more = {"topk_logp": seen.output.gathered_logp, "tail_logp": seen.output.tail_logp}
+            if seen.output.topk_ids is not None:
+                more["topk"] = TopK(seen.output.topk_ids, seen.output.topk_logp, of=self._needs.anchor)
+        return PolicyTokens(
+            logp=seen.logp, entropy=seen.entropy, version=self.state.global_step, sampling=self._sampling, **more
+        )
+
+    def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, in_loss: Tensor) -> RolloutTokens:
+        """Returns the rollout's side of one micro-batch."""
+        trained = self._settings.behavior == "trainer"
+        version = getattr(batch, "trustrl_version", None)
+        # Both anchors would be the same tensor, and the metrics would report a mismatch of 0.
+        same = trained and "proximal" not in self._needs.anchors
+        return RolloutTokens(
+            advantage=batch.advantages,
+            in_loss=in_loss,
+            behavior_logp=batch.old_per_token_logps if trained else batch.rollout_per_token_logps,
+            proximal_logp=None if same else batch.old_per_token_logps,
+            token_ids=inputs["input_ids"][:, -in_loss.shape[1] :],
+            topk=getattr(batch, "trustrl_topk", None),
+            version=None if version is None else torch.full_like(in_loss, version, dtype=torch.long),
+            sampling=self._sampling,
+        )
+
+    def _asking(self, inputs: dict[str, Any], batch: Any) -> Any:
+        """Returns a function that makes a proxy of the model, if the region reads more than the sampled token."""
+        if not self._reads_topk:
+            return None
+        anchor = getattr(batch, "trustrl_topk", None)
+        if anchor is None:
+            raise MissingDataError(
+                f"The rollout must carry the anchor's top K with {self.region.kind}, got None. Several turns with a "
+                "changing number of samples lose it. Use a region on the sampled token, such as dppo-binary-tv."
+            )
+        own = self._needs.topk if self._needs.own_topk == "fill" else 0
+        wanted = self._wanted(inputs, batch, gather_ids=anchor.ids, top_k=own)
+        return lambda model: AskingModel(model, self._base(model), wanted)
+
+    def _wanted(self, inputs: dict[str, Any], batch: Any, **more: Any) -> Wanted:
+        length = batch.logits_to_keep
+        ids = inputs["input_ids"][:, -length:]
+        return Wanted(ids, lambda states: states[:, -length - 1 : -1], temperature=self.temperature, **more)
+
+    def _base(self, model: Any) -> Any:
+        found = self.accelerator.unwrap_model(model)
+        return found.get_base_model() if hasattr(found, "get_base_model") else found
+
+
+def check_settings(args: Any, chosen: environment.Settings, template: Any, model: Any) -> None:
+    """Raises if a setting bypasses the region, counts the mismatch twice, or makes a ratio of unlike log-probs.
+
+    Args:
+        args: ms-swift's `GRPOConfig`.
+        chosen: The region's settings.
+        template: ms-swift's template, which holds the layout of batches.
+        model: The model.
+
+    Raises:
+        ConfigError: If a setting is refused; names the setting and the fix.
+    """
+    facts = {
+        environment.BEHAVIOR: chosen.behavior,
+        environment.REGION: chosen.region,
+        "padding_free": template.padding_free,
+        "sequence_parallel_size": template.sequence_parallel_size,
+        "model": "multimodal" if model.model_meta.is_multimodal else None,
+        "vocab_size": model.config.get_text_config().vocab_size,
+        "The model's generation_config": getattr(model, "generation_config", None),
+    }
+
+    def given(name: str, default: Any = None) -> Any:
+        found = facts[name] if name in facts else getattr(args, name, None)
+        return default if found is None else found
+
+    rows.check(ROWS, given, chosen.region)
+
+
+def _check_sampler(rollout: Any) -> None:
+    """Raises if vLLM's log-probs are missing or not numbers."""
+    recorded = rollout.rollout_per_token_logps
+    if recorded is None:
+        raise MissingDataError(
+            "grpo_batch.rollout_per_token_logps must hold vLLM's log-probs, got None. ms-swift drops them if their "
+            "number differs from that of the tokens in the loss, as a multi-turn scheduler may cause. Return "
+            "`rollout_logprobs` for every token in the loss, or set anchor='proximal' on the region."
+        )
+    check_recorded(recorded, rollout.completion_mask.bool())
+
+
+def _check_seams() -> None:
+    seam.require_version(PACKAGE, OLDEST, "trustrl was not tested with older versions")
+    loss = ("self", "model", "model_inputs", "grpo_batch")
+    scored = ("self", "model", "model_inputs", "grpo_batch", "compute_entropy")
+    require_seam(GRPOTrainer, "_compute_loss_and_metrics", loss, scored, package=PACKAGE)
+    seam.require_parameters(GRPOTrainer, "_prepare_batch_inputs", ("self", "samples"), package=PACKAGE)

@@ -1,0 +1,43 @@
+"""Model proxy for TRL's fused output layer, through which a region reads more of the vocabulary."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from trustrl.engines.common.vocabulary_forward import KEYWORD
+from trustrl.engines.common.vocabulary_read import Wanted
+from trustrl.errors import EngineError
+
+
+class AskingModel:
+    """Model proxy that requests more of the vocabulary in each call, and keeps the outputs.
+
+    Args:
+        model: The model, whose forward takes the keyword of `VocabularyForward`.
+        wanted: Maps TRL's labels to the part of the vocabulary that the region reads.
+    """
+
+    def __init__(self, model: Any, wanted: Callable[[Tensor], Wanted]) -> None:
+        self._model = model
+        self._wanted = wanted
+        self.outputs: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one forward pass.
+
+        Raises:
+            EngineError: If the call has no labels.
+        """
+        if kwargs.get("labels") is None or not kwargs.get("fused_lm_head"):
+            raise EngineError(
+                "TRL's _get_per_token_logps_and_entropies must call the model with `labels` and `fused_lm_head=True`, "
+                f"got {sorted(kwargs)}. Install a TRL version listed in trustrl's documentation, or choose a region on "
+                "the sampled token such as trustrl.preset('dppo-binary-tv')."
+            )
+        kwargs[KEYWORD] = self._wanted(kwargs["labels"])
+        self.outputs.append(self._model(*args, **kwargs))
+        return self.outputs[-1]
