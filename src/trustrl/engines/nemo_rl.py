@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trustrl.config.axes import Region
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean, TokenWeights
-from trustrl.core.metrics import check_choice
+from trustrl.core.metrics import Choice, check_choice
 from trustrl.core.records import RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_settings import region_given
@@ -42,7 +42,7 @@ class RegionLossFn(ClippedPGLossFn):
     def __init__(self, config: ClippedPGLossConfig, region: Region, use_fused_linear_logprobs: bool = False) -> None:
         super().__init__(config, use_fused_linear_logprobs=use_fused_linear_logprobs)
         self.region = region
-        self.metrics = getattr(config, "trustrl_metrics", "core")
+        self.metrics: Choice = getattr(config, "trustrl_metrics", "core")
         self.on_nonfinite: Any = getattr(config, "trustrl_on_nonfinite", "drop")
 
     def __call__(
@@ -57,7 +57,7 @@ class RegionLossFn(ClippedPGLossFn):
             global_valid_toks: Number of tokens in the loss of the global batch.
 
         Raises:
-            MissingDataError: If the region's anchor is missing.
+            KeyError: If the batch lacks `generation_logprobs` or `prev_logprobs`, which NeMo RL's own loss reads too.
         """
         others, metrics = super().__call__(
             next_token_logprobs,
