@@ -22,7 +22,8 @@ def engines() -> str:
     ]
     for engine in ENGINES:
         marks = " | ".join("yes" if kind in engine.kinds else "-" for kind in COLUMNS)
-        anchors = ", ".join(mark for anchor, mark in ANCHORS.items() if anchor in engine.anchors)
+        between = ", " if engine.both_at_once else " or "
+        anchors = between.join(mark for anchor, mark in ANCHORS.items() if anchor in engine.anchors)
         tests = f"{TESTED[engine.tested]} (`nox -s {engine.session}`)"
         lines.append(
             f"| [{engine.name}]({engine.page}) | {', '.join(engine.versions)} | {marks} | {anchors} | {tests} | "

@@ -49,3 +49,13 @@ def test_presets_of_each_kind_are_told_apart():
     skyrl = next(engine for engine in ENGINES if engine.name == "SkyRL")
     assert supports(skyrl, trustrl.preset("minirl"))
     assert not supports(skyrl, trustrl.preset("troll"))
+
+
+def test_an_engine_is_not_listed_for_a_region_that_it_refuses():
+    engines = {engine.name: engine for engine in ENGINES}
+    assert supports(engines["RLinf"], trustrl.preset("dppo-binary-tv"))
+    assert not supports(engines["RLinf"], trustrl.preset("minirl"))
+    assert not supports(engines["prime-rl"], trustrl.preset("tis"))
+    assert not supports(engines["AReaL"], trustrl.preset("gspo"))
+    assert not supports(engines["ms-swift"], trustrl.preset("dppo-topk-tv"))
+    assert supports(engines["ms-swift"], trustrl.preset("dppo-topk-tv", anchor="proximal"))

@@ -24,6 +24,7 @@ TESTED: dict[Tested, str] = {
 installed package's own entry point called our loss, and verdicts and gradients were compared."""
 
 SAMPLED: frozenset[Kind] = frozenset({"sampled"})
+FAMILY: frozenset[Kind] = frozenset({"sampled", "topk", "projection"})
 ALL: frozenset[Kind] = frozenset({"sampled", "topk", "exact", "projection"})
 BOTH: frozenset[Anchor] = frozenset({"behavior", "proximal"})
 
@@ -50,6 +51,15 @@ class Engine:
     """The log-probs that the engine passes to a loss: the sampler's record (behavior), or the trainer's own at the
     rollout's weights (proximal)."""
 
+    both_at_once: bool = True
+    """False if the engine's settings choose one of the two, so that regions which read both are refused."""
+
+    distribution_of: frozenset[Anchor] = BOTH
+    """The anchors of which more than the sampled token can be recorded."""
+
+    sequence_means: bool = True
+    """False if the engine cannot average over sequences, as GSPO requires."""
+
     tested: Tested
     session: str
     """The nox session of its tests."""
@@ -68,7 +78,14 @@ def kind_of(region: Region) -> Kind:
 
 def supports(engine: Engine, region: Region) -> bool:
     """Returns whether an engine can feed a region. Its settings may still refuse it; see the engine's page."""
-    return kind_of(region) in engine.kinds and region.needs().anchors <= engine.anchors
+    needs, kind = region.needs(), kind_of(region)
+    return (
+        kind in engine.kinds
+        and needs.anchors <= engine.anchors
+        and (kind == "sampled" or needs.anchor in engine.distribution_of)
+        and (engine.both_at_once or len(needs.anchors) == 1)
+        and (engine.sequence_means or needs.reduction is None)
+    )
 
 
 ENGINES = (
@@ -103,6 +120,122 @@ ENGINES = (
         tested="called",
         session="skyrl",
         page="skyrl.md",
+    ),
+    Engine(
+        name="ms-swift",
+        package="ms_swift",
+        versions=("4.6.0",),
+        module="trustrl.engines.swift",
+        start="TRUSTRL_REGION=dppo-binary-tv swift rlhf --rlhf_type grpo --external_plugins ...",
+        kinds=FAMILY,
+        distribution_of=frozenset({"proximal"}),
+        tested="run",
+        session="swift",
+        page="swift.md",
+    ),
+    Engine(
+        name="axolotl",
+        package="axolotl",
+        versions=("0.19.0",),
+        module="trustrl.engines.axolotl",
+        start="trust_region: dppo-binary-tv",
+        tested="run",
+        session="axolotl",
+        page="axolotl.md",
+    ),
+    Engine(
+        name="OpenRLHF",
+        package="openrlhf",
+        versions=("0.11.2",),
+        module="trustrl.engines.openrlhf",
+        start="python -m trustrl.engines.openrlhf --trustrl.region dppo-binary-tv",
+        tested="run",
+        session="openrlhf",
+        page="openrlhf.md",
+    ),
+    Engine(
+        name="tinker",
+        package="tinker",
+        versions=("0.36.0",),
+        module="trustrl.engines.tinker",
+        start='forward_backward_custom(data, loss_hook(trustrl.preset("dppo-binary-tv")))',
+        tested="called",
+        session="losses",
+        page="tinker.md",
+    ),
+    Engine(
+        name="Trinity-RFT",
+        package="trinity-rft",
+        versions=("0.6.0",),
+        module="trustrl.engines.trinity",
+        start="policy_loss_fn: trustrl.engines.trinity.RegionLoss",
+        tested="called",
+        session="losses",
+        page="trinity.md",
+    ),
+    Engine(
+        name="RLinf",
+        package="rlinf",
+        versions=("0.3.0",),
+        module="trustrl.engines.rlinf",
+        start="RLINF_EXT_MODULE=trustrl.engines.rlinf ... algorithm.loss_type=trustrl-dppo-binary-tv",
+        both_at_once=False,
+        tested="called",
+        session="losses",
+        page="rlinf.md",
+    ),
+    Engine(
+        name="AReaL",
+        package="areal",
+        versions=("1.0.4",),
+        module="trustrl.engines.areal",
+        start="class Actor(RegionActor, FSDPPPOActor): region = 'dppo-binary-tv'",
+        sequence_means=False,
+        tested="called",
+        session="losses",
+        page="areal.md",
+    ),
+    Engine(
+        name="prime-rl",
+        package="PrimeIntellect-ai/prime-rl",
+        versions=("commit 559b447",),
+        module="trustrl.engines.prime_rl",
+        start='[trainer.loss] type="custom" import_path="trustrl.engines.prime_rl.region_loss"',
+        anchors=frozenset({"behavior"}),
+        sequence_means=False,
+        tested="called",
+        session="prime_rl",
+        page="prime-rl.md",
+    ),
+    Engine(
+        name="NeMo RL",
+        package="NVIDIA-NeMo/RL",
+        versions=("commit 7ea279a",),
+        module="trustrl.engines.nemo_rl",
+        start="loss_fn = with_region(loss_fn, master_config)",
+        tested="called",
+        session="sources",
+        page="nemo-rl.md",
+    ),
+    Engine(
+        name="slime",
+        package="THUDM/slime",
+        versions=("commit 624b824",),
+        module="trustrl.engines.slime",
+        start="--loss-type custom_loss --custom-loss-function-path trustrl.engines.slime.region_loss",
+        tested="called",
+        session="sources",
+        page="slime.md",
+    ),
+    Engine(
+        name="miles",
+        package="radixark/miles",
+        versions=("commit 31f1ca9",),
+        module="trustrl.engines.miles",
+        start="--loss-type custom_loss --custom-loss-function-path trustrl.engines.miles.region_loss",
+        tested="called",
+        session="sources",
+        page="slime.md",
     ),
 )
 """Every engine, in the order of the page."""
