@@ -386,7 +386,7 @@ def pins(session: nox.Session) -> None:
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
-@nox.parametrize("torch", ["2.11.0", "2.15.0"])
+@nox.parametrize("torch", ["2.10.0", "2.15.0"])
 def torch_versions(session: nox.Session, torch: str) -> None:
     """Runs the core's tests on the oldest and the newest torch. Each may need 5 GB for CUDA packages."""
     session.install(f"torch=={torch}")

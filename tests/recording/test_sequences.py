@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import fields
+from importlib import metadata
 
 import pytest
 
@@ -165,7 +166,7 @@ def test_rank_0_describes_the_run_once_and_a_resumed_run_again(tmp_path):
         name: value for name, value in ABOUT.items() if name != "packages"
     }
     assert found["packages"]["peft"] == "1.0"
-    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["torch"] == metadata.version("torch")
     assert trustrl.config_from_dict(found["region"]) == batches.REGION
     assert (found["version"], found["trustrl"]) == (VERSION, trustrl.__version__)
     assert found["recording"]["sample"] == 0.5
