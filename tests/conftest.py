@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 from _pytest.doctest import DoctestModule
 
-ENGINES = {"skyrl": "skyrl", "trl": "trl", "trl_vllm": "vllm", "verl": "verl", "verl_cpu": "verl", "vllm": "vllm"}
+ENGINES = {
+    "skyrl": "skyrl",
+    "trl": "trl",
+    "trl_vllm": "vllm",
+    "verl": "verl",
+    "verl_cpu": "verl",
+    "vllm": "vllm",
+    "tinker": "tinker",
+    "trinity": "trinity",
+    "rlinf": "rlinf",
+    "areal": "areal",
+}
 """Folders in tests/engines, with the package that all their tests need."""
 
 MISSING = sorted(folder for folder, package in ENGINES.items() if find_spec(package) is None)
