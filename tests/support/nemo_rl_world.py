@@ -8,8 +8,9 @@ import importlib.util
 import sys
 import types
 
+_here = importlib.util.find_spec("nemo_rl") is not None  # elsewhere, tests of trackers must not find the stubs
 for _name in ("mlflow", "swanlab"):
-    if importlib.util.find_spec(_name) is None:
+    if _here and importlib.util.find_spec(_name) is None:
         _stub = types.ModuleType(_name)
         _stub.__spec__ = importlib.machinery.ModuleSpec(_name, None)
         sys.modules[_name] = _stub
