@@ -174,15 +174,16 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
 
     def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, in_loss: Tensor) -> RolloutTokens:
         """Returns the rollout's side of one micro-batch."""
-        trained = self._settings.behavior == "trainer"
         version = getattr(batch, "trustrl_version", None)
-        # Both anchors would be the same tensor, and the metrics would report a mismatch of 0.
-        same = trained and "proximal" not in self._needs.anchors
+        behavior, proximal = batch.rollout_per_token_logps, batch.old_per_token_logps
+        if self._settings.behavior == "trainer":  # with both, the metrics would report a mismatch of 0
+            behavior = proximal if "behavior" in self._needs.anchors else None
+            proximal = proximal if "proximal" in self._needs.anchors else None
         return RolloutTokens(
             advantage=batch.advantages,
             in_loss=in_loss,
-            behavior_logp=batch.old_per_token_logps if trained else batch.rollout_per_token_logps,
-            proximal_logp=None if same else batch.old_per_token_logps,
+            behavior_logp=behavior,
+            proximal_logp=proximal,
             token_ids=inputs["input_ids"][:, -in_loss.shape[1] :],
             topk=getattr(batch, "trustrl_topk", None),
             version=None if version is None else torch.full_like(in_loss, version, dtype=torch.long),
