@@ -16,7 +16,7 @@ from trustrl.config.axes import PrefixBudget, Region
 
 SOURCE = Path(trustrl.__file__).parent
 RECORDS = {"PolicyTokens", "RolloutTokens", "TopK", "FullVocabulary", "FullDivergence", "Needs", "Decision"}
-PLACEHOLDERS = {"trustrl.json", "trustrl.txt"}
+PLACEHOLDERS = {"trustrl.json", "trustrl.region", "trustrl.txt"}
 
 
 def sentences(tree):

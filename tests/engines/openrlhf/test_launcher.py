@@ -91,6 +91,8 @@ from trustrl.engines.openrlhf import install
 install()
 install()
 assert not {name for name in sys.modules if name.split('.')[0] in ('openrlhf', 'deepspeed', 'torch', 'vllm')}
+from importlib.util import find_spec
+assert find_spec('openrlhf.trainer.ray.ppo_actor')  # looking is not importing
 import FIRST
 from openrlhf.trainer.ray import ppo_actor
 from trustrl.engines.openrlhf.trainer import RegionActorPPOTrainer

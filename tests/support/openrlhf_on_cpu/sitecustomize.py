@@ -4,7 +4,6 @@ Four modules of OpenRLHF are changed when they are imported; everything else is 
 """
 
 import importlib.abc
-import importlib.util
 import sys
 
 
@@ -75,14 +74,12 @@ CHANGED = {
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    def __init__(self):
-        self.left = dict(CHANGED)
-
     def find_spec(self, fullname, path, target=None):
-        change = self.left.pop(fullname, None)
+        change = CHANGED.get(fullname)
         if change is None:
             return None
-        spec = importlib.util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None:
             execute = spec.loader.exec_module
             spec.loader.exec_module = lambda module: (execute(module), change(module))

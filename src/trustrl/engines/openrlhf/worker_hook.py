@@ -5,7 +5,7 @@ A process that never imports the trainer, such as vLLM's, imports nothing here e
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module, util
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -34,8 +34,8 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != PPO_ACTOR:
             return None
-        sys.meta_path.remove(self)
-        spec = util.find_spec(fullname)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
