@@ -63,6 +63,8 @@ def _rows(engine: str, package: str, extras: Sequence[str], ours: tuple[str, ...
 
 
 TOOLS = ("run", "models", "tasks", "records", "ray", "plots")
+OPENRLHF_TOOLS = tuple(extra for extra in TOOLS if extra != "ray")  # it pins Ray 2.55, and our extra begins at 2.56
+AREAL_TOOLS = tuple(extra for extra in TOOLS if extra != "models")  # it holds transformers at 5.3 or below
 GPU = ["vllm", "sglang", "fsdp", "megatron"]
 
 ENGINES = (
@@ -78,11 +80,11 @@ ENGINES = (
     *_rows("SkyRL 0.3.0", "skyrl==0.3.0", ["skyrl-train", "fsdp", "megatron"], TOOLS, tests="-", python="3.12"),
     *_rows("ms-swift 4.6.0", "ms-swift==4.6.0", [""], TOOLS, tests="`swift`"),
     *_rows("axolotl 0.19.0", "axolotl==0.19.0", [""], TOOLS, tests="`axolotl`"),
-    *_rows("OpenRLHF 0.11.2", "openrlhf==0.11.2", ["", "vllm"], TOOLS, tests="`openrlhf`"),
+    *_rows("OpenRLHF 0.11.2", "openrlhf==0.11.2", ["", "vllm"], OPENRLHF_TOOLS, tests="`openrlhf`"),
     *_rows("tinker 0.36.0", "tinker==0.36.0", [""], TOOLS, tests="`losses`"),
     *_rows("Trinity-RFT 0.6.0", "trinity-rft==0.6.0", [""], TOOLS, tests="`losses`"),
     *_rows("RLinf 0.3.0", "rlinf==0.3.0", [""], TOOLS, tests="`losses`"),
-    *_rows("AReaL 1.0.4", "areal==1.0.4", [""], TOOLS, tests="`losses`"),
+    *_rows("AReaL 1.0.4", "areal==1.0.4", [""], AREAL_TOOLS, tests="`losses`"),
     *_rows("vLLM 0.32.0", "vllm==0.32.0", [""], TOOLS, tests="`trl_vllm` (CPU build)"),
     *_rows("Ray 2.60.0", "ray==2.60.0", ["data"], ("ray", "records"), tests="`verl`"),
     *_rows("Ray 2.56.0", "ray==2.56.0", ["data"], ("ray", "records"), tests="`skyrl`"),
