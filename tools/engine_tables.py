@@ -17,19 +17,24 @@ ANCHORS = {"behavior": "μ", "proximal": "π'"}
 def engines() -> str:
     """Returns the table with one row per engine."""
     lines = [
-        f"| engine | versions | {' | '.join(COLUMNS.values())} | log-probs | tests | start |",
+        f"| engine | versions | {' | '.join(COLUMNS.values())} | log-probs | tests | session |",
         f"|---|---|{'---|' * len(COLUMNS)}---|---|---|",
     ]
     for engine in ENGINES:
         marks = " | ".join("yes" if kind in engine.kinds else "-" for kind in COLUMNS)
         between = ", " if engine.both_at_once else " or "
         anchors = between.join(mark for anchor, mark in ANCHORS.items() if anchor in engine.anchors)
-        tests = f"{TESTED[engine.tested]} (`nox -s {engine.session}`)"
         lines.append(
-            f"| [{engine.name}]({engine.page}) | {', '.join(engine.versions)} | {marks} | {anchors} | {tests} | "
-            f"`{engine.start}` |"
+            f"| [{engine.name}]({engine.page}) | {', '.join(engine.versions)} | {marks} | {anchors} | "
+            f"{TESTED[engine.tested]} | `{engine.session}` |"
         )
     return "\n".join(lines)
+
+
+def starts() -> str:
+    """Returns the table of the lines that choose a region."""
+    rows = [f"| [{engine.name}]({engine.page}) | `{engine.start}` |" for engine in ENGINES]
+    return "\n".join(["| engine | line |", "|---|---|", *rows])
 
 
 def presets() -> str:
@@ -53,7 +58,7 @@ def _listed(region: trustrl.Region) -> str:
     return ", ".join(engine.name for engine in ran)
 
 
-TABLES = {"engines": engines, "presets": presets}
+TABLES = {"engines": engines, "starts": starts, "presets": presets}
 
 
 def page() -> str:

@@ -36,7 +36,7 @@ def test_an_engine_has_an_adapter_a_page_and_tests(engine):
 
 @every
 def test_the_newest_release_is_the_one_that_is_installed(engine):
-    if engine.tested == "signature" or not re.fullmatch(r"[\d.]+", engine.versions[0]):
+    if not re.fullmatch(r"[\d.]+", engine.versions[0]):
         pytest.skip("not from a registry")
     pins = {line for file in (ROOT / "environments").glob("*.txt") for line in file.read_text().splitlines()}
     assert f"{engine.package}=={engine.versions[0]}" in pins

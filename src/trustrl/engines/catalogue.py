@@ -13,13 +13,9 @@ Kind = Literal["sampled", "topk", "exact", "projection"]
 """The part of the vocabulary that a region reads: the sampled token, the K most probable ids, or all of it; or a region
 that replaces the distribution (TROLL)."""
 
-Tested = Literal["run", "called", "signature"]
+Tested = Literal["run", "called"]
 
-TESTED: dict[Tested, str] = {
-    "run": "trains in our tests",
-    "called": "loss called in our tests",
-    "signature": "signature checked, not run",
-}
+TESTED: dict[Tested, str] = {"run": "trains", "called": "called"}
 """The label of each kind of test. "Trains": the engine's own trainer took optimizer steps with a region. "Called": the
 installed package's own entry point called our loss, and verdicts and gradients were compared."""
 
