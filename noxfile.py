@@ -158,7 +158,7 @@ def verl(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def verl_oldest(session: nox.Session) -> None:
-    """Tests the same at the oldest verl that we support. Not in CI: seven minutes."""
+    """Tests the same at the oldest verl that we support. Not in CI: several minutes."""
     install_engine(session, "verl")
     oldest = other_release(session, "verl", "0.9.0")
     session.run("pytest", "-n", "2", "-m", "not long", *VERL, env={"PYTHONPATH": oldest})
