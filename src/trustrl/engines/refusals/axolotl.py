@@ -7,8 +7,7 @@ torch nor axolotl, so the documentation can list the rows anywhere.
 from typing import Any
 
 from trustrl.config.axes import Region
-from trustrl.engines.common.region_needs import more_than_sampled_tokens
-from trustrl.engines.refusals.rows import VOCABULARY, Given, Refusal
+from trustrl.engines.refusals.rows import Given, Refusal, sampled_only
 
 TRAINER = "trustrl.engines.axolotl.TrustRegionTrainer"
 """The value of `trainer_cls`."""
@@ -36,17 +35,7 @@ ROWS = (
         refused=lambda name, given, region: not name,
         example={"trainer_cls": None},
     ),
-    Refusal(
-        setting="trust_region",
-        must_be="a region of the sampled token",
-        why="{region} needs {wanted} at each position, which needs TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl.",
-        refused=lambda value, given, region: True,
-        scope=VOCABULARY,
-        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
-        words={"region": "It", "wanted": "more of the vocabulary"},
-        example={},
-        preset="dppo-topk-tv",
-    ),
+    sampled_only("trust_region", "which needs TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl."),
     Refusal(
         setting="trl.async_prefetch",
         must_be="false",

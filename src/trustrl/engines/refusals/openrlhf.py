@@ -7,16 +7,15 @@ from typing import Any
 
 from trustrl.config.axes import Region
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
-from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
-    ON_TRAINER,
     PER_SEQUENCE,
     TRUNCATED,
-    VOCABULARY,
     Given,
     Refusal,
     Scope,
+    not_asynchronous,
+    sampled_only,
 )
 
 LEVEL, MODE = "--algo.advantage.is_correction_level", "--actor.loss_agg_mode"
@@ -65,18 +64,7 @@ def _fitting(region: Region) -> list[str]:
 
 
 ROWS = (
-    Refusal(
-        setting="--trustrl.region",
-        must_be="a region of the sampled token",
-        why="{region} needs {wanted} at each position, and OpenRLHF passes only sampled log-probs to a loss. TRL and "
-        "verl support it.",
-        refused=lambda value, given, region: True,
-        scope=VOCABULARY,
-        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
-        words={"region": "It", "wanted": "more of the vocabulary"},
-        example={},
-        preset="dppo-topk-tv",
-    ),
+    sampled_only("--trustrl.region", "and OpenRLHF passes only sampled log-probs to a loss. TRL and verl support it."),
     Refusal(
         setting=LEVEL,
         must_be="token",
@@ -111,17 +99,7 @@ ROWS = (
         example={MODE: "token-mean"},
         preset="gspo",
     ),
-    Refusal(
-        setting="--train.async_enable",
-        must_be="left out",
-        why="{region} needs the trainer's policy at the rollout's weights, which OpenRLHF does not keep. Use a region "
-        'with "anchor": "behavior", which does not need it.',
-        refused=lambda on, given, region: bool(on),
-        default=False,
-        scope=ON_TRAINER,
-        example={"--train.async_enable": True},
-        preset="minirl",
-    ),
+    not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
     Refusal(
         setting="--rollout.top_p",
         must_be="1.0",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trustrl.config.axes import Needs, Region
+from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.errors import ConfigError
 
 TRUNCATED = "μ would be renormalized over the kept tokens and π would not. Sample from the whole vocabulary."
@@ -175,3 +176,45 @@ def plain_sampling(group: str) -> dict[str, Refusal]:
         )
         for name, (default, example, why, refused) in neutral.items()
     }
+
+
+def sampled_only(setting: str, because: str) -> Refusal:
+    """Returns the row of an engine that runs only regions of the sampled token.
+
+    Args:
+        setting: The engine's setting that names the region.
+        because: The reason and the fix, which follow "the region needs ... at each position".
+    """
+    return Refusal(
+        setting=setting,
+        must_be="a region of the sampled token",
+        why="{region} needs {wanted} at each position, " + because,
+        refused=lambda value, given, region: True,
+        scope=VOCABULARY,
+        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
+        words={"region": "It", "wanted": "more of the vocabulary"},
+        example={},
+        preset="dppo-topk-tv",
+    )
+
+
+def not_asynchronous(setting: str, must_be: str, engine: str, anchored: str) -> Refusal:
+    """Returns the row of an asynchronous mode in which an engine does not keep the trainer's policy of the rollout.
+
+    Args:
+        setting: The engine's setting of the mode.
+        must_be: The value that works.
+        engine: The engine's name.
+        anchored: The way to write `anchor=behavior` in the engine's settings.
+    """
+    return Refusal(
+        setting=setting,
+        must_be=must_be,
+        why=f"{{region}} needs the trainer's policy at the rollout's weights, which {engine} does not keep. Use a "
+        f"region with {anchored}, which does not need it.",
+        refused=lambda on, given, region: bool(on),
+        default=False,
+        scope=ON_TRAINER,
+        example={setting: True},
+        preset="minirl",
+    )

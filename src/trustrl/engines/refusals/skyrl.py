@@ -7,16 +7,15 @@ from typing import Any
 
 from trustrl.config.axes import Region
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
-from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
-    ON_TRAINER,
     PER_SEQUENCE,
-    VOCABULARY,
     Given,
     Refusal,
     Scope,
+    not_asynchronous,
     plain_sampling,
+    sampled_only,
 )
 
 ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
@@ -70,17 +69,9 @@ def _of_their_losses(name: str) -> Refusal:
 
 
 ALGORITHM_ROWS = (
-    Refusal(
-        setting=f"{ALGORITHM}.policy_loss_type",
-        must_be="a region of the sampled token",
-        why="{region} needs {wanted} at each position, and SkyRL passes only sampled log-probs to a loss. TRL and verl "
-        "support it.",
-        refused=lambda name, given, region: True,
-        scope=VOCABULARY,
-        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
-        words={"region": "It", "wanted": "more of the vocabulary"},
-        example={},
-        preset="dppo-topk-tv",
+    sampled_only(
+        f"{ALGORITHM}.policy_loss_type",
+        "and SkyRL passes only sampled log-probs to a loss. TRL and verl support it.",
     ),
     Refusal(
         setting=f"{ALGORITHM}.off_policy_correction",
@@ -143,17 +134,7 @@ SAMPLING_ROWS = (
         words={"temperature": "a temperature other than 1"},
         example={f"{SAMPLING}.temperature": 0.8},
     ),
-    Refusal(
-        setting="trainer.fully_async.enabled",
-        must_be="False",
-        why="{region} needs the trainer's policy at the rollout's weights, which SkyRL does not keep. Use a region "
-        "with anchor=behavior, which does not need it.",
-        refused=lambda on, given, region: bool(on),
-        default=False,
-        scope=ON_TRAINER,
-        example={"trainer.fully_async.enabled": True},
-        preset="minirl",
-    ),
+    not_asynchronous("trainer.fully_async.enabled", "False", "SkyRL", "anchor=behavior"),
     Refusal(
         setting=f"{ALGORITHM}.temperature",
         must_be=f"{SAMPLING}.temperature ({{temperature}})",
