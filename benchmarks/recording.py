@@ -20,7 +20,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from trl_overhead import bootstrap, model, tokenizer
+from trl_overhead import Inside, bootstrap, model, tokenizer
 
 import trustrl
 from trustrl.recording import EntropySlope, NonFinite, QuantileAbove, Recording, read, sequence_ids
@@ -92,24 +92,6 @@ def rollouts(made, size: dict) -> list[dict]:
     return [{**inputs, "num_items_in_batch": total} for inputs in found]
 
 
-class Inside:
-    """Timer of the CPU seconds inside a recorder's calls."""
-
-    def __init__(self, recorder) -> None:
-        self.seconds = 0.0
-        for name in ("add", "end_step"):
-            setattr(recorder, name, self._timed(getattr(recorder, name)))
-
-    def _timed(self, call):
-        def timed(*args, **kwargs):
-            start = time.process_time()
-            found = call(*args, **kwargs)
-            self.seconds += time.process_time() - start
-            return found
-
-        return timed
-
-
 def step(made, batches: list[dict], at: int) -> float:
     start = time.process_time()
     made.state.global_step = at
@@ -128,7 +110,7 @@ def measure(size: dict, case: dict, steps: int) -> dict:
         made = trainer(size, folder, recording, region)
         metrics, batches = made._region_metrics, rollouts(made, size)
         recorder = metrics._recorder
-        inside = Inside(recorder)
+        inside = Inside((recorder, "add"), (recorder, "end_step"))
         step(made, batches, 0)
         shares, ratios = [], []
         for pair in range(1, steps + 1):

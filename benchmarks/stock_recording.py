@@ -14,13 +14,12 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from trl_overhead import bootstrap, cpu, trainer
+from trl_overhead import Inside, bootstrap, cpu, trainer
 
 from trustrl.engines.trl import record
 from trustrl.engines.trl.rollout_rows import RolloutRows
@@ -34,24 +33,6 @@ CASES = {
     "every sequence, a region observes": {"sample": 1.0, "region": "cispo"},
     "1% of the sequences": {"sample": 0.01},
 }
-
-
-class Inside:
-    """Timer of the CPU seconds inside the record's own code."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        RolloutRows.name = self._timed(RolloutRows.name)
-        StockRecord._add = self._timed(StockRecord._add)
-
-    def _timed(self, call):
-        def timed(*args, **kwargs):
-            start = time.process_time()
-            found = call(*args, **kwargs)
-            self.seconds += time.process_time() - start
-            return found
-
-        return timed
 
 
 def step(made, at: int) -> tuple[float, float]:
@@ -115,7 +96,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found, inside = {}, Inside()
+    found, inside = {}, Inside((RolloutRows, "name"), (StockRecord, "_add"))
     for name, case in CASES.items():
         if options.only in name:
             found[name] = one = measure(case, options.pairs, inside)
