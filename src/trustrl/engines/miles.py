@@ -13,28 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from trustrl.engines.common import seam
-from trustrl.engines.common.response_loss import Batch, Reducer, ResponseLoss
-from trustrl.engines.common.sampled_loss import SampledLoss
+from trustrl.engines.common.response_loss import Batch, Reducer, ResponseLoss, require_seams, sampled_loss
 from trustrl.engines.refusals.slime import ROWS
 
-CALLED_WITH = ("args", "batch", "logits", "sum_of_sample_mean")
 LOG_PROBS_WITH = (
     "logits", "args", "unconcat_tokens", "total_lengths", "response_lengths", "with_entropy", "entropy_requires_grad",
     "non_loss_data", "max_seq_lens",
 )  # fmt: skip
-KL_WITH = ("log_probs", "log_probs_base", "kl_loss_type")
 
-SAMPLED = SampledLoss(
-    "miles",
-    {
-        "behavior": (
-            "rollout_log_probs",
-            "miles' rollout records them. A custom generate function must fill `Sample.rollout_log_probs`.",
-        ),
-        "proximal": ("log_probs", "Remove --use-rollout-logprobs, with which miles does not recompute them."),
-    },
-)
+SAMPLED = sampled_loss("miles")
 
 
 def region_loss(
@@ -90,6 +77,4 @@ def _theirs() -> Any:
 
 @cache
 def _check_seams() -> None:
-    seam.require_parameters(_theirs(), "policy_loss_function", CALLED_WITH)
-    seam.require_parameters(_theirs(), "get_log_probs_and_entropy", LOG_PROBS_WITH)
-    seam.require_parameters(_theirs(), "compute_approx_kl", KL_WITH, more=True)
+    require_seams(_theirs(), LOG_PROBS_WITH)

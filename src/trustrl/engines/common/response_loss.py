@@ -17,6 +17,7 @@ from trustrl.config.terms import SequenceMeanTokenMean, TokenMean, TokenWeights
 from trustrl.core.metrics import check_choice
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import RolloutTokens
+from trustrl.engines.common import seam
 from trustrl.engines.common.region_needs import by_trainer
 from trustrl.engines.common.region_settings import region_given
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
@@ -26,6 +27,47 @@ from trustrl.engines.refusals.rows import Given, Refusal, check
 
 Reducer = Callable[[Tensor], Tensor]
 Batch = Mapping[str, Any]
+
+CALLED_WITH = ("args", "batch", "logits", "sum_of_sample_mean")
+KL_WITH = ("log_probs", "log_probs_base", "kl_loss_type")
+
+
+def sampled_loss(engine: str) -> SampledLoss:
+    """Returns the place of the loss in slime or miles, with the names that both give to the log-probs."""
+    return SampledLoss(
+        engine,
+        {
+            "behavior": (
+                "rollout_log_probs",
+                f"{_possessive(engine)} rollout records them. A custom generate function must fill "
+                "`Sample.rollout_log_probs`.",
+            ),
+            "proximal": (
+                "log_probs",
+                f"Remove --use-rollout-logprobs, with which {engine} does not recompute them.",
+            ),
+        },
+    )
+
+
+def require_seams(losses: Any, log_probs_with: tuple[str, ...], *, more: bool = False) -> None:
+    """Raises if the engine's own losses take other parameters than the adapter was written for.
+
+    Args:
+        losses: The engine's module of losses.
+        log_probs_with: The parameters of its `get_log_probs_and_entropy`.
+        more: Whether that function may take further parameters.
+
+    Raises:
+        EngineError: If a function is missing or takes different parameters.
+    """
+    seam.require_parameters(losses, "policy_loss_function", CALLED_WITH)
+    seam.require_parameters(losses, "get_log_probs_and_entropy", log_probs_with, more=more)
+    seam.require_parameters(losses, "compute_approx_kl", KL_WITH, more=True)
+
+
+def _possessive(name: str) -> str:
+    return f"{name}'" if name.endswith("s") else f"{name}'s"
 
 
 @dataclass(frozen=True)
