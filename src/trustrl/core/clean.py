@@ -14,7 +14,14 @@ from torch import Tensor
 
 from trustrl.config.axes import Needs
 from trustrl.core.numerics import verdict_dtype
-from trustrl.core.partition import LARGEST_LOGP, Partition, resolution_of, topk_partition, vocabulary_partition
+from trustrl.core.partition import (
+    LARGEST_LOGP,
+    CellSums,
+    Partition,
+    resolution_of,
+    topk_partition,
+    vocabulary_partition,
+)
 from trustrl.core.records import FullDivergence, PolicyTokens, RolloutTokens, check_pair
 from trustrl.core.sequences import Sequences, sequences_of
 from trustrl.errors import MissingDataError, RecordError
@@ -60,7 +67,7 @@ class CleanTokens:
     """log π' − log μ if both are recorded. NaN where the region reads only one of them and the other is faulty."""
 
     sequences: Sequences | None
-    partition: Partition | None
+    partition: Partition | CellSums | None
     full_divergence: FullDivergence | None
     faults: dict[str, Float[Tensor, ""]]
     """Number of tokens in the loss with each kind of fault."""

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.config.axes import Needs
-from trustrl.core.numerics import either
+from trustrl.core.numerics import either, kl_term
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
 
 LARGEST_LOGP = 1e-3
@@ -59,6 +59,32 @@ class Partition(NamedTuple):
 
     resolution: float
     """Smallest meaningful tail: 1 − Σ is accurate only to the rounding of its summands. 0 if the tail is exact."""
+
+    def tv(self) -> Float[Tensor, " n"]:
+        """Returns Σ |b − π| over the known ids."""
+        return (self.anchor - self.policy).detach().abs_().sum(-1)
+
+    def kl(self) -> Float[Tensor, " n"]:
+        """Returns the known ids' share of KL(b‖π)."""
+        return kl_term(self.log_anchor, self.log_policy.detach()).sum(-1)
+
+
+class CellSums(NamedTuple):
+    """Sums over the cells of a partition whose columns were never spread out in float64."""
+
+    anchor_tail: Float[Tensor, " n"]
+    policy_tail: Float[Tensor, " n"]
+    sum_tv: Float[Tensor, " n"]
+    sum_kl: Float[Tensor, " n"]
+    resolution: float
+
+    def tv(self) -> Float[Tensor, " n"]:
+        """Returns Σ |b − π| over the known ids."""
+        return self.sum_tv
+
+    def kl(self) -> Float[Tensor, " n"]:
+        """Returns the known ids' share of KL(b‖π)."""
+        return self.sum_kl
 
 
 def vocabulary_partition(
@@ -126,18 +152,14 @@ def topk_partition(
     - `column`: the policy's log-prob in the sampled id's column equals its `logp` (see `_same_logp`).
     - `narrow`: a record with fewer than k columns leaves out at most `tail_mass` of the anchor.
     """
-    topk, own, token_ids = rollout.topk, policy.topk_logp, rollout.token_ids
-    assert topk is not None  # `require` has checked these
-    assert own is not None
+    token_ids = rollout.token_ids
     assert token_ids is not None
-    if topk.ids.shape[-1] > needs.topk:
-        topk, own = _narrow(topk, own, needs.topk)
-    ends_early = topk.ids.shape[-1] < needs.topk
-    if needs.own_topk != "none" and policy.topk is not None:
-        topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
+    topk, own, ends_early = recorded_columns(policy, rollout, needs)
     double = log_anchor.dtype
     tails: Tails | None = None
-    if topk.tail_logp is not None and policy.tail_logp is not None and needs.own_topk != "fill":
+    if reads_tails(topk, policy, needs):
+        assert topk.tail_logp is not None
+        assert policy.tail_logp is not None
         tails = topk.tail_logp.detach().reshape(-1).to(double), policy.tail_logp.reshape(-1).to(double)
     token, logp = token_ids.reshape(-1), policy.logp.reshape(-1).to(double)
     columns = _columns(topk, own, token, double)
@@ -167,6 +189,24 @@ def topk_partition(
         tail_b, tail_p = ((1 - x.exp() - y).clamp(min=0.0) for x, y in ((log_anchor, mass_b), (logp, mass_p)))
         resolution = resolution_of(topk.logp, own)
     return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
+
+
+def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[TopK, Tensor, bool]:
+    """Returns the anchor's columns that a region reads, the policy's, and True if there are fewer than it asks for."""
+    topk, own = rollout.topk, policy.topk_logp
+    assert topk is not None  # `require` has checked these
+    assert own is not None
+    if topk.ids.shape[-1] > needs.topk:
+        topk, own = _narrow(topk, own, needs.topk)
+    ends_early = topk.ids.shape[-1] < needs.topk
+    if needs.own_topk != "none" and policy.topk is not None:
+        topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
+    return topk, own, ends_early
+
+
+def reads_tails(topk: TopK, policy: PolicyTokens, needs: Needs) -> bool:
+    """Returns True if both recorded tails are used: they must be computed alike."""
+    return topk.tail_logp is not None and policy.tail_logp is not None and needs.own_topk != "fill"
 
 
 def _columns(topk: TopK, own: Tensor, token: Tensor, dtype: torch.dtype) -> _Columns:

@@ -6,11 +6,9 @@ Shape suffixes as there: N tokens, D hidden size, V vocabulary, C known ids per 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportMissingImports=false
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
+
+from trustrl.kernels.triton_jit import jit
 
 FLOOR_VALUE = -1e20
 """Raw product of an absent cell. Finite, so that 0 · FLOOR is 0 and FLOOR − FLOOR is not NaN."""
@@ -18,17 +16,7 @@ FLOOR_VALUE = -1e20
 FLOOR = tl.constexpr(FLOOR_VALUE)
 
 
-def interpreted() -> bool:
-    """Returns True if Triton's interpreter runs the kernels."""
-    return bool(triton.knobs.runtime.interpret)
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    """Returns `triton.jit(function)`, with a type that pyright can index and launch."""
-    return triton.jit(function)
-
-
-@_jit
+@jit
 def rest_kernel(
     hidden, head, bias, scale, softcap, ids, starts, partials, N, V, D, splits,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, EVEN_DEPTH: tl.constexpr,
@@ -69,7 +57,7 @@ def rest_kernel(
     tl.store(out + 3 * splits * N, largest, mask=rows < N)
 
 
-@_jit
+@jit
 def dz_kernel(
     hidden, head, bias, scale, softcap, base, on_rest, on_log, dz, first, N, V, D, tiles, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, EVEN_DEPTH: tl.constexpr,
@@ -88,7 +76,7 @@ def dz_kernel(
     tl.store(out, each.to(dz.dtype.element_ty), mask=(rows < N)[:, None] & (columns < V)[None, :])
 
 
-@_jit
+@jit
 def known_kernel(
     hidden, head, bias, scale, softcap, ids, put, stay, dz, first, last, C, D, width,
     IDS: tl.constexpr, DEPTH: tl.constexpr,
@@ -121,7 +109,7 @@ def known_kernel(
     tl.store(cell, each.to(dz.dtype.element_ty), mask=here)
 
 
-@_jit
+@jit
 def _place(row_blocks, others, ROWS: tl.constexpr, GROUP: tl.constexpr):
     """Returns (rows, index along the vocabulary) of this program."""
     program = tl.program_id(0)
@@ -129,7 +117,7 @@ def _place(row_blocks, others, ROWS: tl.constexpr, GROUP: tl.constexpr):
     return block * ROWS + tl.arange(0, ROWS), other
 
 
-@_jit
+@jit
 def _raw_tile(
     hidden, head, bias, row, column, V, D,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN_DEPTH: tl.constexpr, UPCAST: tl.constexpr,
@@ -160,7 +148,7 @@ def _raw_tile(
     return tl.where(columns[None, :] < V, raw, FLOOR)
 
 
-@_jit
+@jit
 def _logit(raw, factor, softcap):
     """Returns (logit, ∂logit/∂raw product)."""
     if softcap is None:

@@ -41,7 +41,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trustrl.kernels.triton_kernels import FLOOR_VALUE, dz_kernel, interpreted, known_kernel, rest_kernel
+from trustrl.kernels.triton_jit import interpreted
+from trustrl.kernels.triton_kernels import FLOOR_VALUE, dz_kernel, known_kernel, rest_kernel
 
 BUFFER_BYTES = 64 * 2**20
 

@@ -49,7 +49,8 @@ def measure(tokens: CleanTokens, statistic: Statistic) -> Interval:
             return symmetric_binary_kl(tokens.log_policy, tokens.log_anchor, resolution=tokens.resolution)
         case TopKTV() | TopKKL():
             of = topk_tv if isinstance(statistic, TopKTV) else topk_kl
-            return _blanked(tokens, of(_detached(tokens), tokens.log_policy, tokens.log_anchor))
+            assert tokens.partition is not None  # among the region's needs
+            return _blanked(tokens, of(tokens.partition, tokens.log_policy, tokens.log_anchor))
         case FullTV() | FullKL():
             return _blanked(tokens, _full(tokens, statistic))
         case _:
@@ -74,17 +75,9 @@ def _full(tokens: CleanTokens, statistic: FullTV | FullKL) -> Interval:
         if given is None:
             raise MissingDataError(f"PolicyTokens.full_divergence.{name} must be given for {statistic.kind}, got None.")
         return point(given)
-    partition = _detached(tokens)
-    return (full_tv if name == "tv" else full_kl)(partition.log_policy, partition.log_anchor)
-
-
-def _detached(tokens: CleanTokens) -> Partition:
-    assert tokens.partition is not None  # among the region's needs
-    return tokens.partition._replace(
-        log_policy=tokens.partition.log_policy.detach(),
-        policy=tokens.partition.policy.detach(),
-        policy_tail=tokens.partition.policy_tail.detach(),
-    )
+    partition = tokens.partition
+    assert isinstance(partition, Partition)  # among the region's needs
+    return (full_tv if name == "tv" else full_kl)(partition.log_policy.detach(), partition.log_anchor)
 
 
 def _blanked(tokens: CleanTokens, interval: Interval) -> Interval:

@@ -92,7 +92,7 @@ def _tail_floor(tokens: CleanTokens, partition: Partition) -> float:
 def _kl_to_anchor(tokens: CleanTokens) -> Tensor:
     """Returns KL(π‖b) over the cells with both sides normalized; 0 on unusable tokens."""
     partition = tokens.partition
-    assert partition is not None  # among the region's needs
+    assert isinstance(partition, Partition)  # among the region's needs
     tail_p, tail_b = (
         x.clamp(min=_tail_floor(tokens, partition)) for x in (partition.policy_tail, partition.anchor_tail)
     )
@@ -109,7 +109,7 @@ def _kl_to_anchor(tokens: CleanTokens) -> Tensor:
 def _distributions(tokens: CleanTokens, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Returns normalized log π and log b over all cells with the tail last, and the sampled token's column."""
     partition = tokens.partition
-    assert partition is not None  # among the region's needs
+    assert isinstance(partition, Partition)  # among the region's needs
     floor = _tail_floor(tokens, partition)
 
     def some(x: Tensor) -> Tensor:
