@@ -156,10 +156,7 @@ def collect(
     _total_vocabulary(totals, tokens, policy, masked)
     if tokens.log_mismatch is not None:
         _total_mismatch(totals, tokens.log_mismatch)
-    for name, x in decision.extra.items():
-        if name in RESERVED:
-            raise RecordError(f"Decision.extra must not use the name of a metric, got {name!r}. Choose another name.")
-        totals.total(f"extra/{name}", x if x.dtype == torch.bool else torch.where(tokens.usable, x, 0.0))
+    add_extra(added, tokens, decision)
 
     columns = [on, (tokens.usable & masked).to(on.dtype), on * gap.abs()]
     added["by_probability"] = _binned(anchor, PROBABILITY_EDGES, columns)
@@ -172,14 +169,36 @@ def collect(
     return Sums(added, totals.highest)
 
 
+def add_extra(added: dict[str, Tensor], tokens: CleanTokens, decision: Decision) -> None:
+    """Sums a region's own values over the usable tokens.
+
+    Raises:
+        RecordError: If one has the name of a metric.
+    """
+    for name, x in decision.extra.items():
+        if name in RESERVED:
+            raise RecordError(f"Decision.extra must not use the name of a metric, got {name!r}. Choose another name.")
+        if x.dtype == torch.bool:
+            added[f"extra/{name}"] = torch.count_nonzero(tokens.usable & x).to(tokens.log_ratio.dtype)
+        else:
+            added[f"extra/{name}"] = torch.where(tokens.usable, x, 0.0).sum(dtype=tokens.log_ratio.dtype)
+
+
+def count_sequences(tokens: CleanTokens) -> dict[str, Tensor]:
+    """Counts the sequences with a token in the loss, if tokens are grouped."""
+    if tokens.sequences is None:
+        return {}
+    dtype = tokens.log_ratio.dtype
+    present = torch.zeros(tokens.sequences.num, dtype=dtype, device=tokens.in_loss.device)
+    present = present.scatter_reduce(0, tokens.sequences.of_token, tokens.in_loss.to(dtype), "amax")
+    return {"sequences": present.sum()}
+
+
 def _count_tokens(totals: _Totals, tokens: CleanTokens, overflow: Tensor) -> None:
     totals.count("tokens", tokens.in_loss)
     totals.count("measured", tokens.usable)
     totals.count("used", tokens.usable & ~overflow)
-    if tokens.sequences is not None:
-        present = torch.zeros(tokens.sequences.num, dtype=totals.on.dtype, device=totals.on.device)
-        present = present.scatter_reduce(0, tokens.sequences.of_token, tokens.in_loss.to(totals.on.dtype), "amax")
-        totals.added["sequences"] = present.sum()
+    totals.added.update(count_sequences(tokens))
     for name, faults in tokens.faults.items():
         totals.added[f"fault/{name}"] = faults
     totals.count("fault/overflow", overflow)

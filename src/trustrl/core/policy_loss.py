@@ -11,13 +11,14 @@ from torch import Tensor
 from trustrl.config.axes import Needs, Region
 from trustrl.config.terms import Penalty, Reduction, SequenceMeanTokenMean, TokenWeights
 from trustrl.config.validators import one_of
-from trustrl.core.clean import OnNonFinite, clean_tokens
-from trustrl.core.diagnostics import Sums, collect, raise_on_faults
-from trustrl.core.losses import penalty_terms, policy_terms
+from trustrl.core.clean import OnNonFinite
+from trustrl.core.diagnostics import Sums, raise_on_faults
+from trustrl.core.losses import penalty_terms
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.reductions import reduce_terms
 from trustrl.core.regions.decision import Decision
 from trustrl.core.regions.dispatch import decide
+from trustrl.core.steps import Impl, steps_for
 from trustrl.errors import ConfigError
 
 
@@ -58,6 +59,7 @@ def policy_loss(
     reduction: Reduction,
     penalties: Sequence[Penalty] = (),
     on_nonfinite: OnNonFinite = "drop",
+    impl: Impl = "auto",
 ) -> LossOutput:
     """Computes the loss of one micro-batch under a trust region.
 
@@ -74,6 +76,8 @@ def policy_loss(
         on_nonfinite: Handling of tokens in the loss whose values are NaN, infinite or impossible. `drop` removes the
             token. `zero` removes it from the loss, but counts it in its sequence as unmoved. `raise` raises. All three
             count such tokens; only `raise` waits for the device.
+        impl: "eager" runs every step as torch operations. "triton" runs cleaning, terms and sums in one launch each,
+            with the same results. "auto" is "eager" until the environment variable TRUSTRL_LOSS_IMPL says otherwise.
 
     Returns:
         The loss, its terms, the region's decision and the sums for metrics.
@@ -99,10 +103,10 @@ def policy_loss(
     """
     one_of("on_nonfinite", on_nonfinite, ("drop", "zero", "raise"))
     needs = _needs(region, reduction)
-    tokens = clean_tokens(policy, rollout, needs, on_nonfinite=on_nonfinite)
+    steps = steps_for(rollout, impl)
+    tokens = steps.clean(policy, rollout, needs, on_nonfinite=on_nonfinite)
     decision = decide(tokens, region)
-    term, overflow = policy_terms(decision, tokens)
-    loss = reduce_terms(term, tokens, reduction)
+    loss, overflow = steps.reduced_loss(decision, tokens, reduction)
     terms = {"policy": loss.detach()}
     for penalty in penalties:
         if penalty.kind in terms:
@@ -117,7 +121,7 @@ def policy_loss(
 
     def sums() -> Sums:
         with torch.no_grad():
-            return collect(tokens, decision, overflow, policy, terms)
+            return steps.collect(tokens, decision, overflow, policy, terms)
 
     out = LossOutput(loss, terms, _batched(decision, rollout), [sums])
     if on_nonfinite == "raise":

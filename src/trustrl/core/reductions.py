@@ -21,21 +21,34 @@ def reduce_terms(terms: Float[Tensor, " n"], tokens: CleanTokens, reduction: Red
         MissingDataError: If packed tokens have no `sequence_ids` and the reduction averages over sequences.
         RecordError: If there is not one weight for each token.
     """
+    weights = weights_of(tokens, reduction)
+    if weights is not None:
+        # A dropped token may have any weight, even NaN, and 0 · NaN must not reach the sum.
+        terms = terms * torch.where(tokens.usable, weights, 0.0)
+    return finish(terms.sum(dtype=tokens.log_ratio.dtype), tokens, reduction)
+
+
+def weights_of(tokens: CleanTokens, reduction: Reduction) -> Float[Tensor, " n"] | None:
+    """Returns the factor of each token's term before the division by the count; None if all are 1."""
     if isinstance(reduction, TokenWeights):
         weights = reduction.weights
-        if not isinstance(weights, Tensor) or weights.numel() != terms.numel():
+        if not isinstance(weights, Tensor) or weights.numel() != tokens.usable.numel():
             got = tuple(weights.shape) if isinstance(weights, Tensor) else weights
-            raise RecordError(f"token-weights.weights must be a tensor of {terms.numel()} numbers, got {got}.")
-        # A dropped token may have any weight, even NaN, and 0 · NaN must not reach the sum.
-        terms = terms * torch.where(tokens.usable, weights.detach().reshape(-1), 0.0).to(terms.dtype)
+            raise RecordError(f"token-weights.weights must be a tensor of {tokens.usable.numel()} numbers, got {got}.")
+        return weights.detach().reshape(-1)
     if isinstance(reduction, SequenceMeanTokenMean):
         if tokens.sequences is None:
             raise MissingDataError(
                 "RolloutTokens.sequence_ids must be given for sequence means of packed tokens, got None."
             )
         length = sequence_length(tokens.in_loss, tokens.sequences, tokens.log_ratio).clamp(min=1.0)
-        terms = terms / length[tokens.sequences.of_token]
+        return length.reciprocal()[tokens.sequences.of_token]
+    return None
+
+
+def finish(total: Float[Tensor, ""], tokens: CleanTokens, reduction: Reduction) -> Float[Tensor, ""]:
+    """Divides the sum of weighted terms by the reduction's count."""
     count = denominator(reduction)
     if isinstance(count, Tensor):
         count = count.clamp(min=1)
-    return (terms.sum(dtype=tokens.log_ratio.dtype) / count).to(tokens.logp.dtype)
+    return (total / count).to(tokens.logp.dtype)

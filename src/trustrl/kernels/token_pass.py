@@ -204,14 +204,14 @@ def sums(
     extremes = torch.empty(blocks, NUM_EXTREMES, dtype=torch.float64, device=device)
     bins = torch.zeros(4, num_bins, dtype=torch.float64, device=device)
     narrows = given.max_increase is not None
-    per_token = narrows and given.max_increase.numel() > 1
+    per_token = given.max_increase is not None and given.max_increase.numel() > 1
     with torch.cuda.device_of(given.in_loss):
         sums_kernel[(blocks,)](
             *_dense(*given), partials, extremes, bins, n, num_bins, int(per_token), BOUNDED=bounded, NARROWS=narrows,
             NUM_SUMS=NUM_SUMS, ROWS=BLOCK, num_warps=WARPS, **settings,
         )  # fmt: skip
     total = partials.sum(0)
-    added = dict(zip(TOTALS, total.unbind(), strict=False))
+    added: dict[str, Tensor] = dict(zip(TOTALS, total.unbind(), strict=False))
     added["by_probability"] = total[BY_PROBABILITY:BY_STALENESS].view(8, 3)
     added["by_staleness"] = total[BY_STALENESS:NUM_SUMS].view(8, 3)
     return added, dict(zip(EXTREMES, extremes.amax(0).unbind(), strict=False)), bins

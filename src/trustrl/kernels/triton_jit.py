@@ -1,6 +1,7 @@
 """`triton.jit` for this package's kernels. Importing this module needs `triton`."""
 # `triton` may not be installed where types are checked.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportMissingImports=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false
 
 from collections.abc import Callable
 from typing import Any

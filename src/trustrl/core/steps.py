@@ -1,0 +1,61 @@
+"""The steps of `policy_loss` around the region's decision, and the choice between their implementations.
+
+The eager steps are the definition. The others give the same verdicts and counts in fewer launches or fewer passes over
+memory.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from trustrl.config.terms import Reduction
+from trustrl.config.validators import one_of
+from trustrl.core.clean import CleanTokens, clean_tokens
+from trustrl.core.diagnostics import Sums, collect
+from trustrl.core.losses import policy_terms
+from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.reductions import reduce_terms
+from trustrl.core.regions.decision import Decision
+
+Impl = Literal["auto", "eager", "triton"]
+
+SWITCH = "TRUSTRL_LOSS_IMPL"
+"""Environment variable that decides for every call with `impl="auto"`."""
+
+
+class Steps(NamedTuple):
+    """One implementation of the three steps."""
+
+    clean: Callable[..., CleanTokens]
+    """(policy, rollout, needs, on_nonfinite=) → clean tokens, as `clean_tokens`."""
+
+    reduced_loss: Callable[[Decision, CleanTokens, Reduction], tuple[Tensor, Tensor]]
+    """The loss and the overflow flags, as `policy_terms` and `reduce_terms`."""
+
+    collect: Callable[[CleanTokens, Decision, Tensor, PolicyTokens, dict[str, Tensor]], Sums]
+    """The totals of a micro-batch, as `diagnostics.collect`."""
+
+
+def _reduced_loss(decision: Decision, tokens: CleanTokens, reduction: Reduction) -> tuple[Tensor, Tensor]:
+    term, overflow = policy_terms(decision, tokens)
+    return reduce_terms(term, tokens, reduction), overflow
+
+
+EAGER = Steps(clean_tokens, _reduced_loss, collect)
+
+
+def steps_for(rollout: RolloutTokens, impl: Impl) -> Steps:
+    """Returns the steps to run on these records."""
+    one_of("impl", impl, get_args(Impl))
+    if impl == "auto":
+        chosen: Any = os.environ.get(SWITCH, "eager")
+        impl = chosen
+        one_of(SWITCH, impl, ("eager", "triton"))
+    if impl == "eager" or not rollout.in_loss.numel() or torch.compiler.is_compiling():
+        return EAGER
+    from trustrl.core import triton_steps  # imported on use, because only these steps need triton
+
+    return Steps(triton_steps.clean, triton_steps.reduced_loss, triton_steps.collect)
