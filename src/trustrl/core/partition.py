@@ -10,6 +10,7 @@ from torch import Tensor
 from trustrl.config.axes import Needs
 from trustrl.core.numerics import either, kl_term
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
+from trustrl.kernels.recorded_columns import Columns
 
 LARGEST_LOGP = 1e-3
 """Largest log-prob that rounding in an engine explains. A larger value is a fault."""
@@ -77,6 +78,8 @@ class CellSums(NamedTuple):
     sum_tv: Float[Tensor, " n"]
     sum_kl: Float[Tensor, " n"]
     resolution: float
+    columns: Columns
+    """The columns themselves, with the policy's gradient."""
 
     def tv(self) -> Float[Tensor, " n"]:
         """Returns Σ |b − π| over the known ids."""

@@ -34,6 +34,7 @@ from trustrl.core.regions.decision import Decision
 from trustrl.core.sequences import sequences_of
 from trustrl.kernels import token_pass
 from trustrl.kernels.logprob_outputs import wide_dtype
+from trustrl.kernels.recorded_columns import Columns
 
 HISTOGRAM_SETTINGS: dict[str, Any] = {
     "LARGEST_LOG_RATIO": LARGEST_LOG_RATIO,
@@ -47,8 +48,8 @@ HISTOGRAM_SETTINGS: dict[str, Any] = {
 
 
 def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonfinite: OnNonFinite) -> CleanTokens:
-    """Returns the result of `clean_tokens`. Regions that project or read the whole vocabulary use it itself."""
-    if needs.full or needs.projects:
+    """Returns the result of `clean_tokens`. Regions on the whole vocabulary use it itself."""
+    if needs.full:
         return clean_tokens(policy, rollout, needs, on_nonfinite=on_nonfinite)
     check_pair(policy, rollout)
     require_fields(policy, rollout, needs)
@@ -82,7 +83,8 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
     if columns is not None:
         assert resolution is not None
         names += ["support", "mass", "column", *(["narrow"] if columns.left_out is not None else [])]
-        partition = CellSums(*rows.cells[:4], resolution)
+        anchor_tail, policy_tail, tv, kl = rows.cells[:4]
+        partition = CellSums(anchor_tail, policy_tail, tv, kl, resolution, columns)
     counted = dict(zip(token_pass.SAMPLED_FAULTS + token_pass.COLUMN_FAULTS, rows.faults.unbind(), strict=True))
     both = rollout.behavior_logp is not None and rollout.proximal_logp is not None
     in_loss = rollout.in_loss.reshape(-1)
@@ -105,20 +107,20 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
     )
 
 
-def _columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[token_pass.Columns, float]:
+def _columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:
     topk, own, ends_early = recorded_columns(policy, rollout, needs)
     width = topk.ids.shape[-1]
     tails = reads_tails(topk, policy, needs)
     exact = tails or needs.own_topk == "fill"
     assert rollout.token_ids is not None  # `require_fields` has checked it
-    columns = token_pass.Columns(
+    columns = Columns(
         ids=topk.ids.reshape(-1, width),
         valid=topk.valid.reshape(-1, width),
         anchor_logp=topk.logp.detach().reshape(-1, width),
-        own_logp=own.detach().reshape(-1, width),
+        own_logp=own.reshape(-1, width),
         token_ids=rollout.token_ids.reshape(-1),
         anchor_tail_logp=topk.tail_logp.detach().reshape(-1) if tails and topk.tail_logp is not None else None,
-        own_tail_logp=policy.tail_logp.detach().reshape(-1) if tails and policy.tail_logp is not None else None,
+        own_tail_logp=policy.tail_logp.reshape(-1) if tails and policy.tail_logp is not None else None,
         no_tail=needs.own_topk == "fill",
         left_out=needs.tail_mass if ends_early else None,
     )

@@ -21,22 +21,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trustrl.kernels.recorded_columns import Columns
 from trustrl.kernels.token_kernels import clean_kernel, sums_kernel, terms_kernel
 
 BLOCK = 1024
 """Tokens per program."""
 
-TILE = 4096
+TILE = 1024
 """Recorded columns per program."""
 
 WARPS = 4
 NUM_SUMS, NUM_EXTREMES = 88, 8
 
-SAMPLED_FAULTS = ("policy", "advantage", "behavior", "proximal")
-COLUMN_FAULTS = ("support", "mass", "column", "narrow")
+SAMPLED_FAULTS: tuple[str, ...] = ("policy", "advantage", "behavior", "proximal")
+COLUMN_FAULTS: tuple[str, ...] = ("support", "mass", "column", "narrow")
 """Counters of `clean`, in their order."""
 
-TOTALS = (
+TOTALS: tuple[str, ...] = (
     "tokens", "measured", "used", "fault/overflow", "signed", "stopped", "stopped/increase", "stopped/decrease", "gap",
     "gap/abs", "bad_updates", "ratio", "ratio/square", "log_ratio", "log_ratio/square", "acting", "weight",
     "divergence", "divergence/finite", "divergence/infinite", "divergence/upper", "divergence/upper_finite", "bounded",
@@ -45,28 +46,11 @@ TOTALS = (
 )  # fmt: skip
 """Sums of `sums`, in their order."""
 
-EXTREMES = (
+EXTREMES: tuple[str, ...] = (
     "max/gap", "min/gap", "max/log_ratio", "max/divergence", "max/mismatch", "min/mismatch", "max/staleness",
 )  # fmt: skip
 BY_PROBABILITY, BY_STALENESS = 40, 64
 """Places of the two binned sums, eight bins of three columns each."""
-
-
-class Columns(NamedTuple):
-    """The recorded columns of each token, [n, width], and their tails, [n]."""
-
-    ids: Tensor
-    valid: Tensor
-    anchor_logp: Tensor
-    own_logp: Tensor
-    token_ids: Tensor
-    anchor_tail_logp: Tensor | None
-    own_tail_logp: Tensor | None
-    no_tail: bool
-    """True if the columns are taken to be the whole distribution."""
-
-    left_out: float | None
-    """Largest mass outside the columns that is not a fault; None for any."""
 
 
 class CleanRows(NamedTuple):
@@ -135,7 +119,10 @@ def clean(
             NO_TAIL=columns is not None and columns.no_tail,
             ROWS=rows, COLUMNS=padded, num_warps=WARPS, **limits,
         )  # fmt: skip
-    return CleanRows(*out[:6].unbind(), tuple(out[6:].unbind()), blanked, usable, faults)
+    log_policy, log_anchor, log_ratio, clean_advantage, mismatch, staleness, *cells = out.unbind()
+    return CleanRows(
+        log_policy, log_anchor, log_ratio, clean_advantage, mismatch, staleness, tuple(cells), blanked, usable, faults
+    )
 
 
 class TermInputs(NamedTuple):
@@ -219,4 +206,4 @@ def sums(
 
 def _dense(*tensors: Any) -> Any:
     """Returns contiguous tensors, because the kernels step through memory without strides."""
-    return tuple(None if x is None else x.contiguous() for x in tensors)
+    return tuple(None if x is None else x.detach().contiguous() for x in tensors)

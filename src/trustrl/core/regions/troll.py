@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from trustrl.config.regions import TROLL
 from trustrl.core.clean import CleanTokens
 from trustrl.core.numerics import free_to_look
-from trustrl.core.partition import Partition
+from trustrl.core.partition import CellSums, Partition
 from trustrl.core.regions.decision import Decision, corrected
 
 MAX_EVALUATIONS = 32
@@ -37,8 +37,51 @@ FLOOR = -1000.0
 """Smallest log-prob used: −inf on either side would make KL NaN and the token silently inactive."""
 
 
+class ProjectedTokens(NamedTuple):
+    """The projection of each token, or the token itself inside the ball."""
+
+    logp: Float[Tensor, " n"]
+    """log π̂(a), with gradient."""
+
+    pull: Float[Tensor, " n"]
+    """α·KL(π‖sg π̂), with gradient; 0 inside."""
+
+    outside: Bool[Tensor, " n"]
+    weight: Float[Tensor, " n"]
+    """π̂(a)/b(a), detached."""
+
+    kl_before: Float[Tensor, " n"]
+    kl_after: Float[Tensor, " n"]
+    beta: Float[Tensor, " n"]
+    """0 inside."""
+
+    evaluations: Float[Tensor, " n"]
+    unconverged: Float[Tensor, " n"]
+
+
 def decide_troll(tokens: CleanTokens, region: TROLL) -> Decision:
     r"""Projects tokens outside the ball: ℓ = −A·π̂(a)/b(a) + α·KL(π‖sg π̂), on every token, including A = 0."""
+    found = _by_launch(tokens, region) if isinstance(tokens.partition, CellSums) else _by_row(tokens, region)
+    decision = Decision(
+        torch.ones_like(tokens.usable),
+        found.weight,
+        found.logp,
+        value=found.weight * tokens.advantage,
+        penalty=found.pull,
+        extra={
+            "projected": found.outside,
+            "projected_kl_before": found.kl_before,
+            "projected_kl_after": found.kl_after,
+            "projected_beta": found.beta,
+            "projected_evaluations": found.evaluations,
+            "projected_unconverged": found.unconverged,
+        },
+    )
+    return corrected(tokens, region.correction, decision)
+
+
+def _by_row(tokens: CleanTokens, region: TROLL) -> ProjectedTokens:
+    """Projects with torch operations on the partition's columns."""
     kl_before = _kl_to_anchor(tokens)
     outside_ball = tokens.usable & (kl_before > region.bound * (1 + SLACK))
     # Where reading the mask does not wait for a device, only the tokens outside the ball are processed.
@@ -57,29 +100,53 @@ def decide_troll(tokens: CleanTokens, region: TROLL) -> Decision:
             x = torch.zeros_like(inside).index_add(0, rows, x)
         return torch.where(outside_ball, x, inside)
 
-    logp = everywhere(at_token, tokens.logp)
     weight = torch.exp(everywhere(at_token.detach(), tokens.log_policy) - tokens.log_anchor)
-    weight = torch.where(outside_ball, weight, torch.exp(tokens.log_ratio))
     none = torch.zeros_like(kl_before)
-    decision = Decision(
-        torch.ones_like(tokens.usable),
-        weight,
-        logp,
-        value=weight * tokens.advantage,
-        penalty=everywhere(pull, torch.zeros_like(tokens.logp)),
-        extra={
-            "projected": outside_ball,
-            "projected_kl_before": kl_before,
-            "projected_kl_after": everywhere(found.kl_after, kl_before),
-            "projected_beta": everywhere(found.beta, none),
-            "projected_evaluations": everywhere(found.evaluations, none),
-            "projected_unconverged": everywhere(~found.converged, none),
-        },
+    return ProjectedTokens(
+        logp=everywhere(at_token, tokens.logp),
+        pull=everywhere(pull, torch.zeros_like(tokens.logp)),
+        outside=outside_ball,
+        weight=torch.where(outside_ball, weight, torch.exp(tokens.log_ratio)),
+        kl_before=kl_before,
+        kl_after=everywhere(found.kl_after, kl_before),
+        beta=everywhere(found.beta, none),
+        evaluations=everywhere(found.evaluations, none),
+        unconverged=everywhere(~found.converged, none),
     )
-    return corrected(tokens, region.correction, decision)
 
 
-def _tail_floor(tokens: CleanTokens, partition: Partition) -> float:
+def _by_launch(tokens: CleanTokens, region: TROLL) -> ProjectedTokens:
+    """Projects in one launch, which reads the recorded columns themselves."""
+    from trustrl.kernels import projection_pass  # imported on use, because only this path needs triton
+
+    cells = tokens.partition
+    assert isinstance(cells, CellSums)
+    given = projection_pass.ProjectInputs(
+        log_policy=tokens.log_policy,
+        log_anchor=tokens.log_anchor,
+        log_ratio=tokens.log_ratio,
+        usable=tokens.usable,
+        anchor_tail=cells.anchor_tail,
+        policy_tail=cells.policy_tail,
+        columns=cells.columns,
+    )
+    settings = projection_pass.ProjectSettings(
+        bound=region.bound,
+        alpha=region.alpha,
+        slack=SLACK,
+        tolerance=_tolerance(region.bound),
+        tail_floor=_tail_floor(tokens, cells),
+        evaluations=MAX_EVALUATIONS,
+    )
+    return ProjectedTokens(*projection_pass.project(tokens.logp, given, settings))
+
+
+def _tolerance(bound: float) -> float:
+    """Returns the error of KL at which the solver stops."""
+    return min(1e-6, 0.5 * SLACK * bound)
+
+
+def _tail_floor(tokens: CleanTokens, partition: Partition | CellSums) -> float:
     """Returns the smallest tail used on both sides.
 
     1 − Σ below the rounding of its terms is noise, and must not cause a projection. The floor also keeps the logarithm
@@ -233,7 +300,7 @@ def solve_beta(
     rows = active.nonzero().squeeze(-1) if looking else torch.arange(active.shape[0], device=active.device)
     log_b, d, kl_before, sought = log_b[rows], d[rows], kl_before[rows], active[rows]
 
-    tolerance = min(1e-6, 0.5 * SLACK * bound)
+    tolerance = _tolerance(bound)
     root = bound**0.5
     low, high = torch.zeros_like(kl_before), torch.ones_like(kl_before)
     beta = torch.where(sought, (bound / kl_before.clamp(min=bound)).sqrt(), 1.0)

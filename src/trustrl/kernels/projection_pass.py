@@ -1,0 +1,134 @@
+r"""TROLL's projection in one Triton launch, and its gradient in another.
+
+    log π̂ = log b + β d − A(β),   d = log π − log b,   KL(π̂‖b) = bound
+
+`core.regions.troll` defines the projection and its gradient. As torch operations without waits it takes 32 evaluations
+of KL(β) for every token, some 2,000 launches. Here a block of tokens stops when its last one has converged.
+
+Cost per token outside the ball and evaluation: two exponentials and ten operations per cell. Memory beyond inputs and
+results: none; the gradient computes the cells again.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from trustrl.kernels.projection_kernels import project_backward_kernel, project_kernel
+from trustrl.kernels.recorded_columns import Columns
+
+TILE = 1024
+"""Recorded columns per program."""
+
+WARPS = 4
+
+
+class ProjectInputs(NamedTuple):
+    """Clean values of each token, without gradient."""
+
+    log_policy: Tensor
+    log_anchor: Tensor
+    log_ratio: Tensor
+    usable: Tensor
+    anchor_tail: Tensor
+    policy_tail: Tensor
+    columns: Columns
+
+
+class ProjectSettings(NamedTuple):
+    """Numbers of the definition."""
+
+    bound: float
+    alpha: float
+    slack: float
+    tolerance: float
+    tail_floor: float
+    evaluations: int
+
+
+class Projected(NamedTuple):
+    """Results of `project`, one per token."""
+
+    logp: Tensor
+    """log π̂ of the sampled token outside the ball, the given log-prob inside; with gradient."""
+
+    pull: Tensor
+    """α · KL(π‖π̂), 0 inside; with gradient to π."""
+
+    outside: Tensor
+    weight: Tensor
+    """π̂/b outside, π/b inside."""
+
+    kl_before: Tensor
+    kl_after: Tensor
+    beta: Tensor
+    """0 inside."""
+
+    evaluations: Tensor
+    unconverged: Tensor
+
+
+def project(logp: Tensor, given: ProjectInputs, settings: ProjectSettings) -> Projected:
+    """Projects every token outside the ball. Differentiable in `logp`, the columns and the tail."""
+    function: Any = _Project
+    columns = given.columns
+    projected, pull, outside, values = function.apply(logp, columns.own_logp, columns.own_tail_logp, given, settings)
+    return Projected(projected, pull, outside, *values.unbind())
+
+
+class _Project(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logp: Tensor, own: Tensor, tail: Tensor | None, given: ProjectInputs, settings: ProjectSettings
+    ) -> tuple[Tensor, ...]:
+        n, width = own.shape
+        device = own.device
+        flags = torch.empty(2, n, dtype=torch.bool, device=device)
+        values = torch.empty(6, n, dtype=torch.float64, device=device)
+        projected, pull = torch.empty(2, n, dtype=logp.dtype, device=device).unbind()
+        numbers = [values.new_full((), x) for x in (settings.bound, settings.alpha, settings.tolerance)]
+        rows, padded = _tile(width)
+        with torch.cuda.device_of(own):
+            project_kernel[(math.ceil(n / rows),)](
+                logp.contiguous(), given.log_policy, given.log_anchor, given.log_ratio, given.usable,
+                *_dense(given.columns, own), given.anchor_tail, given.policy_tail, *numbers, values, *flags,
+                projected, pull, n, width, SLACK=settings.slack, TAIL_FLOOR=settings.tail_floor,
+                EVALUATIONS=settings.evaluations, ROWS=rows, COLUMNS=padded, num_warps=WARPS,
+            )  # fmt: skip
+        ctx.save_for_backward(logp, own, tail, values[3], flags, numbers[1])
+        ctx.given, ctx.settings = given, settings
+        ctx.mark_non_differentiable(flags[0], values)
+        return projected, pull, flags[0], values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        logp, own, tail, beta, flags, alpha = ctx.saved_tensors
+        given: ProjectInputs = ctx.given
+        d_projected, d_pull = gradients[:2]
+        n, width = own.shape
+        d_logp = torch.empty_like(d_projected)
+        d_own = torch.empty_like(own, memory_format=torch.contiguous_format)
+        d_tail = None if tail is None else torch.empty_like(tail, memory_format=torch.contiguous_format)
+        rows, padded = _tile(width)
+        with torch.cuda.device_of(own):
+            project_backward_kernel[(math.ceil(n / rows),)](
+                logp.contiguous(), given.log_policy, given.log_anchor, given.usable, *_dense(given.columns, own),
+                given.anchor_tail, given.policy_tail, alpha, beta, *flags, d_projected.contiguous(),
+                d_pull.contiguous(), d_logp, d_own, d_tail, n, width, TAIL_FLOOR=ctx.settings.tail_floor,
+                BY_SUBTRACTION=tail is None and not given.columns.no_tail, ROWS=rows, COLUMNS=padded, num_warps=WARPS,
+            )  # fmt: skip
+        return d_logp, d_own, d_tail, None, None
+
+
+def _tile(width: int) -> tuple[int, int]:
+    padded = 1 << max(width - 1, 0).bit_length()
+    return max(1, TILE // padded), padded
+
+
+def _dense(columns: Columns, own: Tensor) -> tuple[Tensor, ...]:
+    given = (columns.ids, columns.valid, columns.anchor_logp, own, columns.token_ids)
+    return tuple(x.contiguous() for x in given)
