@@ -41,7 +41,7 @@ NOTHING = {
     "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided", "aten::diagonal",
     "aten::promote_types",
 }  # fmt: skip
-"""Operations that launch nothing, besides those whose name contains "view"."""
+"""Operations that launch nothing, besides those whose name contains "view" or starts with "prim::"."""
 
 
 class Place(NamedTuple):
@@ -88,7 +88,7 @@ class Counts(TorchDispatchMode):
             self.waits[self._place()] += 1
         elif operation in FROM_HOST:
             self.copies[self._place()] += 1
-        elif name not in NOTHING and "view" not in name:
+        elif name not in NOTHING and "view" not in name and not name.startswith("prim::"):
             self.kernels[name] += 1
         made = operation(*args, **kwargs)
         self._allocate(name, (args, kwargs), made)

@@ -18,15 +18,21 @@ LIMITS = Path(__file__).parents[1] / "contracts" / "kernel_counts.json"
 """The recorded numbers, and the release of torch that they hold for. Another release may split operations otherwise."""
 
 
-def loss_and_sums(name):
-    """Returns the counts of one micro-batch of 64 tokens in float32."""
+def micro_batch(name, dtype=torch.float32):
+    """Returns 64 tokens of a preset: the policy's side, the rollout's, the region and its reduction."""
     region = trustrl.preset(name)
     needs, batch = region.needs(), world(0)
-    rollout = batch.rollout(needs.anchor, dtype=torch.float32, k=max(needs.topk, 20))
-    policy = batch.policy_tokens(rollout, dtype=torch.float32)
+    rollout = batch.rollout(needs.anchor, dtype=dtype, k=max(needs.topk, 20))
+    policy = batch.policy_tokens(rollout, dtype=dtype)
     reduction = trustrl.TokenMean(num_tokens=batch.num_tokens)
     if needs.reduction is not None:
         reduction = trustrl.SequenceMeanTokenMean(num_sequences=len(batch.tokens))
+    return policy, rollout, region, reduction
+
+
+def loss_and_sums(name):
+    """Returns the counts of one micro-batch."""
+    policy, rollout, region, reduction = micro_batch(name)
     with counted() as counts:
         out = trustrl.policy_loss(policy, rollout, region, reduction=reduction)
         out.sums  # noqa: B018  made on first access
