@@ -1,92 +1,224 @@
-"""Counts of what makes code slow on a GPU, taken on a CPU: waits for the device, kernels launched, copies from the host.
+"""Counts of what makes code slow on a GPU, taken on a CPU: waits, copies from the host, kernels, bytes allocated.
 
-Each operation that reaches the dispatcher is one of: a view (free), a wait, or a kernel. The code runs as it does on an
-accelerator: `free_to_look`, which allows shortcuts on a CPU, answers no.
+Each operation that reaches the dispatcher is one of: a view (free), a wait, a copy from the host, or a kernel. A launch
+of a Triton kernel is one kernel, under Triton's interpreter too. The code runs as it does on an accelerator:
+`free_to_look`, which allows shortcuts on a CPU, answers no. Code that `torch.compile` has compiled is not seen.
 """
 
 import collections
 import contextlib
+import os
+import sys
 import traceback
+from typing import NamedTuple
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-import trustrl.kernels.vocab_pass_op as vocab_pass_op
-from trustrl.core.regions import troll
+from trustrl.core import numerics
 
 aten = torch.ops.aten
 
 WAITS = {
     aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default,
     aten.nonzero.default, aten.masked_select.default, aten._unique2.default, aten.unique_dim.default,
-    aten.unique_consecutive.default, aten.repeat_interleave.Tensor,
+    aten.unique_consecutive.default, aten.bincount.default, aten.allclose.default,
 }  # fmt: skip
 """Operations whose result, or its shape, must be known on the host."""
 
+READS = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__array__}
+"""Calls that copy a tensor to the host. On a CPU they reach no dispatcher."""
+
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 FROM_HOST = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
-VIEWS = {
+NOTHING = {
     "aten::t", "aten::slice.Tensor", "aten::select.int", "aten::unsqueeze", "aten::expand", "aten::detach",
-    "aten::alias", "aten::transpose.int", "aten::permute", "aten::squeeze", "aten::squeeze.dim", "aten::unbind.int",
-    "aten::split.Tensor", "aten::split_with_sizes", "aten::as_strided", "aten::empty.memory_format",
+    "aten::alias", "aten::transpose.int", "aten::permute", "aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims",
+    "aten::unbind.int", "aten::split.Tensor", "aten::split_with_sizes", "aten::as_strided", "aten::empty.memory_format",
     "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided", "aten::diagonal",
+    "aten::promote_types",
 }  # fmt: skip
-"""Operations that launch nothing."""
+"""Operations that launch nothing, besides those whose name contains "view" or starts with "prim::"."""
 
-OURS = {
-    "trustrl::vocab_pass": vocab_pass_op.vocab_pass,
-    "trustrl::vocab_pass_backward": vocab_pass_op.vocab_pass_backward,
-}
-"""Custom operators, counted by what they call."""
+
+class Place(NamedTuple):
+    """A line of a package."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    def __str__(self):
+        return f"{self.file}:{self.line} {self.function}: {self.text}"
+
+
+OUTSIDE = Place("outside", 0, "", "")
 
 
 class Counts(TorchDispatchMode):
-    """Counts while it is entered. Each counter maps a line of the package to a number."""
+    """Counts while it is entered.
 
-    def __init__(self):
+    Args:
+        packages: The packages whose lines are named; the innermost one is.
+    """
+
+    def __init__(self, packages=("trustrl",)):
         super().__init__()
-        self.waits, self.copies, self.kernels = (collections.Counter() for _ in range(3))
+        self.waits, self.copies = collections.Counter(), collections.Counter()
+        """By place."""
+        self.kernels, self.allocated = collections.Counter(), collections.Counter()
+        """Launches, and bytes of new tensors, by operation."""
+        self.largest = 0
+        """Bytes of the largest new tensor."""
+        self._folders = {f"{os.path.dirname(sys.modules[name].__file__)}/": name for name in packages}
+        self._inside_a_launch = False
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, operation.name()
-        if name in OURS:
+        if self._inside_a_launch:
+            return operation(*args, **kwargs)
+        if name in OPDEFS:  # a custom operator, counted by what it calls
             with self:
-                return OURS[name]._init_fn(*args, **kwargs)
-        if operation in WAITS or (operation in INDEXED and _by_booleans(args[1])):
-            self.waits[_line()] += 1
+                return OPDEFS[name]._init_fn(*args, **kwargs)
+        if _waits(operation, args, kwargs):
+            self.waits[self._place()] += 1
         elif operation in FROM_HOST:
-            self.copies[_line()] += 1
-        elif name not in VIEWS and "view" not in name:
+            self.copies[self._place()] += 1
+        elif name not in NOTHING and "view" not in name and not name.startswith("prim::"):
             self.kernels[name] += 1
-        return operation(*args, **kwargs)
+        made = operation(*args, **kwargs)
+        self._allocate(name, (args, kwargs), made)
+        return made
+
+    def _allocate(self, name, given, made):
+        known = {x.untyped_storage()._cdata for x in _tensors(given)}
+        new = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _tensors(made)}
+        sizes = [size for storage, size in new.items() if storage not in known]
+        self.allocated[name] += sum(sizes)
+        self.largest = max(self.largest, *sizes, 0)
+
+    def launch(self, name, run):
+        """Counts one launch of a Triton kernel, and none of the operations by which the interpreter runs it."""
+        self.kernels[f"triton::{name}"] += 1
+        self._inside_a_launch = True
+        try:
+            return run()
+        finally:
+            self._inside_a_launch = False
+
+    def read(self):
+        """Counts one copy of a tensor to the host."""
+        self.waits[self._place()] += 1
+
+    def _place(self):
+        """Returns the innermost line of the packages, and the function that it is in, past comprehensions."""
+        place = OUTSIDE
+        for frame in reversed(traceback.extract_stack()):
+            folder = next((folder for folder in self._folders if frame.filename.startswith(folder)), None)
+            if folder is None:
+                continue
+            if place is OUTSIDE:
+                file = f"{self._folders[folder]}/{frame.filename.removeprefix(folder)}"
+                place = Place(file, frame.lineno, frame.name, frame.line)
+            if not frame.name.startswith("<"):
+                return place._replace(function=frame.name)
+        return place
+
+    def totals(self):
+        """Returns the four numbers by name."""
+        return {name: sum(getattr(self, name).values()) for name in ("waits", "copies", "kernels", "allocated")}
 
     def __str__(self):
-        lines = [
-            f"{sum(self.waits.values())} waits, {sum(self.copies.values())} copies, {sum(self.kernels.values())} kernels"
-        ]
+        waits, copies, kernels, allocated = self.totals().values()
+        lines = [f"{waits} waits, {copies} copies, {kernels} kernels, {allocated} bytes, {self.largest} in one tensor"]
         for title, counter in (("wait", self.waits), ("copy", self.copies), ("kernel", self.kernels)):
             lines += [f"{number:6d} {title} {where}" for where, number in counter.most_common(20)]
         return "\n".join(lines)
+
+
+class _HostReads(TorchFunctionMode):
+    """Sees the calls that reach no dispatcher on a CPU."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in READS or (function is torch.Tensor.to and "cpu" in (*args[1:2], kwargs.get("device"))):
+            self._counts.read()
+        return function(*args, **kwargs)
+
+
+def _waits(operation, args, kwargs):
+    if operation is aten.repeat_interleave.Tensor:
+        return len(args) < 2 and kwargs.get("output_size") is None
+    return operation in WAITS or (operation in INDEXED and _by_booleans(args[1]))
 
 
 def _by_booleans(indices):
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-def _line():
-    """The innermost line of the package that led here."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/trustrl/" in frame.filename:
-            return f"{frame.filename.split('/trustrl/')[-1]}:{frame.lineno} {frame.line}"
-    return "outside"
+def _tensors(tree):
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 @contextlib.contextmanager
-def counted():
-    """Counts everything inside, as on an accelerator."""
-    looking, troll.free_to_look = troll.free_to_look, lambda at: False
+def _as_on_an_accelerator():
+    """Makes `free_to_look` answer no, under every name that a module of the package has for it."""
+
+    def exchange(one, other):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("trustrl") and getattr(module, "free_to_look", None) is one:
+                module.free_to_look = other
+
+    def never(at):
+        return False
+
+    looks = numerics.free_to_look
+    exchange(looks, never)
     try:
-        with Counts() as counts:
-            yield counts
+        yield
     finally:
-        troll.free_to_look = looking
+        exchange(never, looks)
+
+
+@contextlib.contextmanager
+def _triton_launches(counts):
+    """Reports every launch of a Triton kernel to `counts`, if Triton is installed."""
+    try:
+        from triton.runtime.interpreter import InterpretedFunction
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+
+    def counting(run):
+        def launch(self, *args, **kwargs):
+            if kwargs.get("warmup"):
+                return run(self, *args, **kwargs)
+            return counts.launch(self.fn.__name__, lambda: run(self, *args, **kwargs))
+
+        return launch
+
+    runs = {kernel: kernel.run for kernel in (JITFunction, InterpretedFunction)}
+    try:
+        for kernel, run in runs.items():
+            kernel.run = counting(run)
+        yield
+    finally:
+        for kernel, run in runs.items():
+            kernel.run = run
+
+
+@contextlib.contextmanager
+def counted(*packages):
+    """Counts everything inside, as on an accelerator. Names lines of trustrl, and of other packages if they are given."""
+    counts = Counts(("trustrl", *packages))
+    with _as_on_an_accelerator(), _triton_launches(counts), _HostReads(counts), counts:
+        yield counts
