@@ -23,7 +23,7 @@ from trustrl.core.partition import (
     vocabulary_partition,
 )
 from trustrl.core.records import FullDivergence, PolicyTokens, RolloutTokens, check_pair
-from trustrl.core.sequences import Sequences, sequences_of
+from trustrl.core.sequences import Sequences, rows_as_sequences, sequences_of
 from trustrl.errors import MissingDataError, RecordError
 from trustrl.kernels.logprob_outputs import wide_dtype
 
@@ -67,6 +67,8 @@ class CleanTokens:
     """log π' − log μ if both are recorded. NaN where the region reads only one of them and the other is faulty."""
 
     sequences: Sequences | None
+    """Assignment to sequences. None if tokens are ungrouped, or if rows are sequences and the region reads none."""
+
     partition: Partition | CellSums | None
     full_divergence: FullDivergence | None
     faults: dict[str, Float[Tensor, ""]]
@@ -74,6 +76,9 @@ class CleanTokens:
 
     staleness: Float[Tensor, " n"] | None = None
     """Age of each token in weight versions, 0 on unusable tokens. None if the records lack versions."""
+
+    num_rows: int | None = None
+    """Number of rows if each row is a sequence."""
 
     tightening: Float[Tensor, " n"] | None = None
     """Divisor ≥ 1 of each token's bound, if the region tightens the bounds of stale tokens."""
@@ -127,7 +132,7 @@ def clean_tokens(
         keep_only(name, x.abs() < torch.inf if name == "advantage" else possible(x))
     partition = full_divergence = None
     if needs.full and policy.full_divergence is not None and not needs.projects:
-        full_divergence, good = _clean_divergence(policy.full_divergence)
+        full_divergence, good = clean_divergence(policy.full_divergence)
         keep_only("support", good)
     elif needs.full or needs.topk:
         make = vocabulary_partition if needs.full else topk_partition
@@ -144,6 +149,7 @@ def clean_tokens(
     staleness = None
     if rollout.version is not None and policy.version is not None:
         staleness = torch.where(usable, flat(policy.version - rollout.version), 0.0)
+    num_rows = rows_as_sequences(rollout)
     return CleanTokens(
         logp=torch.where(usable, policy.logp.reshape(-1).to(wide_dtype(policy.logp)), 0.0),
         log_policy=clean["policy"].clamp(max=0.0),
@@ -155,11 +161,12 @@ def clean_tokens(
         usable=usable,
         counted=in_loss if on_nonfinite == "zero" else usable,
         log_mismatch=log_mismatch,
-        sequences=sequences_of(rollout),
+        sequences=sequences_of(rollout) if needs.sequences or num_rows is None else None,
         partition=partition,
         full_divergence=full_divergence,
         faults=faults,
         staleness=staleness,
+        num_rows=num_rows,
     )
 
 
@@ -243,7 +250,7 @@ def _require_full(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) ->
         )
 
 
-def _clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:
+def clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:
     """Flattens a divergence computed elsewhere. NaN, negative values and a TV above 1 up to rounding are faults."""
     flat: dict[str, Tensor] = {}
     good: Tensor | None = None

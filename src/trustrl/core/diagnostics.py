@@ -186,9 +186,11 @@ def add_extra(added: dict[str, Tensor], tokens: CleanTokens, decision: Decision)
 
 def count_sequences(tokens: CleanTokens) -> dict[str, Tensor]:
     """Counts the sequences with a token in the loss, if tokens are grouped."""
+    dtype = tokens.log_ratio.dtype
+    if tokens.num_rows is not None:
+        return {"sequences": tokens.in_loss.reshape(tokens.num_rows, -1).any(-1).sum(dtype=dtype)}
     if tokens.sequences is None:
         return {}
-    dtype = tokens.log_ratio.dtype
     present = torch.zeros(tokens.sequences.num, dtype=dtype, device=tokens.in_loss.device)
     present = present.scatter_reduce(0, tokens.sequences.of_token, tokens.in_loss.to(dtype), "amax")
     return {"sequences": present.sum()}

@@ -61,5 +61,5 @@ def kl_term(log_b: Float[Tensor, "*batch"], log_p: Float[Tensor, "*batch"]) -> F
     whereas the plain sum is negative almost half of the time. 0·log 0 = 0; the result is +inf where p = 0 < b.
     """
     b = torch.exp(log_b)
-    gap = torch.where(b > 0, log_b - log_p, 0.0)  # masked before the product, because 0 · inf is NaN
+    gap = (log_b - log_p).masked_fill(b == 0, 0.0)  # masked before the product, because 0 · inf is NaN
     return b * gap - b + torch.exp(log_p)

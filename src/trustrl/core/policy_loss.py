@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,6 +11,7 @@ from torch import Tensor
 from trustrl.config.axes import Needs, Region
 from trustrl.config.terms import Penalty, Reduction, SequenceMeanTokenMean, TokenWeights
 from trustrl.config.validators import one_of
+from trustrl.core.checked_steps import checked
 from trustrl.core.clean import OnNonFinite
 from trustrl.core.diagnostics import Sums, raise_on_faults
 from trustrl.core.losses import penalty_terms
@@ -18,7 +19,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.reductions import reduce_terms
 from trustrl.core.regions.decision import Decision
 from trustrl.core.regions.dispatch import decide
-from trustrl.core.steps import Impl, steps_for
+from trustrl.core.steps import EAGER, Impl, Steps, resolved, steps_for
 from trustrl.errors import ConfigError
 
 
@@ -77,7 +78,8 @@ def policy_loss(
             token. `zero` removes it from the loss, but counts it in its sequence as unmoved. `raise` raises. All three
             count such tokens; only `raise` waits for the device.
         impl: "eager" runs every step as torch operations. "triton" runs cleaning, terms and sums in one launch each,
-            with the same results. "auto" is "eager" until the environment variable TRUSTRL_LOSS_IMPL says otherwise.
+            with the same results. "auto" is "triton" on a GPU if `triton` is installed and agrees with "eager" on the
+            first micro-batch, else "eager". The environment variable TRUSTRL_LOSS_IMPL decides for "auto".
 
     Returns:
         The loss, its terms, the region's decision and the sums for metrics.
@@ -103,7 +105,35 @@ def policy_loss(
     """
     one_of("on_nonfinite", on_nonfinite, ("drop", "zero", "raise"))
     needs = _needs(region, reduction)
-    steps = steps_for(rollout, impl)
+    request = _Request(rollout, region, needs, reduction, penalties, on_nonfinite)
+    chosen = resolved(impl, rollout)
+    steps = steps_for(rollout, chosen)
+    if steps is not EAGER and chosen != impl:  # nobody asked for them by name
+
+        def run(steps: Steps, policy: PolicyTokens) -> tuple[Tensor, Tensor, Sums]:
+            out = _loss(policy, request, steps)
+            return out.loss, out.decision.keep, out.sums
+
+        steps = checked(steps, run, policy, rollout, region, reduction)
+    out = _loss(policy, request, steps)
+    if on_nonfinite == "raise":
+        raise_on_faults(out.sums)
+    return out
+
+
+class _Request(NamedTuple):
+    """The arguments of `policy_loss` besides the policy."""
+
+    rollout: RolloutTokens
+    region: Region
+    needs: Needs
+    reduction: Reduction
+    penalties: Sequence[Penalty]
+    on_nonfinite: OnNonFinite
+
+
+def _loss(policy: PolicyTokens, request: _Request, steps: Steps) -> LossOutput:
+    rollout, region, needs, reduction, penalties, on_nonfinite = request
     tokens = steps.clean(policy, rollout, needs, on_nonfinite=on_nonfinite)
     decision = decide(tokens, region)
     loss, overflow = steps.reduced_loss(decision, tokens, reduction)
@@ -123,10 +153,7 @@ def policy_loss(
         with torch.no_grad():
             return steps.collect(tokens, decision, overflow, policy, terms)
 
-    out = LossOutput(loss, terms, _batched(decision, rollout), [sums])
-    if on_nonfinite == "raise":
-        raise_on_faults(out.sums)
-    return out
+    return LossOutput(loss, terms, _batched(decision, rollout), [sums])
 
 
 def _needs(region: Region, reduction: Reduction) -> Needs:

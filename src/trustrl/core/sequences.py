@@ -29,6 +29,11 @@ class Sequences(NamedTuple):
     """Permutation that makes each sequence's tokens adjacent and keeps their order; None if they already are."""
 
 
+def rows_as_sequences(rollout: RolloutTokens) -> int | None:
+    """Returns the number of rows if each row is a sequence, else None."""
+    return rollout.in_loss.shape[0] if rollout.in_loss.ndim == 2 and rollout.sequence_ids is None else None
+
+
 def sequences_of(rollout: RolloutTokens) -> Sequences | None:
     """Returns how the flat tokens group into sequences, or None for packed tokens without `sequence_ids`."""
     mask, ids = rollout.in_loss, rollout.sequence_ids

@@ -4,6 +4,8 @@ The eager steps are the definition. The others give the same verdicts and counts
 memory.
 """
 
+import functools
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
@@ -49,13 +51,30 @@ EAGER = Steps(clean_tokens, _reduced_loss, collect)
 
 def steps_for(rollout: RolloutTokens, impl: Impl) -> Steps:
     """Returns the steps to run on these records."""
-    one_of("impl", impl, get_args(Impl))
-    if impl == "auto":
-        chosen: Any = os.environ.get(SWITCH, "eager")
-        impl = chosen
-        one_of(SWITCH, impl, ("eager", "triton"))
     if impl == "eager" or not rollout.in_loss.numel() or torch.compiler.is_compiling():
         return EAGER
     from trustrl.core import triton_steps  # imported on use, because only these steps need triton
 
     return Steps(triton_steps.clean, triton_steps.reduced_loss, triton_steps.collect)
+
+
+def resolved(impl: Impl, rollout: RolloutTokens) -> Impl:
+    """Returns the implementation that "auto" stands for: the switch's, or Triton on a GPU that has it."""
+    one_of("impl", impl, get_args(Impl))
+    if impl != "auto":
+        return impl
+    switch: Any = os.environ.get(SWITCH, "auto")
+    one_of(SWITCH, switch, get_args(Impl))
+    if switch != "auto":
+        return switch
+    return "triton" if launches_count(rollout.in_loss) and _has_triton() else "eager"
+
+
+def launches_count(at: Tensor) -> bool:
+    """Returns True on devices where the number of launches decides, and that Triton compiles for."""
+    return at.device.type == "cuda"  # AMD's too
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

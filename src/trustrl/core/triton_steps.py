@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from trustrl.config.axes import Needs
 from trustrl.config.terms import Reduction
-from trustrl.core.clean import CleanTokens, OnNonFinite, clean_tokens, require_fields
+from trustrl.core.clean import CleanTokens, OnNonFinite, clean_divergence, clean_tokens, require_fields
 from trustrl.core.diagnostics import LARGEST_LOG_RATIO, Sums, add_extra, count_sequences
 from trustrl.core.histograms import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.core.losses import largest_term
@@ -31,7 +31,7 @@ from trustrl.core.partition import (
 from trustrl.core.records import PolicyTokens, RolloutTokens, check_pair
 from trustrl.core.reductions import finish, weights_of
 from trustrl.core.regions.decision import Decision
-from trustrl.core.sequences import sequences_of
+from trustrl.core.sequences import rows_as_sequences, sequences_of
 from trustrl.kernels import token_pass
 from trustrl.kernels.logprob_outputs import wide_dtype
 from trustrl.kernels.recorded_columns import Columns
@@ -48,13 +48,15 @@ HISTOGRAM_SETTINGS: dict[str, Any] = {
 
 
 def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonfinite: OnNonFinite) -> CleanTokens:
-    """Returns the result of `clean_tokens`. Regions on the whole vocabulary use it itself."""
-    if needs.full:
+    """Returns the result of `clean_tokens`. Whole distributions are left to it."""
+    if needs.full and (needs.projects or policy.full_divergence is None):
         return clean_tokens(policy, rollout, needs, on_nonfinite=on_nonfinite)
     check_pair(policy, rollout)
     require_fields(policy, rollout, needs)
-    columns = resolution = None
-    if needs.topk:
+    columns = resolution = divergence = sound = None
+    if policy.full_divergence is not None and needs.full:
+        divergence, sound = clean_divergence(policy.full_divergence)
+    elif needs.topk:
         columns, resolution = _columns(policy, rollout, needs)
     versions = None
     if rollout.version is not None and policy.version is not None:
@@ -67,6 +69,7 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         rollout.advantage.reshape(-1),
         rollout.in_loss.reshape(-1),
         versions,
+        sound,
         columns,
         reads=needs.anchors,
         anchor=needs.anchor,
@@ -78,16 +81,15 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
             "MASS_FINE": largest_mass(num_cells, FINE_ROUNDOFF),
         },
     )
-    names = ["policy", "advantage", *(name for name in ("behavior", "proximal") if name in needs.anchors)]
     partition = None
     if columns is not None:
         assert resolution is not None
-        names += ["support", "mass", "column", *(["narrow"] if columns.left_out is not None else [])]
-        anchor_tail, policy_tail, tv, kl = rows.cells[:4]
+        anchor_tail, policy_tail, tv, kl = rows.cells
         partition = CellSums(anchor_tail, policy_tail, tv, kl, resolution, columns)
+    names = _fault_names(needs, sound is not None, columns)
     counted = dict(zip(token_pass.SAMPLED_FAULTS + token_pass.COLUMN_FAULTS, rows.faults.unbind(), strict=True))
     both = rollout.behavior_logp is not None and rollout.proximal_logp is not None
-    in_loss = rollout.in_loss.reshape(-1)
+    in_loss, num_rows = rollout.in_loss.reshape(-1), rows_as_sequences(rollout)
     return CleanTokens(
         logp=_blank(policy.logp.reshape(-1), rows.blanked, rows.usable),
         log_policy=rows.log_policy,
@@ -99,12 +101,24 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         usable=rows.usable,
         counted=in_loss if on_nonfinite == "zero" else rows.usable,
         log_mismatch=rows.mismatch if both else None,
-        sequences=sequences_of(rollout),
+        sequences=sequences_of(rollout) if needs.sequences or num_rows is None else None,
         partition=partition,
-        full_divergence=None,
+        full_divergence=divergence,
         faults={name: counted[name] for name in names},
         staleness=None if versions is None else rows.staleness,
+        num_rows=num_rows,
     )
+
+
+def _fault_names(needs: Needs, exact: bool, columns: Columns | None) -> list[str]:
+    """Returns the kinds of faults that can occur."""
+    names = ["policy", "advantage", *(name for name in ("behavior", "proximal") if name in needs.anchors)]
+    if exact:
+        names.append("support")
+    if columns is not None:
+        names += ["support", "mass", "column"]
+        names += [] if columns.left_out is None else ["narrow"]
+    return names
 
 
 def _columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:

@@ -45,28 +45,9 @@ def project_kernel(
     kl_at_one = tl.sum(tl.exp(u) * d, 1) + tl.exp(u_own) * d_own + tl.exp(u_tail) * d_tail
     active = outside & (kl_at_one > edge)
 
-    beta = tl.where(active, tl.sqrt(ball / tl.maximum(kl_at_one, ball)), 1.0)
-    low = tl.zeros_like(beta)
-    high = tl.full((ROWS,), 1.0, tl.float64)
-    spent = tl.zeros_like(beta)
-    done = ~active
-    step = 0
-    while (step < EVALUATIONS) & (tl.min(done.to(tl.int32), 0) == 0):
-        kl, variance, _ = _kl_along(log_b, b_own, b_tail, d, d_own, d_tail, beta)
-        spent += tl.where(done, 0.0, 1.0)
-        low = tl.where(~done & (kl < ball), beta, low)
-        high = tl.where(~done & (kl >= ball), beta, high)
-        distance = tl.sqrt(tl.maximum(kl, 0.0))
-        slope = tl.maximum(beta * variance, 2.2250738585072014e-308)
-        newton = beta + (tl.sqrt(ball) - distance) * 2.0 * distance / slope
-        trusted = (newton > low) & (newton < high) & (kl > 0.02 * ball)
-        reached = tl.abs(kl - ball) <= tl.load(tolerance)
-        moved = tl.where(trusted, newton, tl.where(reached, beta, 0.5 * (low + high)))
-        beta = tl.where(done, beta, moved)
-        done = done | reached
-        step += 1
-    beta = tl.where(done, beta, low)
-
+    beta, spent, done = _solve(
+        log_b, b_own, b_tail, d, d_own, d_tail, kl_at_one, active, ball, tl.load(tolerance), EVALUATIONS
+    )
     kl_after, _, log_norm = _kl_along(log_b, b_own, b_tail, d, d_own, d_tail, beta)
     at_token = tl.where(active, b_own + beta * d_own - log_norm, u_own)
     pull = _pull(u, log_b + beta[:, None] * d - log_norm[:, None])
@@ -122,20 +103,7 @@ def project_backward_kernel(
     q_own = tl.exp(log_q_own)
     q_tail = tl.exp(log_q_tail)
 
-    # Only the sampled token's projected log-prob has a gradient: Σg = g_token.
-    mean = tl.sum(q * d, 1) + q_own * d_own + q_tail * d_tail
-    off = d - mean[:, None]
-    off_own = d_own - mean
-    off_tail = d_tail - mean
-    spread = tl.sum(q * off * off, 1) + q_own * off_own * off_own + q_tail * off_tail * off_tail
-    level = -q * g_token[:, None]
-    level_own = g_token - q_own * g_token
-    level_tail = -q_tail * g_token
-    along = tl.sum(level * off, 1) + level_own * off_own + level_tail * off_tail
-    along = along / tl.maximum(spread, 2.2250738585072014e-308)
-    g = tl.where(stays, level, beta[:, None] * (level - along[:, None] * q * off))
-    g_own = tl.where(active, beta * (level_own - along * q_own * off_own), level_own)
-    g_tail = tl.where(active, beta * (level_tail - along * q_tail * off_tail), level_tail)
+    g, g_own, g_tail = _through_projection(q, q_own, q_tail, d, d_own, d_tail, beta, active, g_token)
     p = tl.exp(u)
     p_own = tl.exp(u_own)
     p_tail = tl.exp(u_tail)
@@ -166,10 +134,56 @@ def project_backward_kernel(
 
 
 @jit
+def _through_projection(q, q_own, q_tail, d, d_own, d_tail, beta, active, g_token):
+    """Returns the gradient with respect to log π of every cell, before the normalization."""
+    # Only the sampled token's projected log-prob has a gradient: Σg = g_token.
+    mean = tl.sum(q * d, 1) + q_own * d_own + q_tail * d_tail
+    off = d - mean[:, None]
+    off_own = d_own - mean
+    off_tail = d_tail - mean
+    spread = tl.sum(q * off * off, 1) + q_own * off_own * off_own + q_tail * off_tail * off_tail
+    level = -q * g_token[:, None]
+    level_own = g_token - q_own * g_token
+    level_tail = -q_tail * g_token
+    along = tl.sum(level * off, 1) + level_own * off_own + level_tail * off_tail
+    along = along / tl.maximum(spread, 2.2250738585072014e-308)
+    g = tl.where(~active[:, None], level, beta[:, None] * (level - along[:, None] * q * off))
+    g_own = tl.where(active, beta * (level_own - along * q_own * off_own), level_own)
+    g_tail = tl.where(active, beta * (level_tail - along * q_tail * off_tail), level_tail)
+    return g, g_own, g_tail
+
+
+@jit
+def _solve(log_b, b_own, b_tail, d, d_own, d_tail, kl_at_one, active, ball, tolerance, EVALUATIONS: tl.constexpr):
+    """Solves KL(β) = ball on active rows. Returns β (1 on the others), the evaluations used and the converged rows."""
+    beta = tl.where(active, tl.sqrt(ball / tl.maximum(kl_at_one, ball)), 1.0)
+    low = tl.zeros_like(beta)
+    high = tl.full(kl_at_one.shape, 1.0, tl.float64)
+    spent = tl.zeros_like(beta)
+    done = ~active
+    step = 0
+    while (step < EVALUATIONS) & (tl.min(done.to(tl.int32), 0) == 0):
+        kl, variance, _ = _kl_along(log_b, b_own, b_tail, d, d_own, d_tail, beta)
+        spent += tl.where(done, 0.0, 1.0)
+        low = tl.where(~done & (kl < ball), beta, low)
+        high = tl.where(~done & (kl >= ball), beta, high)
+        distance = tl.sqrt(tl.maximum(kl, 0.0))
+        slope = tl.maximum(beta * variance, 2.2250738585072014e-308)
+        newton = beta + (tl.sqrt(ball) - distance) * 2.0 * distance / slope
+        trusted = (newton > low) & (newton < high) & (kl > 0.02 * ball)
+        reached = tl.abs(kl - ball) <= tolerance
+        moved = tl.where(trusted, newton, tl.where(reached, beta, 0.5 * (low + high)))
+        beta = tl.where(done, beta, moved)
+        done = done | reached
+        step += 1
+    return tl.where(done, beta, low), spent, done
+
+
+@jit
 def _cells(
     ids, valid, anchor_columns, own_columns, tokens, at, on, here, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Returns log π and log b of the columns; −inf where a column is not a cell of its own."""
+    """Returns log π and log b of the columns; −inf where a column has no cell."""
     column = tl.arange(0, COLUMNS)
     place = at.to(tl.int64)[:, None] * width + column[None, :]
     inside = here[:, None] & (column < width)[None, :]

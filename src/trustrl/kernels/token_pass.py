@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels.recorded_columns import Columns
-from trustrl.kernels.token_kernels import clean_kernel, sums_kernel, terms_kernel
+from trustrl.kernels.sum_kernels import sums_kernel
+from trustrl.kernels.token_kernels import clean_kernel, terms_kernel
 
 BLOCK = 1024
 """Tokens per program."""
@@ -63,7 +64,7 @@ class CleanRows(NamedTuple):
     mismatch: Tensor
     staleness: Tensor
     cells: tuple[Tensor, ...]
-    """Tails of anchor and policy, Σ|b − π|, Σ of KL's terms, Σ π (log π − log b), mass of anchor and policy."""
+    """Tails of anchor and policy, Σ|b − π|, Σ of KL's terms; empty without columns."""
 
     blanked: Tensor
     usable: Tensor
@@ -78,6 +79,7 @@ def clean(
     advantage: Tensor,
     in_loss: Tensor,
     versions: tuple[Tensor, int] | None,
+    sound: Tensor | None,
     columns: Columns | None,
     *,
     reads: frozenset[str],
@@ -94,6 +96,7 @@ def clean(
         advantage: One per token, or one for each run of n / len(advantage) tokens.
         in_loss: Tokens that count.
         versions: The version behind each token and the version being trained, if known.
+        sound: False on tokens whose exact divergence is faulty, if the region reads one.
         columns: The recorded top-K, if the region reads it.
         reads: The log-probs whose faults matter: "behavior", "proximal" or both.
         anchor: The one that distances are measured from.
@@ -104,7 +107,7 @@ def clean(
     width = 0 if columns is None else columns.ids.shape[-1]
     padded = 1 << max(width - 1, 0).bit_length()
     rows = BLOCK if columns is None else max(1, min(BLOCK, TILE // padded))
-    out = torch.empty(13 if columns is not None else 6, n, dtype=torch.float64, device=logp.device)
+    out = torch.empty(10 if columns is not None else 6, n, dtype=torch.float64, device=logp.device)
     blanked = torch.empty(n, dtype=wide, device=logp.device)
     usable = torch.empty(n, dtype=torch.bool, device=logp.device)
     faults = torch.zeros(8, dtype=torch.float64, device=logp.device)
@@ -112,8 +115,8 @@ def clean(
     version, trained = (None, 0) if versions is None else versions
     with torch.cuda.device_of(logp):
         clean_kernel[(math.ceil(n / rows),)](
-            *_dense(logp, behavior, proximal, advantage, in_loss, version, *recorded), out, blanked, usable, faults,
-            n, n // advantage.numel(), trained, width,
+            *_dense(logp, behavior, proximal, advantage, in_loss, version, sound, *recorded), out, blanked, usable,
+            faults, n, n // advantage.numel(), trained, width,
             READS_BEHAVIOR="behavior" in reads, READS_PROXIMAL="proximal" in reads, FROM_BEHAVIOR=anchor == "behavior",
             LEFT_OUT=None if columns is None else columns.left_out,
             NO_TAIL=columns is not None and columns.no_tail,
@@ -126,7 +129,7 @@ def clean(
 
 
 class TermInputs(NamedTuple):
-    """What the loss of each token is made from, flat."""
+    """Inputs of the loss of each token, flat."""
 
     logp: Tensor
     keep: Tensor
@@ -154,7 +157,7 @@ def terms(given: TermInputs, largest: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SumInputs(NamedTuple):
-    """What the sums are made from, flat. None leaves out the sums that need it."""
+    """Inputs of the sums, flat. None leaves out the sums that need it."""
 
     in_loss: Tensor
     usable: Tensor

@@ -54,20 +54,27 @@ def binary_kl(
 
     Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, eq. 14.
     """
-    policy_logp, anchor_logp = (_double(x).clamp(max=0.0) for x in (policy_logp, anchor_logp))
-    least = math.log(resolution) if resolution else -math.inf
-    policy_rest, anchor_rest = (log1mexp(x).clamp(min=least) for x in (policy_logp, anchor_logp))
-    lower = (kl_term(anchor_logp, policy_logp) + kl_term(anchor_rest, policy_rest)).clamp(min=0.0)
-    return Interval(lower, torch.where(anchor_logp < 0, torch.inf, lower))
+    policy, anchor = _own_and_rest(policy_logp, anchor_logp, resolution)
+    lower = kl_term(anchor, policy).sum(0).clamp(min=0.0)
+    return Interval(lower, lower.masked_fill(anchor[0] < 0, torch.inf))
+
+
+def _own_and_rest(policy_logp: Tensor, anchor_logp: Tensor, resolution: float) -> tuple[Tensor, Tensor]:
+    """Returns, for π and for b, the logs of both probabilities: the sampled token's and any other's."""
+    own = torch.stack([_double(policy_logp), _double(anchor_logp)]).clamp(max=0.0)
+    rest = log1mexp(own).clamp(min=math.log(resolution) if resolution else -math.inf)
+    policy, anchor = torch.stack([own, rest], dim=1)
+    return policy, anchor
 
 
 def symmetric_binary_kl(
     policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"], *, resolution: float = 0.0
 ) -> Interval:
     """Returns max(KL_bin(b‖π), KL_bin(π‖b)), a lower bound on the larger of the two full KLs."""
-    forward = binary_kl(policy_logp, anchor_logp, resolution=resolution)
-    reverse = binary_kl(anchor_logp, policy_logp, resolution=resolution)
-    return Interval(torch.maximum(forward.lower, reverse.lower), torch.maximum(forward.upper, reverse.upper))
+    policy, anchor = _own_and_rest(policy_logp, anchor_logp, resolution)
+    both = torch.stack([anchor, policy]), torch.stack([policy, anchor])
+    lower = kl_term(*both).sum(1).clamp(min=0.0).amax(0)
+    return Interval(lower, lower.masked_fill((anchor[0] < 0) | (policy[0] < 0), torch.inf))
 
 
 def k1(log_ratio: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
