@@ -171,7 +171,7 @@ def reduced_loss(decision: Decision, tokens: CleanTokens, reduction: Reduction) 
 
 
 class _Loss(Function):
-    """Σ terms. Its gradient is the coefficient of each token, which the forward pass has computed."""
+    """Σ terms. The forward pass has computed its gradient."""
 
     @staticmethod
     def forward(
@@ -187,8 +187,8 @@ class _Loss(Function):
             penalty=penalty,
             weights=weights,
         )
-        total, coefficient, overflow = token_pass.terms(given, largest_term(tokens.logp.dtype))
-        ctx.save_for_backward(coefficient, overflow, tokens.usable, weights)
+        total, slope, overflow = token_pass.terms(given, largest_term(tokens.logp.dtype))
+        ctx.save_for_backward(slope, overflow, tokens.usable, weights)
         ctx.penalized = penalty is not None
         ctx.mark_non_differentiable(overflow)
         return total, overflow
@@ -196,13 +196,13 @@ class _Loss(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        coefficient, overflow, usable, weights = ctx.saved_tensors
-        upstream = gradients[0].to(coefficient.dtype)
+        slope, overflow, usable, weights = ctx.saved_tensors
+        upstream = gradients[0].to(slope.dtype)
         d_penalty = None
         if ctx.penalized:
-            d_penalty = (usable & ~overflow).to(coefficient.dtype) * upstream
+            d_penalty = (usable & ~overflow).to(slope.dtype) * upstream
             d_penalty = d_penalty if weights is None else d_penalty * weights.to(d_penalty.dtype).nan_to_num()
-        return coefficient * -upstream, d_penalty, None, None, None
+        return slope * upstream, d_penalty, None, None, None
 
 
 def collect(

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from trustrl.kernels.projection_kernels import project_backward_kernel, project_kernel
 from trustrl.kernels.recorded_columns import Columns
 
-TILE = 1024
+TILE = 256
 """Recorded columns per program."""
 
 WARPS = 4
@@ -90,7 +90,7 @@ class _Project(Function):
         values = torch.empty(6, n, dtype=torch.float64, device=device)
         projected, pull = torch.empty(2, n, dtype=logp.dtype, device=device).unbind()
         numbers = [values.new_full((), x) for x in (settings.bound, settings.alpha, settings.tolerance)]
-        rows, padded = _tile(width)
+        rows, padded = tile(width)
         with torch.cuda.device_of(own):
             project_kernel[(math.ceil(n / rows),)](
                 logp.contiguous(), given.log_policy, given.log_anchor, given.log_ratio, given.usable,
@@ -113,7 +113,7 @@ class _Project(Function):
         d_logp = torch.empty_like(d_projected)
         d_own = torch.empty_like(own, memory_format=torch.contiguous_format)
         d_tail = None if tail is None else torch.empty_like(tail, memory_format=torch.contiguous_format)
-        rows, padded = _tile(width)
+        rows, padded = tile(width)
         with torch.cuda.device_of(own):
             project_backward_kernel[(math.ceil(n / rows),)](
                 logp.contiguous(), given.log_policy, given.log_anchor, given.usable, *_dense(given.columns, own),
@@ -124,7 +124,8 @@ class _Project(Function):
         return d_logp, d_own, d_tail, None, None
 
 
-def _tile(width: int) -> tuple[int, int]:
+def tile(width: int) -> tuple[int, int]:
+    """Returns the rows and columns of one program."""
     padded = 1 << max(width - 1, 0).bit_length()
     return max(1, TILE // padded), padded
 

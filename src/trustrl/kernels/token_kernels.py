@@ -134,10 +134,10 @@ def _sum_columns(
 
 @jit
 def terms_kernel(
-    logp, keep, weight, advantage, usable, value, penalty, weights, coefficient, overflow, partials, n,
+    logp, keep, weight, advantage, usable, value, penalty, weights, slope, overflow, partials, n,
     LARGEST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the detached coefficient of each token, flags terms that are not finite, and sums the loss of a block."""
+    """Writes each token's ∂loss/∂log π̃, flags terms that are not finite, and sums the loss of a block."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = at < n
     gain = tl.load(advantage + at, mask=here, other=0.0).to(tl.float64)
@@ -160,7 +160,7 @@ def terms_kernel(
     if weights is not None:
         share = tl.where(mine, tl.load(weights + at, mask=here, other=0.0).to(tl.float64), 0.0)
     term = tl.where(active, extra - size, 0.0) * share
-    tl.store(coefficient + at, (tl.where(active, factor, 0.0) * share).to(coefficient.dtype.element_ty), mask=here)
+    tl.store(slope + at, (tl.where(active, -factor, 0.0) * share).to(slope.dtype.element_ty), mask=here)
     tl.store(partials + tl.program_id(0), tl.sum(term, 0))
 
 

@@ -11,7 +11,7 @@ decision, between the first and the second, stays in torch.
 Those functions are the definition; these must agree with them to the last token and count. Nothing waits for the
 device. Sums are added in a fixed order, so they are reproducible; only whole numbers are added atomically.
 
-Cost per token: reads each input once and writes 60 to 120 bytes. Memory beyond that: 760 bytes per block of 1,024
+Cost per token: reads each input once and writes 60 to 120 bytes. Memory beyond that: 768 bytes per block of 512
 tokens, and the histograms.
 """
 
@@ -25,10 +25,10 @@ from trustrl.kernels.recorded_columns import Columns
 from trustrl.kernels.sum_kernels import sums_kernel
 from trustrl.kernels.token_kernels import clean_kernel, terms_kernel
 
-BLOCK = 1024
+BLOCK = 512
 """Tokens per program."""
 
-TILE = 1024
+TILE = 256
 """Recorded columns per program."""
 
 WARPS = 4
@@ -143,17 +143,17 @@ class TermInputs(NamedTuple):
 
 
 def terms(given: TermInputs, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (Σ terms as float64, the detached coefficients in the dtype of `logp`, overflow flags)."""
+    """Returns (Σ terms as float64, its derivatives with respect to `logp`, overflow flags)."""
     n, device = given.logp.numel(), given.logp.device
     blocks = math.ceil(n / BLOCK)
-    coefficient = torch.empty(n, dtype=given.logp.dtype, device=device)
+    slope = torch.empty(n, dtype=given.logp.dtype, device=device)
     overflow = torch.empty(n, dtype=torch.bool, device=device)
     partials = torch.empty(blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(given.logp):
         terms_kernel[(blocks,)](
-            *_dense(*given), coefficient, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
+            *_dense(*given), slope, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
         )
-    return partials.sum(), coefficient, overflow
+    return partials.sum(), slope, overflow
 
 
 class SumInputs(NamedTuple):
