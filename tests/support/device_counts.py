@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trustrl.kernels.vocab_pass_op as vocab_pass_op
 from trustrl.core.regions import troll
+from trustrl.kernels import devices
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ VIEWS = {
     "aten::t", "aten::slice.Tensor", "aten::select.int", "aten::unsqueeze", "aten::expand", "aten::detach",
     "aten::alias", "aten::transpose.int", "aten::permute", "aten::squeeze", "aten::squeeze.dim", "aten::unbind.int",
     "aten::split.Tensor", "aten::split_with_sizes", "aten::as_strided", "aten::empty.memory_format",
-    "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided", "aten::diagonal",
+    "aten::numpy_T", "aten::promote_types", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided", "aten::diagonal",
 }  # fmt: skip
 """Operations that launch nothing."""
 
@@ -82,11 +83,20 @@ def _line():
 
 
 @contextlib.contextmanager
+def as_on_an_accelerator():
+    """Runs the code that an accelerator runs: no shortcut reads a value."""
+    found = {module: module.free_to_look for module in (troll, devices)}
+    for module in found:
+        module.free_to_look = lambda at: False
+    try:
+        yield
+    finally:
+        for module, looking in found.items():
+            module.free_to_look = looking
+
+
+@contextlib.contextmanager
 def counted():
     """Counts everything inside, as on an accelerator."""
-    looking, troll.free_to_look = troll.free_to_look, lambda at: False
-    try:
-        with Counts() as counts:
-            yield counts
-    finally:
-        troll.free_to_look = looking
+    with as_on_an_accelerator(), Counts() as counts:
+        yield counts

@@ -121,7 +121,7 @@ def token_logprobs(
     if product_dtype is None:
         product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     wide = torch.promote_types(product_dtype, torch.float32)
-    scale_N = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device).reciprocal().expand(len(hidden_ND))
+    scale_N = _scale(temperature, hidden_ND, wide)
     given = given_ids(token_ids_N, gather_ids)
     ids_NC, counts_NC, inside_NC = given.ids_NC, given.counts_NC, None
     if shard is not None:
@@ -148,6 +148,13 @@ def token_logprobs(
         tv, kl = _exact_divergence(inputs, given, against, out.logsumexp, inside_NC, shard)
         out = out._replace(tv=tv, kl=kl)
     return out
+
+
+def _scale(temperature: float | Tensor, hidden_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns 1 / temperature of each row. A number is filled in on the device, not copied to it."""
+    if not isinstance(temperature, Tensor):
+        temperature = hidden_ND.new_full((), temperature, dtype=dtype)
+    return temperature.to(hidden_ND.device, dtype).reciprocal().expand(len(hidden_ND))
 
 
 def _logit_summary(
@@ -190,10 +197,8 @@ def _exact_divergence(
         if shard is not None and inside_NC is not None:
             summary = vocab_parallel.merge(shard, inside_NC, summary)
         anchor_lse_N = assembled_logprobs(given, summary, None, 0, False).logsumexp
-    at = given.live_N.nonzero().squeeze(-1)
-    sums = divergence_sums(inputs.rows(at), anchor.rows(at), policy_lse_N[at], anchor_lse_N.to(inputs.scale.dtype)[at])
-    sums = vocab_parallel.sum_over_ranks(sums, shard)
-    tv, kl = sums.new_zeros((len(policy_lse_N), 2)).index_copy_(0, at, sums).unbind(-1)
+    sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), given.live_N)
+    tv, kl = vocab_parallel.sum_over_ranks(sums, shard).unbind(-1)
     return tv / 2, kl
 
 

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import tile_math
+from trustrl.kernels.given_cells import GivenCells, given_cells
 from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
-from trustrl.kernels.running_state import CellIndex, RunningSums, RunningTopK
+from trustrl.kernels.running_state import RunningSums, RunningTopK
 
 BLOCK_ROWS, BLOCK_VOCAB = 1024, 4096
 
@@ -68,7 +69,7 @@ def forward(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
 def _forward_block(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
     hidden = inputs.hidden.to(inputs.product_dtype)
     num_rows, size = hidden.shape[0], inputs.head.shape[0]
-    cells = CellIndex(inputs)
+    cells = given_cells(inputs)
     running = RunningSums(inputs, slope)
     best = RunningTopK(num_rows, top_k, hidden)
     room = hidden.new_empty(num_rows * min(inputs.block_vocab, size) * (2 if slope else 1))
@@ -168,7 +169,7 @@ def _stream_backward(
     dtype, size = inputs.product_dtype, inputs.head.shape[0]
     rows = slices(inputs.hidden.shape[0], inputs.block_rows)
     blocks = [(inputs.rows(at), coefficients.rows(at)) for at in rows]
-    cells = [CellIndex(block) for block, _ in blocks]
+    cells = [given_cells(block) for block, _ in blocks]
     states = [block.hidden.to(dtype) for block, _ in blocks]
     # The product for the head's gradient is twice as fast on a CPU if tokens are the inner axis.
     tokens_last = d_head is not None
@@ -202,7 +203,7 @@ def gradient_tile(
     tile: Tensor,
     at: int,
     columns: slice,
-    cells: CellIndex,
+    cells: GivenCells,
     tokens_last: bool,
 ) -> None:
     """Replaces a marked tile of products by the gradient with respect to them, including the given ids."""
@@ -210,9 +211,7 @@ def gradient_tile(
     scale, base, on_mass, on_log = (x.unsqueeze(vocab_axis) for x in (inputs.scale, *numbers[:3]))
     bias = None if inputs.bias is None else inputs.bias[columns].unsqueeze(-1 - vocab_axis)
     tile_math.fused_gradient_in_place(tile, bias, scale, inputs.softcap, base, on_mass, on_log, large=inputs.large)
-    row, cell, column = cells.within(at)
-    where = (column, row) if tokens_last else (row, column)
-    tile[where] = numbers.on_cells[row, cell].to(tile.dtype)
+    cells.put(at, tile, numbers.on_cells, tokens_last)
 
 
 def _into_head(d_head: Tensor, sums: Tensor | None, tile: Tensor, hidden: Tensor, block: int, num_blocks: int) -> None:

@@ -56,6 +56,36 @@ def summary(
     return z.amax(dim), size.amax(dim), e.sum(dim), torch.where(e > 0, e * x, 0.0).sum(dim)
 
 
+def online_sums(
+    product: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    softcap: float | None,
+    dim: int,
+    shift: Tensor,
+    total: Tensor,
+    moment: Tensor,
+    largest: Tensor,
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns (shift, Σ e, Σ e · x, largest |product|, factor) with the tile included, under the largest logit so far.
+
+    The factor converts earlier sums to the new shift. If `weights` is given, also writes e · slope to it.
+    """
+    z, slope = logits(product, bias, scale, softcap)
+    higher = torch.maximum(shift, z.amax(dim))
+    finite = torch.where(higher > -torch.inf, higher, 0.0)  # without a finite logit so far; makes e = 0
+    moved = torch.where(shift > -torch.inf, shift - finite, 0.0)
+    keep = torch.exp(moved)
+    x = z - finite.unsqueeze(dim)
+    e = torch.exp(x)
+    if weights is not None:
+        weights.copy_(e * slope)
+    size = torch.where(product == -torch.inf, 0.0, product.abs().to(z.dtype))
+    moment = (moment + moved * total) * keep + torch.where(e > 0, e * x, 0.0).sum(dim)
+    return higher, total * keep + e.sum(dim), moment, torch.maximum(largest, size.amax(dim)), keep
+
+
 def gradient_in_place(
     product: Tensor,
     bias: Tensor | None,
@@ -144,6 +174,7 @@ class FusedFunction:
 
 
 fused_summary = FusedFunction(summary)
+fused_online_sums = FusedFunction(online_sums)
 fused_gradient_in_place = FusedFunction(gradient_in_place)
 fused_dots = FusedFunction(dots)
 fused_divergence_sums = FusedFunction(divergence_sums)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trustrl.kernels import chunked_pass
+from trustrl.kernels import chunked_pass, devices
 from trustrl.kernels.chunked_pass import ForwardResult, Gradients, UpstreamGradients
 from trustrl.kernels.pass_inputs import PassInputs, given_logits
 
@@ -33,20 +33,40 @@ def vocab_pass(
     top_k: int,
     slope: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the fields of `ForwardResult`. Rows that are not `live` hold zeros and cost nothing."""
+    """Returns the fields of `ForwardResult`, with zeros (−1 as an id) on rows that are not `live`.
+
+    Those rows cost nothing on a CPU. An accelerator computes them like the others, because skipping them would wait for
+    their number.
+    """
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     with torch.autocast(hidden.device.type, enabled=False):
-        if bool(live.all()):
-            known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope)
-            return known, found, rest, inner, largest, slope_ND
-        at = live.nonzero().squeeze(-1)
-        known, found, *others = _forward(inputs.rows(at), impl, top_k, slope)
+        known, found, rest, inner, largest, slope_ND = _forward_live(inputs, live, impl, top_k, slope)
+    return known, found, rest, inner, largest, slope_ND
 
-        def back(x: Tensor, fill: int = 0) -> Tensor:
-            return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
 
-        rest, inner, largest, slope_ND = map(back, others)
-        return back(known), back(found, -1), rest, inner, largest, slope_ND
+def _forward_live(inputs: PassInputs, live: Tensor, impl: str, top_k: int, slope: bool) -> ForwardResult:
+    """Returns the result of all rows, blank where a row is not `live`."""
+    if not devices.free_to_look(live):
+        return _blanked(_forward(inputs, impl, top_k, slope), live)
+    if bool(live.all()):
+        return _forward(inputs, impl, top_k, slope)
+    at = live.nonzero().squeeze(-1)
+    some = _forward(inputs.rows(at), impl, top_k, slope)
+
+    def back(x: Tensor, fill: int = 0) -> Tensor:
+        return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
+
+    return ForwardResult(*map(back, some))._replace(found=back(some.found, -1))
+
+
+def _blanked(result: ForwardResult, live: Tensor) -> ForwardResult:
+    """Returns the result with zeros (−1 as an id) on rows that are not `live`."""
+
+    def blank(x: Tensor, fill: int = 0) -> Tensor:
+        rows = live.unsqueeze(-1) if x.ndim == 2 else live
+        return torch.where(rows, x, fill) if x.numel() else x
+
+    return ForwardResult(*map(blank, result))._replace(found=blank(result.found, -1))
 
 
 def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool) -> ForwardResult:
@@ -101,14 +121,18 @@ def vocab_pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of hidden, head and bias; an empty tensor for each one that is not wanted.
 
-    Every product skips the rows whose coefficients are all exactly 0.
+    Every product skips the rows whose coefficients are all exactly 0. On an accelerator, where skipping them would wait
+    for their number, they take part in the products as zeros.
     """
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     upstream = UpstreamGradients(rest, inner, slope, d_known, d_rest, d_inner)
     wants = (wants_hidden, wants_head, wants_bias)
     alive = (d_known != 0).any(-1) | (d_rest != 0) | (d_inner != 0)
     with torch.autocast(hidden.device.type, enabled=False):
-        if bool(alive.all()):
+        if not devices.free_to_look(alive):
+            part, *others = _backward_pass(*_only_alive(inputs, upstream, alive), impl, wants)
+            found = (None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), *others)
+        elif bool(alive.all()):
             found = _backward_pass(inputs, upstream, impl, wants)
         else:
             at = alive.nonzero().squeeze(-1)
@@ -118,6 +142,15 @@ def vocab_pass_backward(
             found = (None if part is None else torch.zeros_like(hidden).index_copy_(0, at, part), *others)
     d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
     return d_hidden, d_head, d_bias
+
+
+def _only_alive(inputs: PassInputs, upstream: UpstreamGradients, alive: Tensor) -> tuple[PassInputs, UpstreamGradients]:
+    """Returns the inputs without the hidden states of other rows, whose NaN would survive a product with 0.
+
+    A rest of −inf has no gradient, so none of their logits has one.
+    """
+    hidden = torch.where(alive.unsqueeze(-1), inputs.hidden, 0.0)
+    return inputs._replace(hidden=hidden), upstream._replace(rest=torch.where(alive, upstream.rest, -torch.inf))
 
 
 def _backward_pass(
