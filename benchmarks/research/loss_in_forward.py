@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trustrl.kernels.chunked_pass import BLOCK_VOCAB, UpstreamGradients, gradient_tile, tile_coefficients
+from trustrl.kernels.chunked_pass import UpstreamGradients, gradient_tile, tile_coefficients
 from trustrl.kernels.given_cells import CellIndex
 from trustrl.kernels.given_ids import GivenIds, given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, assembled_logprobs, wide_dtype
@@ -38,7 +38,7 @@ def loss_in_forward(
     entropy: bool = False,
     temperature: float = 1.0,
     block_rows: int = 256,
-    block_vocab: int = BLOCK_VOCAB,
+    block_vocab: int = 4096,
 ) -> Float[Tensor, ""]:
     """Returns Σ loss(outputs of a block, its rows), differentiable in hidden states and head.
 

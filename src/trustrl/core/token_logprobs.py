@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trustrl.config.validators import one_of
 from trustrl.errors import ConfigError, MissingDataError, RecordError
-from trustrl.kernels import chunked_pass, vocab_parallel
+from trustrl.kernels import devices, vocab_parallel
 from trustrl.kernels.fused_divergence import divergence_sums
 from trustrl.kernels.given_ids import GivenIds, given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, TopLogprobs, assembled_logprobs
@@ -59,8 +59,8 @@ def token_logprobs(
     product_dtype: torch.dtype | None = None,
     shard: VocabShard | None = None,
     impl: Impl = "auto",
-    block_rows: int = chunked_pass.BLOCK_ROWS,
-    block_vocab: int = chunked_pass.BLOCK_VOCAB,
+    block_rows: int | None = None,
+    block_vocab: int | None = None,
 ) -> TokenLogprobs:
     r"""Returns log-probs of the sampled tokens, at given ids and at the policy's own top-K, with tail mass and entropy.
 
@@ -88,8 +88,8 @@ def token_logprobs(
         product_dtype: The dtype of the products. Defaults to autocast's dtype if enabled, else that of `hidden_ND`.
         shard: Set it if the head is this rank's part of a sharded vocabulary. `logp_error` is then not returned.
         impl: "auto" uses the chunked pass. The Triton pass must be chosen by name until it has run on a GPU.
-        block_rows: Tokens per tile of the chunked pass.
-        block_vocab: Vocabulary ids per tile.
+        block_rows: Tokens per tile of the chunked pass. Chosen by the device if None.
+        block_vocab: Vocabulary ids per tile. Chosen by the device if None.
 
     Returns:
         TokenLogprobs, in float32 or better.
@@ -127,9 +127,9 @@ def token_logprobs(
     if shard is not None:
         ids_NC, inside_NC = vocab_parallel.local_ids(given.ids_NC, shard, len(head_VD))
         counts_NC = counts_NC & inside_NC
-    inputs = PassInputs(
-        hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, block_rows, block_vocab
-    )
+    rows, columns = devices.tile_sizes(hidden_ND, product_dtype)
+    tile = block_rows or rows, block_vocab or columns
+    inputs = PassInputs(hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, *tile)
     frozen = not (head_VD.requires_grad or (bias is not None and bias.requires_grad))
     chosen = "triton" if impl == "triton" else "chunked"
     # With a frozen head, the forward pass can compute the hidden states' gradient, unless the entropy needs one too.

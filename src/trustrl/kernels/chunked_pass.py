@@ -17,7 +17,7 @@ hidden states' gradient in float32. If the entropy needs no gradient, the forwar
 with respect to the hidden states (`slope`) from the tile it already holds. A frozen head then recomputes nothing.
 
 Memory in addition to inputs, outputs and gradients: one tile of `block_rows × block_vocab` in the products' dtype (two
-with `slope`), and one block of head rows for the given ids if uncompiled.
+with `slope`), and one block of head rows for the given ids if uncompiled. `devices` chooses and bounds both.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,6 @@ from trustrl.kernels import tile_math
 from trustrl.kernels.given_cells import GivenCells, given_cells
 from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
 from trustrl.kernels.running_state import RunningSums, RunningTopK
-
-BLOCK_ROWS, BLOCK_VOCAB = 1024, 4096
 
 
 class ForwardResult(NamedTuple):
