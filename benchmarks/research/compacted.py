@@ -203,7 +203,7 @@ def _multiply(
     row, place = row[place >= 0], place[place >= 0]
     dz[(place, row) if tokens_last else (row, place)] = -torch.inf  # given ids are computed separately
     scale, *others = per_row.unsqueeze(1 if tokens_last else -1)
-    tile_math.fused_gradient_in_place(dz, None, scale, None, *others, large=large)
+    tile_math.fused_gradient(dz, None, scale, None, *others, dz, large=large)
     if d_hidden is not None:
         d_hidden += (dz.T if tokens_last else dz) @ few
     if sums_CD is not None:

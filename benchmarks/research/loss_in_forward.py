@@ -147,7 +147,7 @@ def _multiply(
     numbers = tile_coefficients(block, upstream)
     for at, columns in enumerate(slices(len(block.head), block.block_vocab)):
         tile = logits[columns]
-        gradient_tile(block, numbers, tile, at, columns, where, tokens_last=True)
+        gradient_tile(block, numbers, tile, tile, at, columns, where, tokens_last=True)
         if d_hidden is not None:
             d_hidden += tile.T @ block.head[columns]
         if d_head is None:

@@ -14,11 +14,11 @@ from trustrl.errors import ConfigError, MissingDataError, RecordError
 from trustrl.kernels import devices, vocab_parallel
 from trustrl.kernels.fused_divergence import divergence_sums
 from trustrl.kernels.given_ids import GivenIds, given_ids
+from trustrl.kernels.keeping_pass import run_pass
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, TopLogprobs, assembled_logprobs
 from trustrl.kernels.pass_inputs import PassInputs
 from trustrl.kernels.reference import logits_reference, token_logprobs_reference
 from trustrl.kernels.vocab_parallel import VocabShard
-from trustrl.kernels.vocab_pass_op import vocab_pass
 
 Impl = Literal["auto", "reference", "chunked", "triton"]
 
@@ -161,9 +161,7 @@ def _logit_summary(
     inputs: PassInputs, given: GivenIds, impl: str, top_k: int, slope: bool, inner_grad: bool
 ) -> LogitSummary:
     """Runs one pass over this rank's vocabulary."""
-    logits_NC, found_NF, rest_N, inner_N, largest_N, _ = vocab_pass(
-        *inputs[:5], given.live_N, *inputs[5:], impl, top_k, slope
-    )
+    logits_NC, found_NF, rest_N, inner_N, largest_N, _ = run_pass(inputs, given.live_N, impl, top_k, slope)
     num_given = inputs.ids.shape[1]
     # Half a unit in the last place of the product; the sum inside the product is accumulated in float32.
     unit = 0.0 if impl == "triton" else torch.finfo(inputs.product_dtype).eps / 2

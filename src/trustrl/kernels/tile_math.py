@@ -87,7 +87,7 @@ def online_sums(
     return higher, total * keep + e.sum(dim), moment, torch.maximum(largest, size.amax(dim)), keep
 
 
-def gradient_in_place(
+def gradient(
     product: Tensor,
     bias: Tensor | None,
     scale: Tensor,
@@ -95,15 +95,16 @@ def gradient_in_place(
     base: Tensor,
     on_mass: Tensor,
     on_log: Tensor,
+    out: Tensor,
 ) -> None:
-    r"""Replaces the product by the gradient of the loss with respect to it.
+    r"""Writes the gradient of the loss with respect to the product to `out`, which may be the product.
 
     With q = exp(logit − base):   ∂/∂product = q · (on_mass − on_log · log q) · slope
     """
     z, slope = logits(product, bias, scale, softcap)
     log_q = z - base
     q = torch.exp(log_q)
-    product.copy_(torch.where(q > 0, q * (on_mass - on_log * log_q), 0.0) * slope)
+    out.copy_(torch.where(q > 0, q * (on_mass - on_log * log_q), 0.0) * slope)
 
 
 def dots(hidden_ND: Tensor, head_VD: Tensor, ids_NK: Tensor, product_dtype: torch.dtype) -> Tensor:
@@ -118,8 +119,8 @@ def dots_by_blocks(hidden_ND: Tensor, head_VD: Tensor, ids_NK: Tensor, product_d
     All of them would be [N, K, D] in float32: 17 GB for 16,384 tokens, 65 ids and a hidden size of 4,096.
     """
     rows = devices.gathered_rows(ids_NK, hidden_ND.shape[1], wide_dtype(hidden_ND))
-    blocks = zip(hidden_ND.split(rows), ids_NK.split(rows), strict=True)
-    return torch.cat([dots(hidden, head_VD, ids, product_dtype) for hidden, ids in blocks])
+    blocks = [slice(at, at + rows) for at in range(0, max(len(ids_NK), 1), rows)]
+    return torch.cat([dots(hidden_ND[at], head_VD, ids_NK[at], product_dtype) for at in blocks])
 
 
 def divergence_terms(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,6 +190,6 @@ class FusedFunction:
 
 fused_summary = FusedFunction(summary)
 fused_online_sums = FusedFunction(online_sums)
-fused_gradient_in_place = FusedFunction(gradient_in_place)
+fused_gradient = FusedFunction(gradient)
 fused_dots = FusedFunction(dots, dots_by_blocks)
 fused_divergence_sums = FusedFunction(divergence_sums)

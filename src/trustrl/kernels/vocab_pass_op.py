@@ -6,6 +6,7 @@ instead of tracing every tile, and activation checkpointing repeats it like any 
 # torch leaves the registration methods of a custom operator untyped.
 # pyright: reportUnknownMemberType=false
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,19 +40,21 @@ def vocab_pass(
     their number.
     """
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
-    with torch.autocast(hidden.device.type, enabled=False):
-        known, found, rest, inner, largest, slope_ND = _forward_live(inputs, live, impl, top_k, slope)
+    known, found, rest, inner, largest, slope_ND = forward_live(
+        inputs, live, lambda some: _forward(some, impl, top_k, slope)
+    )
     return known, found, rest, inner, largest, slope_ND
 
 
-def _forward_live(inputs: PassInputs, live: Tensor, impl: str, top_k: int, slope: bool) -> ForwardResult:
+def forward_live(inputs: PassInputs, live: Tensor, run: Callable[[PassInputs], ForwardResult]) -> ForwardResult:
     """Returns the result of all rows, blank where a row is not `live`."""
-    if not devices.free_to_look(live):
-        return _blanked(_forward(inputs, impl, top_k, slope), live)
-    if bool(live.all()):
-        return _forward(inputs, impl, top_k, slope)
-    at = live.nonzero().squeeze(-1)
-    some = _forward(inputs.rows(at), impl, top_k, slope)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        if not devices.free_to_look(live):
+            return _blanked(run(inputs), live)
+        if bool(live.all()):
+            return run(inputs)
+        at = live.nonzero().squeeze(-1)
+        some = run(inputs.rows(at))
 
     def back(x: Tensor, fill: int = 0) -> Tensor:
         return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
@@ -127,21 +130,29 @@ def vocab_pass_backward(
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     upstream = UpstreamGradients(rest, inner, slope, d_known, d_rest, d_inner)
     wants = (wants_hidden, wants_head, wants_bias)
-    alive = (d_known != 0).any(-1) | (d_rest != 0) | (d_inner != 0)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if not devices.free_to_look(alive):
-            part, *others = _backward_pass(*_only_alive(inputs, upstream, alive), impl, wants)
-            found = (None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), *others)
-        elif bool(alive.all()):
-            found = _backward_pass(inputs, upstream, impl, wants)
-        else:
-            at = alive.nonzero().squeeze(-1)
-            # An empty slope has nothing to index.
-            some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
-            part, *others = _backward_pass(inputs.rows(at), some, impl, wants)
-            found = (None if part is None else torch.zeros_like(hidden).index_copy_(0, at, part), *others)
+    found = gradients_alive(inputs, upstream, lambda some, its, _: _backward_pass(some, its, impl, wants))
     d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
     return d_hidden, d_head, d_bias
+
+
+def gradients_alive(
+    inputs: PassInputs,
+    upstream: UpstreamGradients,
+    run: Callable[[PassInputs, UpstreamGradients, Tensor | None], Gradients],
+) -> Gradients:
+    """Returns the gradients from the rows with a coefficient. `run` receives these rows, or None for all of them."""
+    alive = (upstream.d_known != 0).any(-1) | (upstream.d_rest != 0) | (upstream.d_inner != 0)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        if not devices.free_to_look(alive):
+            part, *others = run(*_only_alive(inputs, upstream, alive), None)
+            return (None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), *others)
+        if bool(alive.all()):
+            return run(inputs, upstream, None)
+        at = alive.nonzero().squeeze(-1)
+        # An empty slope has nothing to index.
+        some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
+        part, *others = run(inputs.rows(at), some, at)
+        return (None if part is None else torch.zeros_like(inputs.hidden).index_copy_(0, at, part), *others)
 
 
 def _only_alive(inputs: PassInputs, upstream: UpstreamGradients, alive: Tensor) -> tuple[PassInputs, UpstreamGradients]:
