@@ -86,7 +86,9 @@ def _forward_block(
     for at, columns in enumerate(slices(size, inputs.block_vocab)):
         head = inputs.head[columns].to(inputs.product_dtype)
         bias = None if inputs.bias is None else inputs.bias[columns]
-        product, weights = _carve(room, slope, num_rows, head.shape[0]) if kept_tile is None else (kept_tile(columns), None)
+        product, weights = (
+            _carve(room, slope, num_rows, head.shape[0]) if kept_tile is None else (kept_tile(columns), None)
+        )
         torch.mm(hidden, head.T, out=product)
         cells.mark(at, product)
         if top_k:

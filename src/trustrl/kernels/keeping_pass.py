@@ -84,5 +84,5 @@ def _kept_forward(inputs: PassInputs, live: Tensor, num_rows: int) -> tuple[Forw
 
 
 def _chosen(kept: KeptLogits, live: Tensor, at: Tensor | None) -> KeptLogits:
-    """Returns the kept products of some rows. The forward pass kept those of live rows, on a device that skips others."""
+    """Returns the kept products of some rows. A CPU, which alone chooses rows, kept those of live rows."""
     return kept if at is None else kept._replace(chosen=(live.cumsum(0) - 1)[at])

@@ -1,10 +1,10 @@
 """Products kept from the forward pass in the buffer that becomes the head's gradient: three products instead of four.
 
-A trained head's gradient needs a [V, D] buffer anyway. Until the backward pass writes to it, the buffer has room for the
-products of D rows (in the head's dtype). The backward pass takes the tiles from the last to the first: it reads a tile
-of products, turns it into a gradient in another place, and overwrites the buffer with that tile of the head's gradient.
-Tiles are packed from the buffer's start, R ≤ D numbers for each id, so what it overwrites are products of this tile and
-of later ones.
+A trained head's gradient needs a [V, D] buffer anyway. Until the backward pass writes to it, the buffer has room for
+the products of D rows (in the head's dtype). The backward pass takes the tiles from the last to the first: it reads a
+tile of products, writes the gradient with respect to them elsewhere, and overwrites the buffer with that tile of the
+head's gradient. Tiles are packed from the buffer's start, R ≤ D numbers for each id, so it overwrites products of this
+tile and of later ones only.
 
     products   | tile 0 | tile 1 | tile 2 |           |      tile t starts at R · (its first id)
     gradient   |  tile 0   |  tile 1   |  tile 2   |         tile t starts at D · (its first id)

@@ -144,15 +144,16 @@ def gradients_alive(
     alive = (upstream.d_known != 0).any(-1) | (upstream.d_rest != 0) | (upstream.d_inner != 0)
     with torch.autocast(inputs.hidden.device.type, enabled=False):
         if not devices.free_to_look(alive):
-            part, *others = run(*_only_alive(inputs, upstream, alive), None)
-            return (None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), *others)
+            part, d_head, d_bias = run(*_only_alive(inputs, upstream, alive), None)
+            return None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), d_head, d_bias
         if bool(alive.all()):
             return run(inputs, upstream, None)
         at = alive.nonzero().squeeze(-1)
         # An empty slope has nothing to index.
         some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
-        part, *others = run(inputs.rows(at), some, at)
-        return (None if part is None else torch.zeros_like(inputs.hidden).index_copy_(0, at, part), *others)
+        part, d_head, d_bias = run(inputs.rows(at), some, at)
+        d_hidden = None if part is None else torch.zeros_like(inputs.hidden).index_copy_(0, at, part)
+        return d_hidden, d_head, d_bias
 
 
 def _only_alive(inputs: PassInputs, upstream: UpstreamGradients, alive: Tensor) -> tuple[PassInputs, UpstreamGradients]:
