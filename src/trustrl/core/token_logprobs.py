@@ -72,7 +72,10 @@ def token_logprobs(
     logits are computed separately in float32. The remaining rounding error is returned as `logp_error`: the true
     log-probs lie within it. (For float32's own rounding it uses the common estimate of √D units in the last place, not
     a proven bound.) Everything except `tv`, `kl` and `logp_error` is differentiable. Only the requested gradients are
-    computed, and a row whose coefficients are all 0 costs nothing in the backward pass.
+    computed. On a CPU, ignored rows and rows whose coefficients are all 0 cost nothing. An accelerator computes them as
+    zeros, because skipping them would wait for the device; nothing here does. With a trained head, the forward pass
+    allocates the head's gradient and keeps products in it (see `trustrl.kernels.kept_logits`): use `torch.no_grad()` if
+    no backward pass follows.
 
     Args:
         hidden_ND: Last hidden states, after the final norm.

@@ -21,8 +21,8 @@ class TopLogprobs(NamedTuple):
 class TokenLogprobs(NamedTuple):
     """Per-token results of one pass, in float32 or better. Differentiable in hidden states, head and bias.
 
-    A row whose token id is below 0 is ignored. It costs nothing, has no gradient, and holds zeros (−inf as the log-prob
-    of an id, −1 as an id).
+    A row whose token id is below 0 is ignored. It has no gradient and holds zeros (−inf as the log-prob of an id, −1 as
+    an id). On a CPU it costs nothing.
     """
 
     logp: Float[Tensor, " N"]
