@@ -4,9 +4,9 @@
     nox -s vocabulary -- --only time --rounds 7
 
 Time is CPU time on one thread. Paths alternate in rounds; a ratio is computed within a round, and the table shows the
-median. "Limit" is one forward and two backward products in the fastest chunking found on this machine, with
-preallocated outputs. Memory is the peak resident size above the inputs, with each path in a separate process. The peers
-target GPUs and run fallbacks on a CPU; see peers.py.
+median. "Limit" is one forward and two backward products with preallocated outputs, each in the layout and chunking that
+is fastest on this machine; see vocabulary_limit.py. Memory is the peak resident size above the inputs, with each path
+in a separate process. The peers target GPUs and run fallbacks on a CPU; see peers.py.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 # Large pages for large buffers, on every path. Without them, touching a new head gradient takes a tenth of the time.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -26,10 +26,12 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import torch
 from research.loss_in_forward import loss_in_forward
 from vocabulary_growth import growth, print_growth
+from vocabulary_limit import Limits, converted, cpu_seconds, fastest_products
 from vocabulary_world import World, peak_memory, say
 
 import trustrl
 from trustrl.core.token_logprobs import AnchorStates
+from trustrl.kernels import keeping_pass
 
 ROWS = {torch.bfloat16: 1024, torch.float32: 512}
 DOCS = Path(__file__).parent.parent / "docs"
@@ -42,6 +44,12 @@ def ours(world: World, *, frozen: bool, entropy: bool | str, gather: bool = True
         hidden, head, world.token, gather_ids=world.ids if gather else None, entropy=entropy, **settings
     )
     world.loss(out, entropy is True).backward()
+
+
+def recomputing(world: World) -> None:
+    """Runs the trained head with everything, without kept products: four products."""
+    with mock.patch.object(keeping_pass, "room_for", return_value=0):
+        ours(world, frozen=False, entropy=True)
 
 
 def in_forward(world: World) -> None:
@@ -78,6 +86,7 @@ def troll(world: World) -> None:
 
 OURS: dict[str, Callable[[World], None]] = {
     "trustrl, trained head, everything": lambda w: ours(w, frozen=False, entropy=True),
+    "trustrl, trained head, everything, recomputing": recomputing,
     "trustrl, trained head, sampled token only": lambda w: ours(w, frozen=False, entropy=False, gather=False),
     "trustrl, frozen head, everything": lambda w: ours(w, frozen=True, entropy=True),
     "trustrl, frozen head, no entropy gradient": lambda w: ours(w, frozen=True, entropy="detached"),
@@ -119,6 +128,14 @@ def peers() -> dict[str, Callable[[World], None]]:
     return found
 
 
+def references(limits: Limits) -> dict[str, Callable[[World], None]]:
+    """Returns two other ways to make three products, as paths."""
+    return {
+        "three products, one layout": lambda world: limits.one_layout(),
+        "three products in float32": converted,
+    }
+
+
 def cases(dtype: torch.dtype) -> dict[str, Callable[[World], None]]:
     if dtype == torch.bfloat16:
         return {**peers(), **OURS, **BF16_ONLY}
@@ -127,57 +144,12 @@ def cases(dtype: torch.dtype) -> dict[str, Callable[[World], None]]:
     return {**others, **{name: call for name, call in OURS.items() if "everything" in name}}
 
 
-class Limit:
-    """Three bare products over the vocabulary in one chunking: a tile width and an axis for the tokens."""
-
-    def __init__(self, world: World, width: int, tokens_last: bool) -> None:
-        self.world, self.width, self.tokens_last = world, width, tokens_last
-        rows = len(world.hidden)
-        self.tile = world.hidden.new_empty((width, rows) if tokens_last else (rows, width))
-        self.d_hidden = torch.empty_like(world.hidden)
-        self.d_head = torch.empty_like(world.head)
-
-    def __call__(self) -> None:
-        """Computes all three products once."""
-        hidden = self.world.hidden
-        for at in range(0, len(self.world.head), self.width):
-            head = self.world.head[at : at + self.width]
-            if self.tokens_last:
-                tile = self.tile[: len(head)]
-                torch.mm(head, hidden.T, out=tile)
-                torch.mm(tile, hidden, out=self.d_head[at : at + self.width])
-                torch.mm(tile.T, head, out=self.d_hidden)
-            else:
-                tile = self.tile.view(-1)[: len(head) * len(hidden)].view(len(hidden), len(head))
-                torch.mm(hidden, head.T, out=tile)
-                torch.mm(tile.T, hidden, out=self.d_head[at : at + self.width])
-                torch.mm(tile, head, out=self.d_hidden)
-
-
-def fastest_limit(world: World) -> Limit:
-    """Tries every chunking a few times and returns the fastest."""
-    best: tuple[float, Limit] | None = None
-    for width in (2048, 4096, 8192, 16384):
-        for tokens_last in (False, True):
-            limit = Limit(world, width, tokens_last)
-            seconds = min(cpu_seconds(limit) for _ in range(3))
-            if best is None or seconds < best[0]:
-                best = (seconds, limit)
-    assert best is not None
-    return best[1]
-
-
-def cpu_seconds(call: Callable[[], object]) -> float:
-    start = time.process_time()
-    call()
-    return time.process_time() - start
-
-
 def time_table(dtype_name: str, rounds: int) -> dict:
     dtype = DTYPES[dtype_name]
     world = World(dtype, ROWS[dtype])
-    limit = fastest_limit(world)
-    work = cases(dtype)
+    limits = fastest_products(world)
+    limit = limits.fastest
+    work = {**references(limits), **cases(dtype)}
     for number, (name, call) in enumerate(work.items()):  # compiles and warms up
         say(f"{dtype_name}: warming up {number + 1} of {len(work)}: {name}")
         call(world)
@@ -192,7 +164,8 @@ def time_table(dtype_name: str, rounds: int) -> dict:
         "dtype": dtype_name,
         "rows": ROWS[dtype],
         "limit_seconds": statistics.median(base),
-        "limit_chunking": {"width": limit.width, "tokens_last": limit.tokens_last},
+        "limit": str(limit),
+        "one_layout": str(limits.one_layout),
         "ratio": {name: statistics.median(values) for name, values in ratios.items()},
         "quartiles": {name: statistics.quantiles(values, n=4)[::2] for name, values in ratios.items()},
     }
@@ -202,12 +175,7 @@ def one_memory(name: str, dtype_name: str, rows: int) -> int:
     dtype = DTYPES[dtype_name]
     world = World(dtype, rows)
     call = cases(dtype)[name]
-    small = World.__new__(World)
-    small.__dict__.update(world.__dict__)
-    few = min(rows, 256)
-    for field in ("hidden", "token", "ids", "weight"):
-        setattr(small, field, getattr(world, field)[:few])
-    call(small)  # compiles; the compiler's memory must not count for the path
+    call(world.first(256))  # compiles; the compiler's memory must not count for the path
     return peak_memory(world, call)
 
 
@@ -239,9 +207,9 @@ def print_time(tables: list[dict], memory: list[dict]) -> None:
             cells.append("–" if bytes_held is None else f"{bytes_held / 2**20:.0f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
     for dtype, table in columns.items():
-        chunk = table["limit_chunking"]
-        layout = "tokens last" if chunk["tokens_last"] else "tokens first"
-        print(f"\nLimit in {dtype}: {table['limit_seconds']:.2f} s, tiles of {chunk['width']:,}, {layout}.")
+        print(
+            f"\nLimit in {dtype}: {table['limit_seconds']:.2f} s. {table.get('limit', 'Measured by an older release.')}"
+        )
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def memory_figure(found: list[dict]) -> None:
 
 
 def growth_figure(found: dict) -> None:
-    figure, axes = plt.subplots(2, 4, figsize=(11, 5))
+    figure, axes = plt.subplots(2, len(found["axes"]), figsize=(2.75 * len(found["axes"]), 5))
     for column, (axis, data) in enumerate(found["axes"].items()):
         values = data["values"]
         for row, (key, unit, scale) in enumerate(

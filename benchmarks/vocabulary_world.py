@@ -25,6 +25,14 @@ class World:
         self.ids = torch.randint(0, vocabulary, (rows, num_ids), generator=g)
         self.weight = torch.randn(rows, generator=g) / rows
 
+    def first(self, rows: int) -> "World":
+        """Returns the first rows of this world, with the same head."""
+        few = World.__new__(World)
+        few.__dict__.update(self.__dict__)
+        for field in ("hidden", "token", "ids", "weight"):
+            setattr(few, field, getattr(self, field)[:rows])
+        return few
+
     def leaves(self, frozen: bool) -> tuple[Tensor, Tensor]:
         """Returns (hidden, head) as leaves that require gradients."""
         return self.hidden.detach().requires_grad_(), self.head.detach().requires_grad_(not frozen)

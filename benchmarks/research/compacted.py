@@ -26,10 +26,10 @@ from torch.autograd.function import once_differentiable
 from research.gradient_error import Dropped
 from research.kept_columns import RowBlock, streamed_panel
 from trustrl.kernels import tile_math
+from trustrl.kernels.given_cells import CellIndex
 from trustrl.kernels.given_ids import given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, assembled_logprobs, wide_dtype
 from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
-from trustrl.kernels.running_state import CellIndex
 
 PANEL_ROWS = 1024
 """Number of rows that stream together: several blocks share a tile of products."""
@@ -203,7 +203,7 @@ def _multiply(
     row, place = row[place >= 0], place[place >= 0]
     dz[(place, row) if tokens_last else (row, place)] = -torch.inf  # given ids are computed separately
     scale, *others = per_row.unsqueeze(1 if tokens_last else -1)
-    tile_math.fused_gradient_in_place(dz, None, scale, None, *others, large=large)
+    tile_math.fused_gradient(dz, None, scale, None, *others, dz, large=large)
     if d_hidden is not None:
         d_hidden += (dz.T if tokens_last else dz) @ few
     if sums_CD is not None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import tile_math
+from trustrl.kernels.given_cells import CellIndex
 from trustrl.kernels.pass_inputs import PassInputs, slices
-from trustrl.kernels.running_state import SAFE_EXPONENT, CellIndex
+from trustrl.kernels.running_state import SAFE_EXPONENT
 
 KEEP_STEP = 128
 """The number of kept columns of a tile is rounded up to a multiple of this, so that products have few shapes. A bf16

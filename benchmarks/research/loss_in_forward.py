@@ -17,11 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trustrl.kernels.chunked_pass import BLOCK_VOCAB, UpstreamGradients, gradient_tile, tile_coefficients
+from trustrl.kernels.chunked_pass import UpstreamGradients, gradient_tile, tile_coefficients
+from trustrl.kernels.given_cells import CellIndex
 from trustrl.kernels.given_ids import GivenIds, given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, assembled_logprobs, wide_dtype
 from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices
-from trustrl.kernels.running_state import CellIndex, RunningSums
+from trustrl.kernels.running_state import RunningSums
 
 BlockLoss = Callable[[TokenLogprobs, slice], Tensor]
 """Callable (outputs of some rows, slice of those rows) → their part of the loss."""
@@ -37,7 +38,7 @@ def loss_in_forward(
     entropy: bool = False,
     temperature: float = 1.0,
     block_rows: int = 256,
-    block_vocab: int = BLOCK_VOCAB,
+    block_vocab: int = 4096,
 ) -> Float[Tensor, ""]:
     """Returns Σ loss(outputs of a block, its rows), differentiable in hidden states and head.
 
@@ -146,7 +147,7 @@ def _multiply(
     numbers = tile_coefficients(block, upstream)
     for at, columns in enumerate(slices(len(block.head), block.block_vocab)):
         tile = logits[columns]
-        gradient_tile(block, numbers, tile, at, columns, where, tokens_last=True)
+        gradient_tile(block, numbers, tile, tile, at, columns, where, tokens_last=True)
         if d_hidden is not None:
             d_hidden += tile.T @ block.head[columns]
         if d_head is None:

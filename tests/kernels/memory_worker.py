@@ -1,4 +1,7 @@
-"""One measured step, in a process of its own: `memory_worker.py V ROWS trained|frozen yes|detached` prints bytes."""
+"""One measured step, in a process of its own, which prints bytes.
+
+`memory_worker.py V ROWS trained|accumulating|frozen yes|detached [D]`
+"""
 
 import sys
 from pathlib import Path
@@ -7,16 +10,13 @@ import torch
 
 import trustrl
 
-D = 64
-
 
 def step(head, rows, entropy):
-    hidden = torch.randn(rows, D).bfloat16().requires_grad_()
+    hidden = torch.randn(rows, head.shape[1]).bfloat16().requires_grad_()
     ids = torch.randint(0, len(head), (rows, 65))
     out = trustrl.token_logprobs(hidden, head, ids[:, 0], gather_ids=ids[:, 1:], entropy=entropy)
     loss = out.logp.sum() + out.tail_logp.sum() + (out.entropy.sum() if entropy is True else 0.0)
     loss.backward()
-    head.grad = None
 
 
 def resident(key):
@@ -24,14 +24,16 @@ def resident(key):
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
-def main(vocabulary, rows, kind, entropy):
+def main(vocabulary, rows, kind, entropy, size="64"):
     torch.set_num_threads(1)
-    head = torch.empty(int(vocabulary), D, dtype=torch.bfloat16)
+    head = torch.empty(int(vocabulary), int(size), dtype=torch.bfloat16)
     for part in head.split(8192):
         part.normal_(std=0.05)
     head.requires_grad_(kind != "frozen")
     entropy = True if entropy == "yes" else entropy
     step(head, 256, entropy)  # compiles
+    if kind != "accumulating":
+        head.grad = None
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = resident("VmRSS")
     step(head, int(rows), entropy)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import trustrl
+from support.device_counts import as_on_an_accelerator
 from support.largest_tensor import LargestTensor
 from trustrl.core.token_logprobs import AnchorStates
 from trustrl.kernels import chunked_pass, tile_math
@@ -29,6 +30,16 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def both_ways(request):
+    """Runs a test twice: with the shortcuts that a CPU may take, and as on a device whose values are not read."""
+    if request.param == "cpu":
+        yield
+    else:
+        with as_on_an_accelerator():
+            yield
 
 
 def inputs(n, d, v, k, dtype=torch.float64, seed=0):
@@ -112,6 +123,7 @@ def run(tensors, token, ids, temperature, settings, upstream=None, **cuts):
     return {**{n: x.detach() for n, x in found.items()}, **grads}, upstream
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", ULP, ids=str)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -135,6 +147,7 @@ def test_no_further_from_the_truth_than_the_plain_code(shape, settings, dtype):
         assert worst <= allowed, f"{name}: error {worst:.2e}, the plain code makes {allowed:.2e}"
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", ULP, ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
 def test_own_top_k_misses_no_id_by_more_than_the_rounding_of_its_product(dtype, frozen):
@@ -160,6 +173,7 @@ def test_own_top_k_misses_no_id_by_more_than_the_rounding_of_its_product(dtype, 
     assert (hidden.grad - again.grad).abs().max() <= 32 * torch.finfo(dtype).eps * again.grad.abs().max()
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_gradcheck(settings):
     tensors, token, ids, temperature = inputs(4, 3, 9, 3)
@@ -183,6 +197,7 @@ def test_gradcheck(settings):
     assert torch.autograd.gradcheck(outputs, tensors)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_logits_that_grow_through_the_vocabulary_raise_the_shift_and_lose_nothing():
     """Each tile's largest logit is 60 above the last one's: a fixed shift would overflow, the first tile's would lose."""
     hidden = torch.ones(3, 1)
@@ -194,6 +209,7 @@ def test_logits_that_grow_through_the_vocabulary_raise_the_shift_and_lose_nothin
         torch.testing.assert_close(got.entropy.double(), want.entropy, rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_tail_of_1e_minus_30_is_exact_where_one_minus_the_sum_is_zero():
     hidden, head = torch.ones(1, 1), torch.zeros(100, 1)
     head[7] = 75.0
@@ -202,6 +218,7 @@ def test_a_tail_of_1e_minus_30_is_exact_where_one_minus_the_sum_is_zero():
     torch.testing.assert_close(out.tail_logp, torch.tensor([99.0]).log() - 75.0)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_words_removed_by_a_bias_of_minus_infinity_hold_no_mass():
     hidden, head = torch.randn(4, 3), torch.randn(20, 3)
     bias = torch.zeros(20)
@@ -225,6 +242,7 @@ def peaked(num_rows=40, vocabulary=500, size=64):
     return hidden.bfloat16(), head
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_head_repair_makes_the_given_ids_right_in_bf16_and_the_bound_holds():
     """Rounding is left only in the tail: with the mass on the given ids, the log-prob is right although logits are bf16."""
     hidden, head = peaked()
@@ -251,6 +269,7 @@ def test_the_bound_grows_with_the_mass_outside_the_given_ids():
     assert bounds[0] > bounds[1] > bounds[2] > 0
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_exact_divergence_of_a_policy_from_itself_is_zero_and_from_a_near_one_does_not_cancel():
     hidden, head = peaked()
     token = torch.arange(40)
@@ -268,6 +287,7 @@ def test_exact_divergence_of_a_policy_from_itself_is_zero_and_from_a_near_one_do
     assert (got.kl.double() - truth.kl).abs().max() < 1e-9
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(
     "settings", [SETTINGS["sampled token only"], SETTINGS["everything"]], ids=["plain", "everything"]
 )
@@ -345,6 +365,7 @@ def test_only_what_is_asked_for_is_multiplied(watched):
         assert flops(lambda: trustrl.token_logprobs(hidden, head, ignored)) / one == pytest.approx(1 / 4)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_rows_without_a_coefficient_have_no_gradient():
     (hidden, head, _), token, ids, _ = inputs(6, 4, 20, 3)
     hidden.requires_grad_()
@@ -355,6 +376,7 @@ def test_rows_without_a_coefficient_have_no_gradient():
     assert (hidden.grad[weight != 0] != 0).any(-1).all()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_no_tensor_of_tokens_times_vocabulary_ever_exists(watched):
     (hidden, head, bias), token, ids, _ = inputs(200, 4, 3000, 5, dtype=torch.float32)
     leaves = [x.requires_grad_() for x in (hidden, head, bias)]
@@ -376,6 +398,7 @@ def test_no_tensor_of_tokens_times_vocabulary_ever_exists(watched):
     assert largest.elements == 200 * 3000
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_under_autocast_the_products_are_made_as_the_models_own_head_would():
     (hidden, head, _), token, ids, _ = inputs(20, 16, 60, 4, dtype=torch.float32)
     states = hidden.bfloat16().requires_grad_()
@@ -395,6 +418,7 @@ def test_under_autocast_the_products_are_made_as_the_models_own_head_would():
     assert states.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_inside_a_checkpointed_model():
     (hidden, head, _), token, ids, _ = inputs(9, 4, 30, 5)
     grads = []
@@ -425,6 +449,7 @@ def test_inside_a_compiled_model_as_one_graph(frozen):
         torch.testing.assert_close(plain, compiled)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.compiled
 def test_compiled_tiles_give_what_eager_ones_give(monkeypatch):
     monkeypatch.setattr(tile_math, "WORTH_COMPILING", 0)
@@ -475,6 +500,7 @@ def test_an_entropy_asked_for_without_a_gradient_has_none():
     assert out.logp.requires_grad
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_an_empty_batch():
     (hidden, head, _), token, ids, _ = inputs(3, 4, 20, 3)
     head.requires_grad_()
@@ -484,6 +510,7 @@ def test_an_empty_batch():
     assert (head.grad == 0).all()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_batch_of_ignored_rows():
     (hidden, head, _), token, ids, _ = inputs(3, 4, 20, 3)
     head.requires_grad_()
@@ -499,6 +526,7 @@ def test_a_batch_of_ignored_rows():
     assert (head.grad == 0).all()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_nan_in_an_ignored_row_reaches_no_gradient():
     (hidden, head, _), token, ids, _ = inputs(6, 4, 20, 3)
     hidden[2] = torch.nan  # token[2] is ignored
@@ -562,6 +590,7 @@ def test_gradients_made_in_the_forward_pass_are_the_same(frozen):
         torch.testing.assert_close(made, want)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_tail_without_mass_has_a_gradient_of_zero(impl, frozen):

@@ -9,7 +9,7 @@ import torch
 import trustrl
 from support.recipes import SHIPPED, small
 from trustrl.core.token_logprobs import AnchorStates, VocabShard, token_logprobs
-from trustrl.kernels import chunked_pass, vocab_parallel
+from trustrl.kernels import devices, vocab_parallel
 from trustrl.runner import region_costs as costs
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import shape_of
@@ -108,7 +108,7 @@ def test_without_tensor_parallelism_nothing_is_sent():
 
 
 def test_a_pass_holds_the_shard_s_gradient_and_tiles():
-    assert (costs.TILE_ROWS, costs.TILE_COLUMNS) == (chunked_pass.BLOCK_ROWS, chunked_pass.BLOCK_VOCAB)
+    assert (costs.TILE_ROWS, costs.TILE_COLUMNS) == devices.CPU_TILE
     shard, tile, sums = 2 * V // 4 * D, 2 * 1024 * 4096, 4 * 4096 * D
     tokens = 16_384  # what verl puts into a micro-batch of one rank
     assert cost("sampled token").vocabulary_pass_bytes == 0

@@ -39,7 +39,7 @@ NOTHING = {
     "aten::alias", "aten::transpose.int", "aten::permute", "aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims",
     "aten::unbind.int", "aten::split.Tensor", "aten::split_with_sizes", "aten::as_strided", "aten::empty.memory_format",
     "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided", "aten::diagonal",
-    "aten::promote_types",
+    "aten::promote_types", "aten::numpy_T",
 }  # fmt: skip
 """Operations that launch nothing, besides those whose name contains "view" or starts with "prim::"."""
 
@@ -169,7 +169,7 @@ def _tensors(tree):
 
 
 @contextlib.contextmanager
-def _as_on_an_accelerator():
+def as_on_an_accelerator():
     """Makes `free_to_look` answer no, under every name that a module of the package has for it."""
 
     def exchange(one, other):
@@ -220,5 +220,5 @@ def _triton_launches(counts):
 def counted(*packages):
     """Counts everything inside, as on an accelerator. Names lines of trustrl, and of other packages if they are given."""
     counts = Counts(("trustrl", *packages))
-    with _as_on_an_accelerator(), _triton_launches(counts), _HostReads(counts), counts:
+    with as_on_an_accelerator(), _triton_launches(counts), _HostReads(counts), counts:
         yield counts

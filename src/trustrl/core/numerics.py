@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from trustrl.kernels.devices import free_to_look as free_to_look
+
 
 def verdict_dtype(like: Tensor) -> torch.dtype:
     """Returns float64, or float32 on MPS, the one backend without float64."""
@@ -24,11 +26,6 @@ def largest_exponent(dtype: torch.dtype) -> float:
         (30.0, 300.0)
     """
     return 30.0 if dtype == torch.float32 else 300.0
-
-
-def free_to_look(at: Tensor) -> bool:
-    """Returns True if reading a value does not wait for a device (on CPU), so control flow may depend on it."""
-    return at.device.type == "cpu"
 
 
 def either(

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from trustrl.config.validators import one_of
 from trustrl.errors import ConfigError, MissingDataError, RecordError
-from trustrl.kernels import chunked_pass, vocab_parallel
+from trustrl.kernels import devices, vocab_parallel
 from trustrl.kernels.fused_divergence import divergence_sums
 from trustrl.kernels.given_ids import GivenIds, given_ids
+from trustrl.kernels.keeping_pass import run_pass
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, TopLogprobs, assembled_logprobs
 from trustrl.kernels.pass_inputs import PassInputs
 from trustrl.kernels.reference import logits_reference, token_logprobs_reference
 from trustrl.kernels.vocab_parallel import VocabShard
-from trustrl.kernels.vocab_pass_op import vocab_pass
 
 Impl = Literal["auto", "reference", "chunked", "triton"]
 
@@ -59,8 +59,8 @@ def token_logprobs(
     product_dtype: torch.dtype | None = None,
     shard: VocabShard | None = None,
     impl: Impl = "auto",
-    block_rows: int = chunked_pass.BLOCK_ROWS,
-    block_vocab: int = chunked_pass.BLOCK_VOCAB,
+    block_rows: int | None = None,
+    block_vocab: int | None = None,
 ) -> TokenLogprobs:
     r"""Returns log-probs of the sampled tokens, at given ids and at the policy's own top-K, with tail mass and entropy.
 
@@ -72,7 +72,10 @@ def token_logprobs(
     logits are computed separately in float32. The remaining rounding error is returned as `logp_error`: the true
     log-probs lie within it. (For float32's own rounding it uses the common estimate of √D units in the last place, not
     a proven bound.) Everything except `tv`, `kl` and `logp_error` is differentiable. Only the requested gradients are
-    computed, and a row whose coefficients are all 0 costs nothing in the backward pass.
+    computed. On a CPU, ignored rows and rows whose coefficients are all 0 cost nothing. An accelerator computes them as
+    zeros, because skipping them would wait for the device; nothing here does. With a trained head, the forward pass
+    allocates the head's gradient and keeps products in it (see `trustrl.kernels.kept_logits`): use `torch.no_grad()` if
+    no backward pass follows.
 
     Args:
         hidden_ND: Last hidden states, after the final norm.
@@ -88,8 +91,8 @@ def token_logprobs(
         product_dtype: The dtype of the products. Defaults to autocast's dtype if enabled, else that of `hidden_ND`.
         shard: Set it if the head is this rank's part of a sharded vocabulary. `logp_error` is then not returned.
         impl: "auto" uses the chunked pass. The Triton pass must be chosen by name until it has run on a GPU.
-        block_rows: Tokens per tile of the chunked pass.
-        block_vocab: Vocabulary ids per tile.
+        block_rows: Tokens per tile of the chunked pass. Chosen by the device if None.
+        block_vocab: Vocabulary ids per tile. Chosen by the device if None.
 
     Returns:
         TokenLogprobs, in float32 or better.
@@ -121,15 +124,15 @@ def token_logprobs(
     if product_dtype is None:
         product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     wide = torch.promote_types(product_dtype, torch.float32)
-    scale_N = torch.as_tensor(temperature, dtype=wide, device=hidden_ND.device).reciprocal().expand(len(hidden_ND))
+    scale_N = _scale(temperature, hidden_ND, wide)
     given = given_ids(token_ids_N, gather_ids)
     ids_NC, counts_NC, inside_NC = given.ids_NC, given.counts_NC, None
     if shard is not None:
         ids_NC, inside_NC = vocab_parallel.local_ids(given.ids_NC, shard, len(head_VD))
         counts_NC = counts_NC & inside_NC
-    inputs = PassInputs(
-        hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, block_rows, block_vocab
-    )
+    rows, columns = devices.tile_sizes(hidden_ND, product_dtype)
+    tile = block_rows or rows, block_vocab or columns
+    inputs = PassInputs(hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, *tile)
     frozen = not (head_VD.requires_grad or (bias is not None and bias.requires_grad))
     chosen = "triton" if impl == "triton" else "chunked"
     # With a frozen head, the forward pass can compute the hidden states' gradient, unless the entropy needs one too.
@@ -150,13 +153,18 @@ def token_logprobs(
     return out
 
 
+def _scale(temperature: float | Tensor, hidden_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns 1 / temperature of each row. A number is filled in on the device, not copied to it."""
+    if not isinstance(temperature, Tensor):
+        temperature = hidden_ND.new_full((), temperature, dtype=dtype)
+    return temperature.to(hidden_ND.device, dtype).reciprocal().expand(len(hidden_ND))
+
+
 def _logit_summary(
     inputs: PassInputs, given: GivenIds, impl: str, top_k: int, slope: bool, inner_grad: bool
 ) -> LogitSummary:
     """Runs one pass over this rank's vocabulary."""
-    logits_NC, found_NF, rest_N, inner_N, largest_N, _ = vocab_pass(
-        *inputs[:5], given.live_N, *inputs[5:], impl, top_k, slope
-    )
+    logits_NC, found_NF, rest_N, inner_N, largest_N, _ = run_pass(inputs, given.live_N, impl, top_k, slope)
     num_given = inputs.ids.shape[1]
     # Half a unit in the last place of the product; the sum inside the product is accumulated in float32.
     unit = 0.0 if impl == "triton" else torch.finfo(inputs.product_dtype).eps / 2
@@ -190,10 +198,8 @@ def _exact_divergence(
         if shard is not None and inside_NC is not None:
             summary = vocab_parallel.merge(shard, inside_NC, summary)
         anchor_lse_N = assembled_logprobs(given, summary, None, 0, False).logsumexp
-    at = given.live_N.nonzero().squeeze(-1)
-    sums = divergence_sums(inputs.rows(at), anchor.rows(at), policy_lse_N[at], anchor_lse_N.to(inputs.scale.dtype)[at])
-    sums = vocab_parallel.sum_over_ranks(sums, shard)
-    tv, kl = sums.new_zeros((len(policy_lse_N), 2)).index_copy_(0, at, sums).unbind(-1)
+    sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), given.live_N)
+    tv, kl = vocab_parallel.sum_over_ranks(sums, shard).unbind(-1)
     return tv / 2, kl
 
 

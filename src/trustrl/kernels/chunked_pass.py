@@ -1,4 +1,4 @@
-r"""The pass in plain torch, for any device. It tiles the vocabulary and recomputes the logits in the backward pass.
+r"""The pass in plain torch, for any device. It tiles the vocabulary.
 
 Replaces, without its [N, V] arrays,
 
@@ -14,22 +14,25 @@ ids) × (largest rounding error of a logit).
 **Loop order.** The forward pass streams the vocabulary for a block of rows and keeps four numbers per row. The backward
 pass loops over the vocabulary on the outside, so it writes each tile of the head's gradient once; it accumulates the
 hidden states' gradient in float32. If the entropy needs no gradient, the forward pass computes the gradient of `rest`
-with respect to the hidden states (`slope`) from the tile it already holds. A frozen head then recomputes nothing.
+with respect to the hidden states (`slope`) from the tile it already holds. A frozen head then recomputes nothing. For a
+trained head it can keep the products instead (see `kept_logits`).
 
 Memory in addition to inputs, outputs and gradients: one tile of `block_rows × block_vocab` in the products' dtype (two
-with `slope`), and one block of head rows for the given ids if uncompiled.
+with `slope`), and one block of head rows for the given ids if uncompiled. `devices` chooses and bounds both.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trustrl.kernels import tile_math
+from trustrl.kernels.given_cells import GivenCells, given_cells
+from trustrl.kernels.kept_logits import KeptLogits
 from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
-from trustrl.kernels.running_state import CellIndex, RunningSums, RunningTopK
-
-BLOCK_ROWS, BLOCK_VOCAB = 1024, 4096
+from trustrl.kernels.running_state import RunningSums, RunningTopK
 
 
 class ForwardResult(NamedTuple):
@@ -49,12 +52,17 @@ class ForwardResult(NamedTuple):
     """[N, D], ∂rest/∂hidden, or [N, 0] if it was not requested."""
 
 
-def forward(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
-    """Streams the vocabulary once for every block of rows and returns the results of all rows."""
+def forward(inputs: PassInputs, top_k: int, slope: bool, kept: KeptLogits | None = None) -> ForwardResult:
+    """Streams the vocabulary once for every block of rows and returns the results of all rows.
+
+    If `kept` is given, also fills it with the marked products. Cells that leave the running top-k are not in it, so
+    `top_k` must then be 0.
+    """
     num_rows = inputs.hidden.shape[0]
     whole: ForwardResult | None = None
     for rows in slices(num_rows, inputs.block_rows):
-        block = _forward_block(inputs.rows(rows), top_k, slope)
+        tiles = None if kept is None or not kept.holds(rows) else partial(kept.tile, rows=rows)
+        block = _forward_block(inputs.rows(rows), top_k, slope, tiles)
         if len(block.rest) == num_rows:
             return block
         if whole is None:
@@ -65,17 +73,22 @@ def forward(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
     return whole
 
 
-def _forward_block(inputs: PassInputs, top_k: int, slope: bool) -> ForwardResult:
+def _forward_block(
+    inputs: PassInputs, top_k: int, slope: bool, kept_tile: Callable[[slice], Tensor] | None
+) -> ForwardResult:
     hidden = inputs.hidden.to(inputs.product_dtype)
     num_rows, size = hidden.shape[0], inputs.head.shape[0]
-    cells = CellIndex(inputs)
+    cells = given_cells(inputs)
     running = RunningSums(inputs, slope)
     best = RunningTopK(num_rows, top_k, hidden)
-    room = hidden.new_empty(num_rows * min(inputs.block_vocab, size) * (2 if slope else 1))
+    num_tiles = int(kept_tile is None) + int(slope)
+    room = hidden.new_empty(num_rows * min(inputs.block_vocab, size) * num_tiles)
     for at, columns in enumerate(slices(size, inputs.block_vocab)):
         head = inputs.head[columns].to(inputs.product_dtype)
         bias = None if inputs.bias is None else inputs.bias[columns]
-        product, weights = _carve(room, slope, num_rows, head.shape[0])
+        product, weights = (
+            _carve(room, slope, num_rows, head.shape[0]) if kept_tile is None else (kept_tile(columns), None)
+        )
         torch.mm(hidden, head.T, out=product)
         cells.mark(at, product)
         if top_k:
@@ -104,8 +117,12 @@ class UpstreamGradients(NamedTuple):
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def backward(inputs: PassInputs, upstream: UpstreamGradients, wants: tuple[bool, bool, bool]) -> Gradients:
+def backward(
+    inputs: PassInputs, upstream: UpstreamGradients, wants: tuple[bool, bool, bool], kept: KeptLogits | None = None
+) -> Gradients:
     r"""Returns the gradients of (hidden, head, bias), None where not wanted. `inputs.ids` includes the found ids.
+
+    If `kept` is given, its products are not recomputed, and the head's gradient overwrites its buffer.
 
     With q_j = exp(z_j − rest) and H the entropy within the rest:   ∂/∂z_j = q_j (d_rest − d_inner (log q_j + H))
     """
@@ -121,10 +138,12 @@ def backward(inputs: PassInputs, upstream: UpstreamGradients, wants: tuple[bool,
             )
     elif wants_hidden:
         d_hidden = streamed = torch.zeros(inputs.hidden.shape, dtype=inputs.wide, device=inputs.hidden.device)
-    d_head = torch.empty_like(inputs.head) if wants_head else None
+    d_head = None
+    if wants_head:
+        d_head = torch.empty_like(inputs.head) if kept is None else kept.buffer
     d_bias = torch.zeros_like(inputs.bias, dtype=inputs.wide) if wants_bias and inputs.bias is not None else None
     if streamed is not None or d_head is not None or d_bias is not None:
-        _stream_backward(inputs, coefficients, streamed, d_head, d_bias)
+        _stream_backward(inputs, coefficients, streamed, d_head, d_bias, kept)
     return (
         None if d_hidden is None else d_hidden.to(inputs.hidden.dtype),
         d_head,
@@ -163,15 +182,15 @@ def _stream_backward(
     d_hidden: Tensor | None,
     d_head: Tensor | None,
     d_bias: Tensor | None,
+    kept: KeptLogits | None,
 ) -> None:
-    """Recomputes each tile once and accumulates its products in the gradients, in place."""
+    """Makes or reads each tile once and accumulates its products in the gradients, in place."""
     dtype, size = inputs.product_dtype, inputs.head.shape[0]
     rows = slices(inputs.hidden.shape[0], inputs.block_rows)
     blocks = [(inputs.rows(at), coefficients.rows(at)) for at in rows]
-    cells = [CellIndex(block) for block, _ in blocks]
+    cells = [given_cells(block) for block, _ in blocks]
     states = [block.hidden.to(dtype) for block, _ in blocks]
-    # The product for the head's gradient is twice as fast on a CPU if tokens are the inner axis.
-    tokens_last = d_head is not None
+    holds = [kept is not None and kept.holds(at) for at in rows]
     widest = min(inputs.block_vocab, size)
     room = states[0].new_empty(len(states[0]) * widest)
     # Parts of a low-precision gradient are summed in float32 and rounded once.
@@ -179,40 +198,50 @@ def _stream_backward(
     sums = (
         torch.empty((widest, inputs.head.shape[1]), dtype=inputs.wide, device=inputs.head.device) if several else None
     )
-    for at, columns in enumerate(slices(size, inputs.block_vocab)):
+    # From the last tile to the first, because kept products are overwritten.
+    for at, columns in reversed(list(enumerate(slices(size, inputs.block_vocab)))):
         head = inputs.head[columns].to(dtype)
         for n, (block, numbers) in enumerate(blocks):
             hidden = states[n]
+            # The product for the head's gradient is twice as fast on a CPU if tokens are the inner axis.
+            tokens_last = d_head is not None and not holds[n]
             shape = (len(head), len(hidden)) if tokens_last else (len(hidden), len(head))
             tile = room[: len(head) * len(hidden)].view(shape)
-            torch.mm(*((head, hidden.T) if tokens_last else (hidden, head.T)), out=tile)
-            cells[n].mark(at, tile, tokens_last)
-            gradient_tile(block, numbers, tile, at, columns, cells[n], tokens_last)
+            product = tile
+            if kept is not None and holds[n]:
+                product = kept.tile(columns, rows[n])
+            else:
+                torch.mm(*((head, hidden.T) if tokens_last else (hidden, head.T)), out=tile)
+                cells[n].mark(at, tile, tokens_last)
+            gradient_tile(block, numbers, product, tile, at, columns, cells[n], tokens_last)
+            by_token = tile.T if tokens_last else tile
             if d_hidden is not None:
-                d_hidden[rows[n]] += (tile.T if tokens_last else tile) @ head
+                d_hidden[rows[n]] += by_token @ head
             if d_head is not None:
-                _into_head(d_head[columns], sums, tile, hidden, n, len(blocks))
+                _into_head(d_head[columns], sums, by_token.T, hidden, n, len(blocks))
             if d_bias is not None:
-                d_bias[columns] += tile.sum(-1 if tokens_last else 0, dtype=d_bias.dtype)
+                d_bias[columns] += by_token.sum(0, dtype=d_bias.dtype)
 
 
 def gradient_tile(
     inputs: PassInputs,
     numbers: TileCoefficients,
+    product: Tensor,
     tile: Tensor,
     at: int,
     columns: slice,
-    cells: CellIndex,
+    cells: GivenCells,
     tokens_last: bool,
 ) -> None:
-    """Replaces a marked tile of products by the gradient with respect to them, including the given ids."""
+    """Writes the gradient with respect to a marked tile of products, including the given ids, to `tile`.
+
+    `tile` may be the products themselves.
+    """
     vocab_axis = 0 if tokens_last else -1
     scale, base, on_mass, on_log = (x.unsqueeze(vocab_axis) for x in (inputs.scale, *numbers[:3]))
     bias = None if inputs.bias is None else inputs.bias[columns].unsqueeze(-1 - vocab_axis)
-    tile_math.fused_gradient_in_place(tile, bias, scale, inputs.softcap, base, on_mass, on_log, large=inputs.large)
-    row, cell, column = cells.within(at)
-    where = (column, row) if tokens_last else (row, column)
-    tile[where] = numbers.on_cells[row, cell].to(tile.dtype)
+    tile_math.fused_gradient(product, bias, scale, inputs.softcap, base, on_mass, on_log, tile, large=inputs.large)
+    cells.put(at, tile, numbers.on_cells, tokens_last)
 
 
 def _into_head(d_head: Tensor, sums: Tensor | None, tile: Tensor, hidden: Tensor, block: int, num_blocks: int) -> None:

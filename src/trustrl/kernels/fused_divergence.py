@@ -10,25 +10,36 @@ policies that almost agree. Given ids use repaired logits on both sides (see `ch
 import torch
 from torch import Tensor
 
-from trustrl.kernels import tile_math
+from trustrl.kernels import devices, tile_math
+from trustrl.kernels.given_cells import given_cells
 from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices
-from trustrl.kernels.running_state import CellIndex
 
 
 @torch.no_grad()
-def divergence_sums(policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anchor_lse: Tensor) -> Tensor:
-    """Returns [N, 2]: (Σ |m − p|, Σ m log(m/p)) over this head's part of the vocabulary."""
+def divergence_sums(
+    policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anchor_lse: Tensor, live: Tensor
+) -> Tensor:
+    """Returns [N, 2]: (Σ |m − p|, Σ m log(m/p)) over this head's part of the vocabulary, and 0 on rows not `live`.
+
+    Those rows cost nothing on a CPU. An accelerator computes them like the others, because their number is a value.
+    """
     with torch.autocast(policy.hidden.device.type, enabled=False):
-        blocks = [
-            _block_sums(policy.rows(rows), anchor.rows(rows), policy_lse[rows], anchor_lse[rows])
-            for rows in slices(policy.hidden.shape[0], policy.block_rows)
-        ]
-        return torch.cat(blocks)
+        if not devices.free_to_look(live):
+            sums = _sums(policy, anchor, policy_lse, anchor_lse)
+            return torch.where(live.unsqueeze(-1), sums, 0.0)
+        at = live.nonzero().squeeze(-1)
+        sums = _sums(policy.rows(at), anchor.rows(at), policy_lse[at], anchor_lse[at])
+        return sums.new_zeros((len(live), 2)).index_copy_(0, at, sums)
+
+
+def _sums(policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anchor_lse: Tensor) -> Tensor:
+    blocks = slices(policy.hidden.shape[0], policy.block_rows)
+    return torch.cat([_block_sums(policy.rows(at), anchor.rows(at), policy_lse[at], anchor_lse[at]) for at in blocks])
 
 
 def _block_sums(policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anchor_lse: Tensor) -> Tensor:
     sides = [(side, side.hidden.to(side.product_dtype)) for side in (policy, anchor)]
-    cells = CellIndex(policy)
+    cells = given_cells(policy)
     bases = policy_lse.unsqueeze(-1), anchor_lse.unsqueeze(-1)
     known = [given_logits(side) - base for side, base in zip((policy, anchor), bases, strict=True)]
     absolute, relative = tile_math.divergence_terms(*known)

@@ -21,8 +21,8 @@ class TopLogprobs(NamedTuple):
 class TokenLogprobs(NamedTuple):
     """Per-token results of one pass, in float32 or better. Differentiable in hidden states, head and bias.
 
-    A row whose token id is below 0 is ignored. It costs nothing, has no gradient, and holds zeros (−inf as the log-prob
-    of an id, −1 as an id).
+    A row whose token id is below 0 is ignored. It has no gradient and holds zeros (−inf as the log-prob of an id, −1 as
+    an id). On a CPU it costs nothing.
     """
 
     logp: Float[Tensor, " N"]
@@ -99,7 +99,7 @@ def assembled_logprobs(
         logp, at = cell_logp_NC.topk(top_k, dim=-1)
         ids = torch.cat([given.ids_NC, summary.found_ids_NF], dim=-1).gather(-1, at)
         named_NC = torch.zeros_like(cells_NC, dtype=torch.bool).scatter(-1, at, True)
-        named_NC[:, 0] = True  # the sampled token
+        named_NC[:, 0].fill_(True)  # the sampled token
         others_NC = cells_NC.masked_fill(named_NC, -torch.inf)
         beyond_N = log_mass(torch.cat([others_NC, rest_N.unsqueeze(-1)], dim=-1)) - lse_N
         top = TopLogprobs(torch.where(logp > -torch.inf, ids, -1), logp, beyond_N)

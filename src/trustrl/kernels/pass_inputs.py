@@ -8,9 +8,6 @@ from torch import Tensor
 
 from trustrl.kernels import tile_math
 
-EAGER_DOT_ROWS = 64
-"""Number of rows whose given head rows are gathered at once when the dot products are not compiled."""
-
 
 class PassInputs(NamedTuple):
     """Inputs and tile sizes of one pass over the vocabulary."""
@@ -48,15 +45,7 @@ class PassInputs(NamedTuple):
 def given_logits(inputs: PassInputs) -> Tensor:
     """Returns the logits at the given ids, as dot products in float32 or better."""
     hidden = inputs.hidden.to(inputs.product_dtype)
-    if inputs.large:
-        raw = tile_math.fused_dots(hidden, inputs.head, inputs.ids, inputs.product_dtype, large=True)
-    else:
-        raw = torch.cat(
-            [
-                tile_math.dots(hidden[rows], inputs.head, inputs.ids[rows], inputs.product_dtype)
-                for rows in slices(len(hidden), EAGER_DOT_ROWS)
-            ]
-        )
+    raw = tile_math.fused_dots(hidden, inputs.head, inputs.ids, inputs.product_dtype, large=inputs.large)
     bias = None if inputs.bias is None else inputs.bias[inputs.ids]
     return tile_math.logits(raw, bias, inputs.scale.unsqueeze(-1), inputs.softcap)[0]
 

@@ -1,38 +1,18 @@
-"""State kept while the vocabulary streams past a block of rows: where its cells fall, running sums, running top-k."""
+"""State kept while the vocabulary streams past a block of rows: running sums and running top-k.
+
+On a CPU, both read values to skip work. On an accelerator that would wait for the device once per tile or more, so
+they do the work instead: the sums find each tile's maximum first, and the top-k sorts every tile.
+"""
 
 import torch
 from torch import Tensor
 
-from trustrl.kernels import tile_math
+from trustrl.kernels import devices, tile_math
 from trustrl.kernels.logprob_outputs import wide_dtype
 from trustrl.kernels.pass_inputs import PassInputs, weighted_head_rows
 
 SAFE_EXPONENT = 20.0
 """A tile's logits may exceed the running shift by this much before the shift is raised. Saves a second evaluation."""
-
-
-class CellIndex:
-    """Index of the counted cells of a block of rows, sorted by id so that each tile finds its cells in one slice."""
-
-    def __init__(self, inputs: PassInputs) -> None:
-        row, cell = inputs.counts.nonzero(as_tuple=True)
-        self.column, order = inputs.ids[row, cell].sort()
-        self.row, self.cell = row[order], cell[order]
-        starts = [*range(0, inputs.head.shape[0], inputs.block_vocab), inputs.head.shape[0]]
-        edges = torch.searchsorted(self.column, torch.tensor(starts, device=self.column.device))
-        # torch leaves the elements of `tolist` untyped.
-        self.edges: list[int] = edges.tolist()  # pyright: ignore[reportUnknownMemberType]
-        self.block_vocab = inputs.block_vocab
-
-    def within(self, tile: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (row, cell, column within the tile) of the cells in a tile."""
-        at = slice(self.edges[tile], self.edges[tile + 1])
-        return self.row[at], self.cell[at], self.column[at] - tile * self.block_vocab
-
-    def mark(self, tile: int, product: Tensor, tokens_last: bool = False) -> None:
-        """Writes −inf at the cells of a tile, because their logits are computed separately."""
-        row, _, column = self.within(tile)
-        product[(column, row) if tokens_last else (row, column)] = -torch.inf
 
 
 class RunningSums:
@@ -57,6 +37,17 @@ class RunningSums:
         head: Tensor | None = None,
     ) -> None:
         """Accumulates one vocabulary tile. If the buffer `weights` is given, adds the tile's share of the slope."""
+        if devices.free_to_look(product):
+            self._add_lagged(product, bias, inputs, large, weights)
+        else:
+            self._add_online(product, bias, inputs, large, weights)
+        if weights is not None and head is not None:
+            self.slope += weights @ head
+
+    def _add_lagged(
+        self, product: Tensor, bias: Tensor | None, inputs: PassInputs, large: bool, weights: Tensor | None
+    ) -> None:
+        """Accumulates a tile under the shift of the tiles before it, and again under its own if that is too low."""
         top, size, total, moment = self._summary(product, bias, inputs, large, weights)
         if bool((top > self.shift + self.safe).any()):
             self._raise_to(torch.maximum(self.shift, top))
@@ -64,8 +55,18 @@ class RunningSums:
         self.total += total
         self.moment += moment
         self.largest = torch.maximum(self.largest, size)
-        if weights is not None and head is not None:
-            self.slope += weights @ head
+
+    def _add_online(
+        self, product: Tensor, bias: Tensor | None, inputs: PassInputs, large: bool, weights: Tensor | None
+    ) -> None:
+        """Accumulates a tile under the largest logit so far, without reading a value."""
+        scale = inputs.scale.unsqueeze(self.vocab_axis)
+        self.shift, self.total, self.moment, self.largest, keep = tile_math.fused_online_sums(
+            product, bias, scale, inputs.softcap, self.vocab_axis, self.shift, self.total, self.moment, self.largest,
+            weights, large=large,
+        )  # fmt: skip
+        if self.slope.numel():
+            self.slope *= keep.unsqueeze(-1)
 
     def _summary(
         self, product: Tensor, bias: Tensor | None, inputs: PassInputs, large: bool, weights: Tensor | None
@@ -117,6 +118,7 @@ class RunningTopK:
         self.key = torch.full((num_rows, k), -torch.inf, dtype=wide_dtype(like), device=like.device)
         self.bias = torch.zeros_like(self.key)
         self.dropped_ids = self.ids
+        self.marked, self.untouched = like.new_full((), -torch.inf), like.new_full((), torch.inf)
 
     def take(self, product: Tensor, bias: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """Moves a tile's best cells into the top k and writes −inf in their place.
@@ -134,8 +136,9 @@ class RunningTopK:
         products, biases = torch.cat([self.product, new_product], dim=-1), torch.cat([self.bias, new_bias], dim=-1)
         chosen = keys.topk(k, dim=-1).indices
         is_chosen = torch.zeros_like(keys, dtype=torch.bool).scatter_(-1, chosen, True)
-        row, at = (is_chosen[:, k:] & present).nonzero(as_tuple=True)
-        product[row, column[row, at]] = -torch.inf
+        # The minimum, because padding repeats columns.
+        marks = torch.where(is_chosen[:, k:] & present, self.marked, self.untouched)
+        product.scatter_reduce_(-1, column, marks, "amin")
         dropped = self.product.masked_fill(is_chosen[:, :k], -torch.inf), self.bias
         self.dropped_ids = self.ids.clamp(min=0)
         self.key, self.ids = keys.gather(-1, chosen), ids.gather(-1, chosen)
@@ -146,11 +149,12 @@ class RunningTopK:
         """Returns (keys, columns) of a set of cells that includes the tile's best. −inf pads rows with fewer cells.
 
         After the first few tiles, hardly any cell beats the k-th best so far. The largest cell of each group tells
-        which groups can contain such a cell. Only those groups are searched, which costs a third of sorting the tile.
+        which groups can contain such a cell. Only those groups are searched, which costs a third of sorting the tile on
+        a CPU. Their number is a value, so an accelerator sorts the tile.
         """
         num_rows, width = key.shape
         num_groups = width // GROUP
-        if width % GROUP == 0 and num_rows:
+        if width % GROUP == 0 and num_rows and devices.free_to_look(key):
             beats = key.view(num_rows, GROUP, num_groups).amax(1) > self.key.amin(-1, keepdim=True).to(key.dtype)
             counts = beats.sum(-1)
             most = int(counts.max())

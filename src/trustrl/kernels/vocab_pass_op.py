@@ -6,12 +6,13 @@ instead of tracing every tile, and activation checkpointing repeats it like any 
 # torch leaves the registration methods of a custom operator untyped.
 # pyright: reportUnknownMemberType=false
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trustrl.kernels import chunked_pass
+from trustrl.kernels import chunked_pass, devices
 from trustrl.kernels.chunked_pass import ForwardResult, Gradients, UpstreamGradients
 from trustrl.kernels.pass_inputs import PassInputs, given_logits
 
@@ -33,20 +34,42 @@ def vocab_pass(
     top_k: int,
     slope: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the fields of `ForwardResult`. Rows that are not `live` hold zeros and cost nothing."""
+    """Returns the fields of `ForwardResult`, with zeros (−1 as an id) on rows that are not `live`.
+
+    Those rows cost nothing on a CPU. An accelerator computes them like the others, because skipping them would wait for
+    their number.
+    """
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
-    with torch.autocast(hidden.device.type, enabled=False):
+    known, found, rest, inner, largest, slope_ND = forward_live(
+        inputs, live, lambda some: _forward(some, impl, top_k, slope)
+    )
+    return known, found, rest, inner, largest, slope_ND
+
+
+def forward_live(inputs: PassInputs, live: Tensor, run: Callable[[PassInputs], ForwardResult]) -> ForwardResult:
+    """Returns the result of all rows, blank where a row is not `live`."""
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        if not devices.free_to_look(live):
+            return _blanked(run(inputs), live)
         if bool(live.all()):
-            known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope)
-            return known, found, rest, inner, largest, slope_ND
+            return run(inputs)
         at = live.nonzero().squeeze(-1)
-        known, found, *others = _forward(inputs.rows(at), impl, top_k, slope)
+        some = run(inputs.rows(at))
 
-        def back(x: Tensor, fill: int = 0) -> Tensor:
-            return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
+    def back(x: Tensor, fill: int = 0) -> Tensor:
+        return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
 
-        rest, inner, largest, slope_ND = map(back, others)
-        return back(known), back(found, -1), rest, inner, largest, slope_ND
+    return ForwardResult(*map(back, some))._replace(found=back(some.found, -1))
+
+
+def _blanked(result: ForwardResult, live: Tensor) -> ForwardResult:
+    """Returns the result with zeros (−1 as an id) on rows that are not `live`."""
+
+    def blank(x: Tensor, fill: int = 0) -> Tensor:
+        rows = live.unsqueeze(-1) if x.ndim == 2 else live
+        return torch.where(rows, x, fill) if x.numel() else x
+
+    return ForwardResult(*map(blank, result))._replace(found=blank(result.found, -1))
 
 
 def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool) -> ForwardResult:
@@ -101,23 +124,45 @@ def vocab_pass_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of hidden, head and bias; an empty tensor for each one that is not wanted.
 
-    Every product skips the rows whose coefficients are all exactly 0.
+    Every product skips the rows whose coefficients are all exactly 0. On an accelerator, where skipping them would wait
+    for their number, they take part in the products as zeros.
     """
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     upstream = UpstreamGradients(rest, inner, slope, d_known, d_rest, d_inner)
     wants = (wants_hidden, wants_head, wants_bias)
-    alive = (d_known != 0).any(-1) | (d_rest != 0) | (d_inner != 0)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if bool(alive.all()):
-            found = _backward_pass(inputs, upstream, impl, wants)
-        else:
-            at = alive.nonzero().squeeze(-1)
-            # An empty slope has nothing to index.
-            some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
-            part, *others = _backward_pass(inputs.rows(at), some, impl, wants)
-            found = (None if part is None else torch.zeros_like(hidden).index_copy_(0, at, part), *others)
+    found = gradients_alive(inputs, upstream, lambda some, its, _: _backward_pass(some, its, impl, wants))
     d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
     return d_hidden, d_head, d_bias
+
+
+def gradients_alive(
+    inputs: PassInputs,
+    upstream: UpstreamGradients,
+    run: Callable[[PassInputs, UpstreamGradients, Tensor | None], Gradients],
+) -> Gradients:
+    """Returns the gradients from the rows with a coefficient. `run` receives these rows, or None for all of them."""
+    alive = (upstream.d_known != 0).any(-1) | (upstream.d_rest != 0) | (upstream.d_inner != 0)
+    with torch.autocast(inputs.hidden.device.type, enabled=False):
+        if not devices.free_to_look(alive):
+            part, d_head, d_bias = run(*_only_alive(inputs, upstream, alive), None)
+            return None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), d_head, d_bias
+        if bool(alive.all()):
+            return run(inputs, upstream, None)
+        at = alive.nonzero().squeeze(-1)
+        # An empty slope has nothing to index.
+        some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
+        part, d_head, d_bias = run(inputs.rows(at), some, at)
+        d_hidden = None if part is None else torch.zeros_like(inputs.hidden).index_copy_(0, at, part)
+        return d_hidden, d_head, d_bias
+
+
+def _only_alive(inputs: PassInputs, upstream: UpstreamGradients, alive: Tensor) -> tuple[PassInputs, UpstreamGradients]:
+    """Returns the inputs without the hidden states of other rows, whose NaN would survive a product with 0.
+
+    A rest of −inf has no gradient, so none of their logits has one.
+    """
+    hidden = torch.where(alive.unsqueeze(-1), inputs.hidden, 0.0)
+    return inputs._replace(hidden=hidden), upstream._replace(rest=torch.where(alive, upstream.rest, -torch.inf))
 
 
 def _backward_pass(
