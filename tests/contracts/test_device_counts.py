@@ -10,7 +10,7 @@ import torch
 import trustrl
 from support.device_counts import counted
 from support.kernel_counts import limits, loss_and_sums, torch_release, totals
-from support.vocabulary_cases import CASES, call, loss_of, waits_today
+from support.vocabulary_cases import CASES, call, loss_of
 
 RAISED = "`PYTHONPATH=tests python -m support.kernel_counts --write` records the numbers again, if the rise is meant."
 
@@ -37,7 +37,6 @@ def test_every_preset_has_limits():
     assert limits().keys() - {"torch"} == set(trustrl.presets()), RAISED
 
 
-@waits_today
 @pytest.mark.parametrize("head_gradient", [True, False], ids=["head trained", "head frozen"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_vocabulary_pass_waits_for_nothing(name, head_gradient):

@@ -7,7 +7,6 @@ import pytest
 import trustrl
 from support import fake_cuda
 from support.fake_cuda.cases import CONTROLS, LOSSES, READS
-from support.vocabulary_cases import waits_today
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None, reason="g++ is not installed; it compiles the fake device, 20 lines of C++"
@@ -24,7 +23,6 @@ def test_a_loss_and_its_sums_run_forward(answers, name, dtype):
     assert answers[f"loss {name} {dtype}"] == ""
 
 
-@waits_today
 @pytest.mark.parametrize(("name", "dtype", "head"), READS)
 def test_the_chunked_pass_runs_forward(answers, name, dtype, head):
     assert answers[f"vocabulary {name} {dtype} {head}"] == ""

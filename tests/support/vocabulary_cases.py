@@ -1,17 +1,11 @@
 """Calls of `token_logprobs` whose waits are counted: every output, and the ways in which gradients are made."""
 
-import pytest
 import torch
 
 import trustrl
 from trustrl.core.token_logprobs import AnchorStates
 
 NUM_TOKENS, HIDDEN, VOCABULARY, K = 12, 16, 300, 5
-
-waits_today = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the chunked pass looks at values once or more per tile"
-)
-"""Mark of the tests that fail until the chunked pass never waits. Delete it then."""
 
 CASES = {
     "sampled token": {},

@@ -11,7 +11,7 @@ decision, between the first and the second, stays in torch.
 Those functions are the definition; these must agree with them to the last token and count. Nothing waits for the
 device. Sums are added in a fixed order, so they are reproducible; only whole numbers are added atomically.
 
-Cost per token: reads each input once and writes 60 to 120 bytes. Memory beyond that: 768 bytes per block of 512
+Cost per token: reads each input once and writes 60 to 120 bytes. Memory beyond that: 768 bytes per block of 256
 tokens, and the histograms.
 """
 
@@ -25,7 +25,7 @@ from trustrl.kernels.recorded_columns import Columns
 from trustrl.kernels.sum_kernels import sums_kernel
 from trustrl.kernels.token_kernels import clean_kernel, terms_kernel
 
-BLOCK = 512
+BLOCK = 256
 """Tokens per program."""
 
 TILE = 256
