@@ -38,7 +38,7 @@ from trustrl.engines.trl import overrides, sampled_rows, sampler
 from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
 from trustrl.engines.trl.asking_model import AskingModel
 from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
-from trustrl.engines.trl.logged_metrics import UNSCORED, correct_trls_metrics
+from trustrl.engines.trl.logged_metrics import UNSCORED, TrlMetrics
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.sampler_check import SamplerCheck
@@ -145,6 +145,7 @@ class TrustRegionMixin(LossSeamMixin):
         check = self._step_check(behavior, max_dropped_share)
         recorder = self._tokens_recorder(recording)
         self._region_metrics = StepMetrics(check, metrics, startup_checks=startup_checks, recorder=recorder)
+        self._trl_metrics = TrlMetrics()
         self._first_loss, self._num_losses = startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
 
@@ -247,7 +248,7 @@ class TrustRegionMixin(LossSeamMixin):
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
-        correct_trls_metrics(self, out)
+        self._trl_metrics.correct(self, out)
         self._region_metrics.add(self, out, policy, rollout, weights, inputs.get(SEQUENCE))
         return others + out.loss
 

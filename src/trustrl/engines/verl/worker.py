@@ -32,7 +32,7 @@ from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import record_environment, region_settings, seam
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
-from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
+from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
 from trustrl.engines.verl import anchors, loss_context, run_settings, stock_record
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
 from trustrl.engines.verl.losses import clip_metrics
@@ -166,7 +166,8 @@ class RegionWorker(TrainingWorker):
             tu.assign_non_tensor(data, **{anchors.PASS: "train"})
         self._step = StepSums()
         out = super().train_mini_batch(data)
-        total = self._step.total(self.engine.get_data_parallel_group())
+        summed = self._step.total(self.engine.get_data_parallel_group())
+        total = None if summed is None else on_host(summed)
         found = {} if total is None else rates(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
