@@ -25,7 +25,8 @@ from trustrl.engines.verl.response_layout import aligned_with_responses, check_r
 from trustrl.errors import EngineError, MissingDataError
 
 PASS = "trustrl_pass"
-"""The key set to `record` or `train` on batches whose forward pass must return more than log-probs."""
+"""The key of batches whose forward pass must return more than log-probs: `record`, `train`, or `first` for an update
+whose own pass is π'."""
 
 SAMPLED_IDS, SAMPLED_LOGP = "teacher_ids", "teacher_logprobs"
 """μ's top-K, (B, R, K): the fields that verl passes from agent loops to workers. verl's distillation uses them too."""

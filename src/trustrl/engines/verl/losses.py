@@ -91,6 +91,8 @@ class RegionLoss:
             advantages = advantages * rollout_is_weights
         # With truncated sampling, the context's log-probs are those inside the kept ids.
         policy = PolicyTokens(**{"logp": log_prob, **(context.policy if context else {})})
+        if context is not None and context.policy_is_proximal:
+            anchors = anchors | {"proximal_logp": policy.logp.detach()}
         rollout = RolloutTokens(
             advantage=advantages, in_loss=response_mask.bool(), **anchors, **context.rollout if context else {}
         )
