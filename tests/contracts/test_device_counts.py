@@ -83,6 +83,21 @@ def test_what_stays_on_the_device_is_no_wait():
     assert not counts.waits, str(counts)
 
 
+def test_one_copy_to_the_host_is_one_wait():
+    x = torch.arange(4.0)
+    with counted() as counts:
+        here = x.cpu()
+        here[2:].sum().item()
+        (here + here).tolist()
+        assert here.data_ptr() != x.data_ptr()
+    assert sum(counts.waits.values()) == 1, str(counts)
+    assert not counts.kernels, str(counts)
+    with counted() as counts:
+        (here := x.cpu())[0].item()
+        (here + x).tolist()  # on the device again
+    assert sum(counts.waits.values()) == 2, str(counts)
+
+
 @pytest.mark.parametrize("make", [lambda x: torch.tensor([1.0]), lambda x: x.new_tensor(1.0), lambda x: x[[0, 1]]])
 def test_a_copy_from_the_host_is_seen(make):
     x = torch.arange(4.0)

@@ -1,8 +1,9 @@
 """Counts of what makes code slow on a GPU, taken on a CPU: waits, copies from the host, kernels, bytes allocated.
 
 Each operation that reaches the dispatcher is one of: a view (free), a wait, a copy from the host, or a kernel. A launch
-of a Triton kernel is one kernel, under Triton's interpreter too. The code runs as it does on an accelerator:
-`free_to_look`, which allows shortcuts on a CPU, answers no. Code that `torch.compile` has compiled is not seen.
+of a Triton kernel is one kernel, under Triton's interpreter too. `x.cpu()` is one wait, and everything computed from
+its result alone is free. The code runs as it does on an accelerator: `free_to_look`, which allows shortcuts on a CPU,
+answers no. Code that `torch.compile` has compiled is not seen.
 """
 
 import collections
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from trustrl.core import numerics
@@ -29,8 +30,8 @@ WAITS = {
 }  # fmt: skip
 """Operations whose result, or its shape, must be known on the host."""
 
-READS = {torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.__array__}
-"""Calls that copy a tensor to the host. On a CPU they reach no dispatcher."""
+READS, COPIES = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}, {torch.Tensor.cpu}
+"""Calls that read a tensor on the host, and those that copy it there. On a CPU they reach no dispatcher."""
 
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 FROM_HOST = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -76,11 +77,14 @@ class Counts(TorchDispatchMode):
         """Bytes of the largest new tensor."""
         self._folders = {f"{os.path.dirname(sys.modules[name].__file__)}/": name for name in packages}
         self._inside_a_launch = False
+        self._host = {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, operation.name()
         if self._inside_a_launch:
             return operation(*args, **kwargs)
+        if self.on_host((args, kwargs)):
+            return self.to_host(operation(*args, **kwargs))
         if name in OPDEFS:  # a custom operator, counted by what it calls
             with self:
                 return OPDEFS[name]._init_fn(*args, **kwargs)
@@ -110,9 +114,20 @@ class Counts(TorchDispatchMode):
         finally:
             self._inside_a_launch = False
 
-    def read(self):
+    def read(self, x):
         """Counts one copy of a tensor to the host."""
-        self.waits[self._place()] += 1
+        if not self.on_host(x):
+            self.waits[self._place()] += 1
+
+    def on_host(self, tree):
+        """Returns whether there are tensors, and all of them have been copied to the host."""
+        tensors = _tensors(tree)
+        return bool(tensors) and all(x.untyped_storage()._cdata in self._host for x in tensors)
+
+    def to_host(self, tree):
+        """Notes that these tensors are on the host. Keeps their memory, whose address would be used again."""
+        self._host |= {x.untyped_storage()._cdata: x.untyped_storage() for x in _tensors(tree)}
+        return tree
 
     def _place(self):
         """Returns the innermost line of the packages, and the function that it is in, past comprehensions."""
@@ -149,8 +164,12 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in READS or (function is torch.Tensor.to and "cpu" in (*args[1:2], kwargs.get("device"))):
-            self._counts.read()
+        if function in COPIES or (function is torch.Tensor.to and "cpu" in (*args[1:2], kwargs.get("device"))):
+            self._counts.read(args[0])
+            with _disable_current_modes():
+                return self._counts.to_host(function(*args, **kwargs).clone())
+        if function in READS:
+            self._counts.read(args[0])
         return function(*args, **kwargs)
 
 
@@ -165,7 +184,7 @@ def _by_booleans(indices):
 
 
 def _tensors(tree):
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and not x.is_nested]
 
 
 @contextlib.contextmanager

@@ -63,8 +63,10 @@ def test_a_padding_sample_brings_no_row_of_the_samplers_distribution(samples):
 
 @pytest.mark.parametrize("rows", [3, 6])
 def test_a_sequence_in_the_loss_with_another_number_of_rows_is_refused(rows):
+    data = micro_batch(sample(4, 5), sample(4, 5, rows))
+    data["rollout_log_probs"] = torch.nested.as_nested_tensor([torch.zeros(5)] * 2, layout=torch.jagged)
     with pytest.raises(EngineError, match=f"got {rows} rows for 5 tokens"):
-        anchors.topk(NEEDS, micro_batch(sample(4, 5), sample(4, 5, rows)))
+        anchors.check(NEEDS, data)
 
 
 @pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")

@@ -22,7 +22,9 @@ from trustrl.engines.verl import RegionWorker
 
 
 class Moved(RegionWorker):
-    """Moves its policy before the first update, as updates before it would have."""
+    """Moves its policy before the first update, as updates before it would have. So its first pass is not π'."""
+
+    _reuses_first_pass = False
 
     @torch.no_grad()
     def train_batch(self, data):

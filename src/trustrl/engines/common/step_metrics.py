@@ -12,7 +12,7 @@ from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.step_check import StepCheck, warn_if_micro_batches_do_not_add_up
-from trustrl.engines.common.step_sums import over_ranks, share_of_one_rank
+from trustrl.engines.common.step_sums import on_host, over_ranks, share_of_one_rank
 from trustrl.recording import Recorder
 
 CLIP = "clip_ratio/"
@@ -80,7 +80,7 @@ class StepMetrics:
             self._end_step(trainer, mode, recorder)
 
     def _end_step(self, trainer: Any, mode: str, recorder: Recorder | None) -> None:
-        total = over_ranks(self._sums.pop(mode))
+        total = on_host(over_ranks(self._sums.pop(mode)))
         if recorder is not None:
             recorder.end_step(trainer.state.global_step, total)
         if self._first_step and mode == "train" and total.added["tokens"] > 0:

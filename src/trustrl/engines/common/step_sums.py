@@ -32,8 +32,8 @@ def averages(sums: Sums, metrics: Choice, more: frozenset[str] = frozenset()) ->
     Returns:
         Each metric by name; 0 if the micro-batch has no tokens.
     """
-    found = rates(sums)
     check_choice(metrics)
+    found = rates(on_host(sums))
     wanted = (AVERAGES | more) & set(CORE) if metrics == "core" else AVERAGES | more
     names = [
         f"trustrl/{metric.name}"
@@ -64,6 +64,13 @@ def over_ranks(sums: Sums, group: Any = None) -> Sums:
     torch.distributed.all_reduce(added, group=group)
     torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
     return sums.unflat(added, highest)
+
+
+def on_host(sums: Sums) -> Sums:
+    """Returns a copy of the sums in host memory, which can be read without waiting. Waits for the device once."""
+    added, highest = sums.flat()
+    both = torch.cat([added, highest]).cpu()
+    return sums.unflat(both[: len(added)], both[len(added) :])
 
 
 class StepSums:

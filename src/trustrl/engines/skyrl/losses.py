@@ -18,7 +18,7 @@ from trustrl.core.records import RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_settings import names
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
-from trustrl.engines.common.step_sums import averages
+from trustrl.engines.common.step_sums import averages, on_host
 from trustrl.engines.refusals.skyrl import REDUCTIONS
 from trustrl.engines.skyrl.skyrl_config import check_algorithm, region_of
 from trustrl.errors import DuplicateNameError, EngineError
@@ -98,9 +98,9 @@ class RegionLoss:
             TokenWeights(weights, like=REDUCTIONS.get(config.loss_reduction)),
             getattr(config, "on_nonfinite", "drop"),
         )
-        added = out.sums.added
-        masked = (added["stopped"] / added["tokens"].clamp(min=1)).item()
-        return out.loss, {"clip_ratio": masked, **averages(out.sums, getattr(config, "metrics", "core"), MORE)}
+        sums = on_host(out.sums)  # SkyRL takes numbers, and ignores tensors
+        masked = (sums.added["stopped"] / sums.added["tokens"].clamp(min=1)).item()
+        return out.loss, {"clip_ratio": masked, **averages(sums, getattr(config, "metrics", "core"), MORE)}
 
 
 def register() -> None:

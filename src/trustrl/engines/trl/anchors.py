@@ -6,12 +6,14 @@ and the turn, 4 (n + 1) for n ids that truncated sampling kept, and 2 for each r
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trustrl.config.axes import Needs
+from trustrl.config.statistics import Anchor
 from trustrl.core.records import RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
 from trustrl.engines.common.kept_columns import KeptColumn
@@ -48,6 +50,7 @@ class AnchorRecorder:
         mismatch: Whether to record the trainer's log-probs in addition to the sampler's.
         sampling: The sampling settings.
         logps: TRL's method that computes log-probs.
+        reused: Whether a rollout may be used again after the optimizer step that TRL planned it for.
     """
 
     def __init__(
@@ -58,12 +61,16 @@ class AnchorRecorder:
         mismatch: bool,
         sampling: Sampling,
         logps: Score,
+        reused: bool = False,
     ) -> None:
-        self.needs = needs
+        self.needs, self._reused = needs, reused
         self._sampling = sampling
         self.behavior: Behavior = behavior
         self.anchors, self.distribution_from = sources(needs, behavior, mismatch=mismatch)
         self._logps = logps
+        trainers: set[Anchor] = {"proximal"} if behavior == "sampler" else {"proximal", "behavior"}
+        self.by_trainer = sorted(self.anchors & trainers)
+        """The anchors whose log-probs are the trainer's."""
 
     def record(
         self,
@@ -73,8 +80,12 @@ class AnchorRecorder:
         version: int,
         rows: int,
         sampled: SampledRows = NOT_RECORDED,
+        shared: AskingModel | None = None,
     ) -> dict[str, Any]:
         """Returns the tensors to add to a rollout.
+
+        Runs no pass for the trainer's log-probs if TRL did not: then one optimizer step takes the whole rollout, at the
+        weights that drew it, and the loss's own forward pass has them.
 
         Args:
             model: The model, at the weights that the rollout was sampled with.
@@ -82,6 +93,7 @@ class AnchorRecorder:
             version: The version of those weights, for tokens whose version the sampler did not record.
             rows: The number of sequences to run at once.
             sampled: The sampler's own records of the same completions.
+            shared: The model's outputs in TRL's own pass over this rollout, if it was asked for the distribution.
 
         Raises:
             ConfigError: If the sampler recorded log-probs, and `behavior` is "trainer".
@@ -94,18 +106,20 @@ class AnchorRecorder:
             "trustrl_turn": turn_tensor(rollout),
         }
         added |= self._from_sampler(rollout)
-        by_trainer = {"proximal"} if self.behavior == "sampler" else {"proximal", "behavior"}
-        wanted = sorted(self.anchors & by_trainer)
+        wanted = self.by_trainer
         logp = rollout.get(TRAINERS)
         kept: list[KeptColumn] | None = None
         if self._sampling.truncated:
             added["trustrl_kept"] = kept = kept_columns(sampled, rollout)
             logp = None  # TRL's are those of the whole vocabulary
-        if self.distribution_from == "trainer" or (wanted and logp is None):
+        if shared is not None:
+            added |= self._distribution(shared)
+        elif self.distribution_from == "trainer" or (wanted and logp is None and (self._reused or kept is not None)):
             seen = self._forward(model, rollout, rows, kept)
             logp = seen.pop("logp")
             added |= seen
-        added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
+        if logp is not None:
+            added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
         if self.distribution_from == "sampler":
             top_ids, top_logp = topk_tensors(sampled, rollout, self.needs.topk)
             added |= {"trustrl_topk_ids": top_ids, "trustrl_topk_logp": top_logp}
@@ -140,24 +154,33 @@ class AnchorRecorder:
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
-        request: dict[str, Any] = {"length": length, "temperature": self._sampling.temperature}
         sequences = input_ids, attention_mask, length, rows
         if kept is not None:
             chunks = _Chunks(kept, rollout["completion_ids"])
+            request: dict[str, Any] = {"length": length, "temperature": self._sampling.temperature}
             asking = AskingModel(model, lambda x: at_completions(x, kept_ids=chunks.next(x), **request))
             self._logps(asking, *sequences)
             return self._within_kept(asking.outputs, rollout["completion_ids"])
-        asking = None
-        if self.distribution_from == "trainer":
-            request |= {"top_k": self.needs.topk, "hidden": self.needs.full}
-            asking = AskingModel(model, functools.partial(at_completions, **request))
-        found = {"logp": self._logps(asking or model, *sequences)[0]}
-        if asking is not None:
-            names = ["topk_ids", "topk_logp", "topk_tail_logp"] if self.needs.topk else []
-            names += ["hidden", "logsumexp"] if self.needs.full else []
-            found |= {f"trustrl_{name}": torch.cat([getattr(out, name) for out in asking.outputs]) for name in names}
-            if self.needs.topk:
-                found["trustrl_topk_ids"] = found["trustrl_topk_ids"].int()
+        asking = self.asking(model, length)
+        return {"logp": self._logps(asking, *sequences)[0], **self._distribution(asking)}
+
+    def asking(self, model: Any, length: int) -> AskingModel:
+        """Returns a proxy of the model that requests the trainer's distribution at so many last tokens."""
+        request = {"temperature": self._sampling.temperature, "top_k": self.needs.topk, "hidden": self.needs.full}
+        return AskingModel(model, functools.partial(at_completions, length=length, **request))
+
+    @property
+    def shares_trls_pass(self) -> bool:
+        """True if TRL's own pass over a rollout can return the anchor's distribution."""
+        return self.distribution_from == "trainer" and not self._sampling.truncated
+
+    def _distribution(self, asking: AskingModel) -> dict[str, Tensor]:
+        """Returns the trainer's distribution from the outputs of a pass."""
+        names = ["topk_ids", "topk_logp", "topk_tail_logp"] if self.needs.topk else []
+        names += ["hidden", "logsumexp"] if self.needs.full else []
+        found = {f"trustrl_{name}": torch.cat([getattr(out, name) for out in asking.outputs]) for name in names}
+        if self.needs.topk:
+            found["trustrl_topk_ids"] = found["trustrl_topk_ids"].int()
         return found
 
     def _within_kept(self, outputs: list[Any], token_ids: Tensor) -> dict[str, Tensor]:
@@ -185,6 +208,19 @@ class _Chunks:
         here = slice(self._start, self._start + len(labels))
         self._start = here.stop
         return padded_kept(self._columns[here], self._like[here])
+
+
+def with_own_anchors(inputs: dict[str, Any], logp: Tensor, by_trainer: Iterable[Anchor]) -> dict[str, Any]:
+    """Returns TRL's inputs with the loss's own log-probs as those of the trainer's anchors that no pass recorded.
+
+    Args:
+        inputs: TRL's inputs of one micro-batch, with the rollout's additions.
+        logp: The log-probs of the loss's forward pass.
+        by_trainer: The anchors whose log-probs are the trainer's.
+    """
+    if inputs.get(TRAINERS) is not None:
+        return inputs
+    return {**{f"trustrl_{anchor}_logp": logp.detach() for anchor in by_trainer}, **inputs}
 
 
 def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampling: Sampling) -> RolloutTokens:

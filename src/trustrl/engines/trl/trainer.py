@@ -35,11 +35,12 @@ from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted
 from trustrl.engines.common.vocabulary_read import Head, Wanted
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
-from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
+from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens, with_own_anchors
 from trustrl.engines.trl.asking_model import AskingModel
 from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
-from trustrl.engines.trl.logged_metrics import UNSCORED, correct_trls_metrics
+from trustrl.engines.trl.logged_metrics import UNSCORED, TrlMetrics
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
+from trustrl.engines.trl.rollout_pass import RolloutPass
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.sampler_check import SamplerCheck
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
@@ -57,6 +58,9 @@ class TrustRegionMixin(LossSeamMixin):
 
     _sampled = sampled_rows.SampledRows(None, None, None)
     """The sampler's records of the last rollout."""
+
+    _rollout_pass: RolloutPass | None = None
+    """TRL's own pass over the rollout that is being made, or None outside one."""
 
     _rows: RolloutRows | None = None
     """Records the sequences of each rollout; None if nothing is recorded."""
@@ -140,11 +144,12 @@ class TrustRegionMixin(LossSeamMixin):
         )
         self._recorder = AnchorRecorder(
             self._needs, behavior, mismatch=measure_mismatch, sampling=self._sampling,
-            logps=super()._get_per_token_logps_and_entropies,
+            logps=super()._get_per_token_logps_and_entropies, reused=_keeps_rollouts(type(self)),
         )  # fmt: skip
         check = self._step_check(behavior, max_dropped_share)
         recorder = self._tokens_recorder(recording)
         self._region_metrics = StepMetrics(check, metrics, startup_checks=startup_checks, recorder=recorder)
+        self._trl_metrics = TrlMetrics()
         self._first_loss, self._num_losses = startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
 
@@ -191,14 +196,20 @@ class TrustRegionMixin(LossSeamMixin):
         return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        rollout = super()._generate_and_score_completions(inputs)
+        self._rollout_pass = RolloutPass(self.model, self._recorder)
+        try:
+            rollout = super()._generate_and_score_completions(inputs)
+        finally:
+            shared, self._rollout_pass = self._rollout_pass, None
         _check_inputs(rollout, type(self))
         training = self.model.training
         rows = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         if self._needs.full:
             self._remember_head()
         version = self.state.global_step
-        added = self._recorder.record(self.model, rollout, version=version, rows=rows, sampled=self._sampled)
+        added = self._recorder.record(
+            self.model, rollout, version=version, rows=rows, sampled=self._sampled, shared=shared.outputs(rollout)
+        )
         if training:
             self._sampler_check.run(self, rollout)
         if training and self._rows is not None:
@@ -206,6 +217,13 @@ class TrustRegionMixin(LossSeamMixin):
             if self._asked.experts:
                 added["trustrl_experts"] = sampled_rows.experts_tensor(self._sampled, rollout["completion_ids"])
         return {**rollout, **added}
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Runs TRL's own method. In a rollout, its first pass of the policy returns the anchor's distribution too."""
+        score = super()._get_per_token_logps_and_entropies
+        if self._rollout_pass is None:
+            return score(model, *args, **kwargs)
+        return self._rollout_pass.run(score, model, *args, **kwargs)
 
     def _remember_head(self) -> None:
         """Keeps a copy of the current output layer, for exact divergences from this rollout.
@@ -240,6 +258,7 @@ class TrustRegionMixin(LossSeamMixin):
             inputs = {**inputs, "trustrl_kept_ids": padded_kept(inputs["trustrl_kept"], in_loss)}
         others, weights, seen = self._trl_loss_parts(model, inputs, in_loss)
         policy = policy_tokens(self._needs, inputs, seen, self._sampling, self.state.global_step)
+        inputs = with_own_anchors(inputs, policy.logp, self._recorder.by_trainer)
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
             self._check_weights(weights, in_loss)
@@ -247,7 +266,7 @@ class TrustRegionMixin(LossSeamMixin):
             self._first_loss = False
         reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
-        correct_trls_metrics(self, out)
+        self._trl_metrics.correct(self, out)
         self._region_metrics.add(self, out, policy, rollout, weights, inputs.get(SEQUENCE))
         return others + out.loss
 
@@ -314,6 +333,12 @@ def _generates_itself(trainer: type) -> bool:
         overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)
     ]
     return any(not overrides.is_trls(cls) for cls in providers)
+
+
+def _keeps_rollouts(trainer: type) -> bool:
+    """Returns whether a subclass replaces TRL's handling of rollouts, and so may use one again at later weights."""
+    methods = ("_prepare_inputs", "_generate_and_score_completions")
+    return any(overrides.provider(trainer, name, after=TrustRegionMixin) is not GRPOTrainer for name in methods)
 
 
 def _check_arguments(region: Any, recording: Any, metrics: Any) -> None:

@@ -21,11 +21,12 @@ from trustrl.engines.common.kept_columns import KeptColumn, column_of, require_k
 from trustrl.engines.common.kept_policy import padded_kept
 from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS
 from trustrl.engines.common.step_check import check_recorded
-from trustrl.engines.verl.response_layout import aligned_with_responses, like_responses, padded
+from trustrl.engines.verl.response_layout import aligned_with_responses, check_rows, like_responses, padded
 from trustrl.errors import EngineError, MissingDataError
 
 PASS = "trustrl_pass"
-"""The key set to `record` or `train` on batches whose forward pass must return more than log-probs."""
+"""The key of batches whose forward pass must return more than log-probs: `record`, `train`, or `first` for an update
+whose own pass is π'."""
 
 SAMPLED_IDS, SAMPLED_LOGP = "teacher_ids", "teacher_logprobs"
 """μ's top-K, (B, R, K): the fields that verl passes from agent loops to workers. verl's distillation uses them too."""
@@ -102,6 +103,8 @@ def check(needs: Needs, data: Any) -> None:
 
 def _check_scored(ids: Any, data: Any) -> None:
     """Raises if a token in the loss lacks the sampler's distribution."""
+    for rows in (ids, data[SAMPLED_LOGP]):
+        check_rows(rows, data)
     if ids.is_nested:
         ids = torch.nested.nested_tensor_from_jagged(ids.values()[:, :1], ids.offsets())  # pyright: ignore
     first = aligned_with_responses(ids, data)[..., 0]  # a tool's tokens have no ids either, and are not in the loss

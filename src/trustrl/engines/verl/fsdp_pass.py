@@ -97,7 +97,7 @@ def _reading(theirs: Any) -> Any:
 
 def _length(where: Places, pad_size: int) -> int:
     """Returns the number of tokens that each rank's model sees."""
-    return (int(where.offsets[-1]) + pad_size) // get_ulysses_sequence_parallel_world_size()
+    return (where.num_packed + pad_size) // get_ulysses_sequence_parallel_world_size()
 
 
 def _slice(where: Places, pad_size: int) -> tuple[Tensor, Tensor]:

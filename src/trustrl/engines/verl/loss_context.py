@@ -30,6 +30,9 @@ class LossContext:
     policy: dict[str, Any] = field(default_factory=dict)
     """Further fields of `PolicyTokens`."""
 
+    policy_is_proximal: bool = False
+    """True in the first update of a batch if π' is taken from its own forward pass."""
+
 
 _CURRENT: ContextVar[LossContext | None] = ContextVar("loss_context", default=None)
 

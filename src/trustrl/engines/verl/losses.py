@@ -18,7 +18,7 @@ from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_settings import names
-from trustrl.engines.common.step_sums import averages
+from trustrl.engines.common.step_sums import averages, on_host
 from trustrl.engines.refusals.verl import REDUCTIONS
 from trustrl.engines.verl import loss_context
 from trustrl.engines.verl.verl_config import metrics_of, refuse_more_than_sampled_tokens, region_of
@@ -91,6 +91,8 @@ class RegionLoss:
             advantages = advantages * rollout_is_weights
         # With truncated sampling, the context's log-probs are those inside the kept ids.
         policy = PolicyTokens(**{"logp": log_prob, **(context.policy if context else {})})
+        if context is not None and context.policy_is_proximal:
+            anchors = anchors | {"proximal_logp": policy.logp.detach()}
         rollout = RolloutTokens(
             advantage=advantages, in_loss=response_mask.bool(), **anchors, **context.rollout if context else {}
         )
@@ -101,17 +103,17 @@ class RegionLoss:
             reduction=TokenWeights(weights, like=REDUCTIONS.get(loss_agg_mode)),
             on_nonfinite=config.policy_loss.get("on_nonfinite", "drop"),
         )
-        if context is None:
-            return out.loss, averages(out.sums, metrics_of(config.policy_loss)) | clip_metrics(out.sums)
-        context.receive(out, policy, rollout, weights)
-        return out.loss, clip_metrics(out.sums)
+        if context is not None:  # the worker logs the metrics of the whole step, and reads nothing until then
+            context.receive(out, policy, rollout, weights)
+            return out.loss, {}
+        sums = on_host(out.sums)  # verl takes numbers
+        return out.loss, averages(sums, metrics_of(config.policy_loss)) | clip_metrics(sums)
 
 
 def clip_metrics(sums: Sums) -> dict[str, float]:
     """Returns the shares that the region masked, under the names of verl's own losses; 0 without tokens, as in verl."""
     added = sums.added
     capped = added.get("extra/capped", torch.zeros_like(added["tokens"]))
-    # Called in every micro-batch: it waits for the device once, and computes only these metrics.
     counted = torch.stack([added["stopped"], -added["log_ratio"], capped])
     per = torch.stack([added["tokens"], added["measured"], added["tokens"]]).clamp(min=1)
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")

@@ -112,7 +112,7 @@ class MegatronPass(VocabularyPass):
 
     def _token_numbers(self, where: Places, batch: Any, data_format: str) -> Tensor:
         """Returns which of the N tokens in the loss each of this rank's states predicts, or −1, in verl's layout."""
-        numbers = where.packed.new_zeros(int(where.offsets[-1]))
+        numbers = where.packed.new_zeros(where.num_packed)
         numbers[where.packed] = torch.arange(1, len(where.packed) + 1, device=numbers.device)
         nested = torch.nested.nested_tensor_from_jagged(numbers, where.offsets)
         model, settings = unwrap_model(self._engine.module[-1]), self._engine.engine_config

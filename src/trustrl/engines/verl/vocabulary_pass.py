@@ -8,6 +8,7 @@ layer skips prompts. `FSDPPass` and `MegatronPass` know how each engine runs its
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
@@ -84,7 +85,7 @@ class VocabularyPass(ABC):
         """Returns what to read at the N tokens in the loss of one micro-batch.
 
         Args:
-            what: The mark of the batch, `record` or `train`.
+            what: The mark of the batch.
             where: The tokens.
             data: The micro-batch.
 
@@ -101,9 +102,11 @@ class VocabularyPass(ABC):
             more["kept_ids"] = where.rows(anchors.kept_ids(data))
         elif what == "record":
             more = {"top_k": self.needs.topk, "hidden": self.needs.full}
+        elif self._is_anchor(what):
+            more = {"top_k": self.needs.topk}
         else:
             more = self._read_by_loss(where, data)
-        if what == "train":
+        if what != "record":
             more["entropy_gradient"] = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
         return Wanted(where.rows(padded(data["responses"])), where.states, float(temperature), **more)
 
@@ -121,7 +124,7 @@ class VocabularyPass(ABC):
         """Returns the model's output in verl's form. Keeps what only the region reads for `take`.
 
         Args:
-            what: The mark of the batch, `record` or `train`.
+            what: The mark of the batch.
             output: A `VocabularyOutput` of the N tokens in the loss.
             where: The tokens.
             data: The micro-batch.
@@ -131,8 +134,22 @@ class VocabularyPass(ABC):
             found["entropy"] = where.as_model_output(output.entropy)
         if what == "record":
             return found | self._recorded(output, where, data)
-        self._seen = self._seen_by_loss(output, where, data)
+        self._seen = self._seen_by_loss(what, output, where, data)
         return found
+
+    def _is_anchor(self, what: str) -> bool:
+        """Returns whether the distribution of this pass is the region's anchor as well as the policy."""
+        return what == "first" and self.needs.anchor == "proximal"
+
+    def _own_topk(self, output: Any, where: Places, data: Any) -> TopK:
+        """Returns the policy's own most probable ids as the anchor's, without gradient."""
+        ids, logp, tail = output.topk_ids, output.topk_logp, output.topk_tail_logp
+        if self.truncated:
+            kept, token_ids = self._kept(output, where, data)
+            fields = anchor_fields(kept, self.needs, token_ids)
+            ids, logp, tail = (fields[f"topk_{name}"] for name in ("ids", "logp", "tail_logp"))
+        logp, tail = where.padded(logp.detach()), where.padded(tail.detach())
+        return TopK(where.padded(ids, -1).long(), logp, of=self.needs.anchor, tail_logp=tail)
 
     def _recorded(self, output: Any, where: Places, data: Any) -> dict[str, Tensor]:
         """Returns π' as fields to add to the batch."""
@@ -152,22 +169,24 @@ class VocabularyPass(ABC):
             columns |= {"trustrl_hidden": (output.hidden, 0), "trustrl_logsumexp": (output.logsumexp, 0)}
         return {name: like_responses(where.padded(x, fill), data) for name, (x, fill) in columns.items()}
 
-    def _seen_by_loss(self, output: Any, where: Places, data: Any) -> Seen:
+    def _seen_by_loss(self, what: str, output: Any, where: Places, data: Any) -> Seen:
         policy: dict[str, Any] = {"entropy": where.padded(output.entropy.detach())}
         rollout: dict[str, Any] = {}
+        same = self._is_anchor(what)
         if self.needs.topk:
-            rollout["topk"] = anchors.topk(self.needs, data)
+            rollout["topk"] = self._own_topk(output, where, data) if same else anchors.topk(self.needs, data)
         if self.truncated:
             rollout["kept_ids"] = where.padded(output.kept_ids, -1)
             return Seen(rollout, policy | self._inside_kept(output, where, data, rollout.get("topk")))
         if self.needs.topk:
-            policy["topk_logp"] = where.padded(output.gathered_logp)
-            policy["tail_logp"] = where.padded(output.tail_logp)
-        if output.topk_ids is not None:
+            policy["topk_logp"] = where.padded(output.topk_logp if same else output.gathered_logp)
+            policy["tail_logp"] = where.padded(output.topk_tail_logp if same else output.tail_logp)
+        if self.needs.topk and self.needs.own_topk == "fill":
             own = where.padded(output.topk_ids, -1), where.padded(output.topk_logp)
             policy["topk"] = TopK(*own, of=self.needs.anchor)
         if self.needs.full:
-            tv, kl = where.padded(output.tv), where.padded(output.kl)
+            zero = torch.zeros_like(policy["entropy"])
+            tv, kl = (zero, zero) if same else (where.padded(output.tv), where.padded(output.kl))
             policy["full_divergence"] = FullDivergence(tv=tv, kl=kl, of=self.needs.anchor)
         return Seen(rollout, policy)
 

@@ -32,8 +32,8 @@ from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import record_environment, region_settings, seam
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
-from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
-from trustrl.engines.verl import anchors, loss_context, run_settings, stock_record
+from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
+from trustrl.engines.verl import anchors, first_update, loss_context, run_settings, stock_record
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
 from trustrl.engines.verl.losses import clip_metrics
 from trustrl.engines.verl.response_layout import padded
@@ -52,6 +52,12 @@ class RegionWorker(TrainingWorker):
     _recorder: Recorder | None = None
     _stock: stock_record.StockRecord | None = None
     """Records a loss of verl's own; None if a region trains or nothing is recorded."""
+
+    _reuses_first_pass = True
+    """True if π' of the first update may be taken from its own forward pass; see `first_update`."""
+
+    _own_anchor = False
+    """True from the start of a batch to the end of its first update, if its π' is."""
 
     _truncated = False
     """True if tokens are drawn from a part of the vocabulary."""
@@ -149,10 +155,11 @@ class RegionWorker(TrainingWorker):
         self._bypass = self._everywhere(anchors.bypassed(data))
         if self._truncated:
             data.update(anchors.kept(data))
+        self._own_anchor = False
         if anchors.own_forward(self._needs, bypass=self._bypass, truncated=self._truncated):
             if self._vocabulary is not None:
                 self._vocabulary.remember_head()
-            data.update(anchors.record(self, data, distribution=self._vocabulary is not None))
+            data.update(self._record_anchor(data))
         versions = anchors.versions(data, self._sent)
         if self._everywhere(bool(versions)):  # ranks add up the same sums
             data.update(versions)
@@ -166,7 +173,8 @@ class RegionWorker(TrainingWorker):
             tu.assign_non_tensor(data, **{anchors.PASS: "train"})
         self._step = StepSums()
         out = super().train_mini_batch(data)
-        total = self._step.total(self.engine.get_data_parallel_group())
+        summed = self._step.total(self.engine.get_data_parallel_group())
+        total = None if summed is None else on_host(summed)
         found = {} if total is None else rates(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
@@ -177,6 +185,22 @@ class RegionWorker(TrainingWorker):
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
         return out
+
+    def _record_anchor(self, data: Any) -> dict[str, Tensor]:
+        """Returns π' as fields to add to a batch, except for the first update, whose own forward pass it is."""
+        distribution = self._vocabulary is not None
+        self._own_anchor = self._reuses_first_pass and first_update.applies(self.engine, data)
+        if not self._own_anchor:
+            return anchors.record(self, data, distribution=distribution)
+        ranks, rank = self.engine.get_data_parallel_size(), self.engine.get_data_parallel_rank()
+        config = self.engine_config
+        multiple = 1 if config.use_dynamic_bsz else config.infer_micro_batch_size_per_gpu or 1
+        first = first_update.first_rows(data, ranks=ranks, rank=rank)
+        rows = first_update.rows_to_record(data, first, multiple)
+        if not len(rows):
+            return {}
+        found = anchors.record(self, tu.index_select_tensor_dict(data, rows), distribution=distribution)
+        return first_update.spread(found, rows, data)
 
     def _train_as_verl(self, data: Any) -> Any:
         """Runs verl's own updates with verl's own loss."""
@@ -198,7 +222,12 @@ class RegionWorker(TrainingWorker):
             self._step.updates += 1
         if self._stock is not None:
             self._stock.begin_update()
-        return super().train_batch(data)
+        if self._own_anchor and self._vocabulary is not None:
+            tu.assign_non_tensor(data, **{anchors.PASS: "first"})
+        try:
+            return super().train_batch(data)
+        finally:
+            self._own_anchor = False  # the weights have moved
 
     @functools.wraps(TrainingWorker.save_checkpoint)
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +278,7 @@ class RegionWorker(TrainingWorker):
             functools.partial(self._receive, data["dp_size"], data.get(SEQUENCE, None)),
             rollout,
             policy,
+            self._own_anchor,
         )
         with loss_context.active(context):
             return theirs(model_output=model_output, data=data, dp_group=dp_group)
