@@ -57,6 +57,7 @@ BANDS = {
         "core.numerics": "log1mexp and others that do not cancel",
         "core.sampling": "how a sampler made its log-probs",
         "core.token_logprobs": "hidden states → log-probs; checks inputs",
+        "core.vocabulary_impl": "chunked or Triton; checks the first batch",
     },
     "Settings: no torch": {
         "config": "frozen dataclasses: regions, axes, presets",

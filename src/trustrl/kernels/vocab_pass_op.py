@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trustrl.kernels import chunked_pass
 from trustrl.kernels.chunked_pass import ForwardResult, Gradients, UpstreamGradients
-from trustrl.kernels.pass_inputs import PassInputs, given_logits
+from trustrl.kernels.pass_inputs import PassInputs
 
 
 @torch.library.custom_op("trustrl::vocab_pass", mutates_args=())
@@ -36,6 +36,9 @@ def vocab_pass(
     """Returns the fields of `ForwardResult`. Rows that are not `live` hold zeros and cost nothing."""
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     with torch.autocast(hidden.device.type, enabled=False):
+        if impl == "triton":
+            known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope, live)
+            return known, found, rest, inner, largest, slope_ND
         if bool(live.all()):
             known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope)
             return known, found, rest, inner, largest, slope_ND
@@ -49,16 +52,14 @@ def vocab_pass(
         return back(known), back(found, -1), rest, inner, largest, slope_ND
 
 
-def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool) -> ForwardResult:
+def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool, live: Tensor | None = None) -> ForwardResult:
     if impl != "triton":
         return chunked_pass.forward(inputs, top_k, slope)
     from trustrl.kernels import triton_pass  # imported on use, because only this pass needs triton
 
     dtype = inputs.product_dtype
-    rest, inner, largest = triton_pass.forward(inputs.hidden.to(dtype), inputs.head.to(dtype), *inputs[2:7])
-    known = given_logits(inputs)
-    # Clones, because the outputs of a custom operator must not alias its inputs or each other.
-    return ForwardResult(known, inputs.ids[:, :0].clone(), rest, inner, largest, known[:, :0].clone())
+    out = triton_pass.forward(inputs.hidden.to(dtype), inputs.head.to(dtype), *inputs[2:7], live, top_k)
+    return ForwardResult(*out, slope=out.known_NC.new_empty((len(out.known_NC), 0)))
 
 
 @vocab_pass.register_fake
@@ -108,7 +109,7 @@ def vocab_pass_backward(
     wants = (wants_hidden, wants_head, wants_bias)
     alive = (d_known != 0).any(-1) | (d_rest != 0) | (d_inner != 0)
     with torch.autocast(hidden.device.type, enabled=False):
-        if bool(alive.all()):
+        if impl == "triton" or bool(alive.all()):  # the Triton pass finds the rows to skip on the device
             found = _backward_pass(inputs, upstream, impl, wants)
         else:
             at = alive.nonzero().squeeze(-1)
