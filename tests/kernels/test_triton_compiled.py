@@ -3,6 +3,7 @@
 No GPU is needed. After a change to a kernel or to its launch table, look at the new figures and record them:
 
     python tests/kernels/test_triton_compiled.py > tests/kernels/triton_resources.json
+    python tests/kernels/test_triton_compiled.py --table    # for docs/guides/vocabulary.md
 """
 
 import functools
@@ -116,6 +117,17 @@ def resources(kernel):
     return registers, stack + local, kernel.metadata.shared
 
 
+def threads_keep_their_candidates(kernel):
+    """True if the lists of the best products are loaded and stored in one layout, by the threads that hold each cell.
+
+    A thread then reads only what it wrote itself, and no barrier has to order its stores before another thread's loads.
+    """
+    from trustrl.kernels import triton_launch
+
+    touched = re.findall(rf"(load|store).*tensor<\d+x{triton_launch.SLOTS}x.*, (#\w+)>", kernel.asm["ttgir"])
+    return sorted(word for word, _ in touched) == ["load", "store", "store"] and len({at for _, at in touched}) == 1
+
+
 def cases(target):
     """(name in the recorded figures, arguments of `compiled`). Only AMD's compiler is told the size of a tensor."""
     for dtype in DTYPES:
@@ -128,7 +140,12 @@ def everything(targets):
     """target → kernel → [registers, spilled, shared]; and kernels whose sizes are 1, on one target."""
     import triton
 
-    found = {target: {case: resources(compiled(*args)) for case, args in cases(target)} for target in targets}
+    found = {}
+    for target in targets:
+        kernels = {case: compiled(*args) for case, args in cases(target)}
+        found[target] = {case: resources(kernel) for case, kernel in kernels.items()}
+        for case, kernel in kernels.items():
+            assert "top-k" not in case or threads_keep_their_candidates(kernel), case
     ones = dict.fromkeys(("N", "V", "D", "other_D", "C", "K", "splits", "tiles"), 1)
     for name in KERNELS if "sm_90" in targets else ():
         compiled(name, "sm_90", "bf16", "odd sizes", ones)
@@ -174,7 +191,29 @@ def test_the_recorded_figures_hold(target):
     assert found[target] == recorded[target]
 
 
-if __name__ == "__main__":
+def table():
+    """The recorded figures as rows of Markdown: for each kernel the largest of its variants."""
+    recorded = json.loads(RECORDED.read_text())
+    lines = ["| kernel | " + " | ".join(TARGETS) + " |", "|---" * (1 + len(TARGETS)) + "|"]
+    for dtype, name in itertools.product(DTYPES, KERNELS):
+        cells = []
+        for target in TARGETS:
+            figures = [x for case, x in recorded[target].items() if case.startswith(f"{dtype} {name},")]
+            registers, _, shared = map(max, zip(*figures, strict=True))
+            cells.append(f"{registers}, {shared / 1024:.3g} KB")
+        lines.append(f"| {name}, {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_guide_shows_the_recorded_figures():
+    guide = (Path(__file__).parents[2] / "docs/guides/vocabulary.md").read_text()
+    shown = guide.partition("<!-- begin kernels -->\n")[2].partition("\n<!-- end kernels -->")[0]
+    assert shown == table()
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--table"]:
+    print(table())
+elif __name__ == "__main__":
     # One line per kernel, so that a change is one line in a diff.
     print(
         re.sub(

@@ -158,6 +158,22 @@ def test_a_batch_with_a_nan_is_compared_without_it(accelerator):
         assert vocabulary_impl.chosen_impl(call, Passes(FAULTS["entropy"])) == "chunked"
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("verdict", [True, False, None])
+def test_inside_torch_compile_only_an_earlier_verdict_counts(verdict, accelerator):
+    passes, call = Passes(), arguments()
+    if verdict is not None:
+        vocabulary_impl._verdicts[vocabulary_impl._kind(call)] = verdict
+
+    def traced(hidden):
+        factor = {"triton": 3, "chunked": 2}[vocabulary_impl.chosen_impl(call._replace(hidden_ND=hidden), passes)]
+        return hidden * factor
+
+    found = torch.compile(traced, fullgraph=True, backend="eager")(call.hidden_ND)
+    assert torch.equal(found, call.hidden_ND * (3 if verdict else 2))
+    assert passes.ran == []
+
+
 @pytest.mark.parametrize(
     "changes",
     [

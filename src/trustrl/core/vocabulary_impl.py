@@ -93,9 +93,11 @@ def chosen_impl(call: VocabularyCall, run: Pass) -> str:
     one_of(VARIABLE, wanted, ("auto", "chunked", "triton"))
     if wanted != "auto":
         return wanted
+    kind = _kind(call)
+    if torch.compiler.is_compiling():  # only a verdict of an earlier call can be used
+        return "triton" if _verdicts.get(kind, False) else "chunked"
     if not _applies(call):
         return "chunked"
-    kind = _kind(call)
     if kind not in _verdicts:
         if not _can_be_checked(call):
             return "chunked"
@@ -131,8 +133,8 @@ def _applies(call: VocabularyCall) -> bool:
 
 def _can_be_checked(call: VocabularyCall) -> bool:
     """Returns False while a graph is traced or captured, and if there is no row to compare."""
-    tracing = torch.compiler.is_compiling() or type(call.hidden_ND) not in (Tensor, nn.Parameter)
-    if tracing or (call.hidden_ND.is_cuda and torch.cuda.is_current_stream_capturing()):
+    fake = type(call.hidden_ND) not in (Tensor, nn.Parameter)
+    if fake or (call.hidden_ND.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     return bool(call.comparable.any())
 

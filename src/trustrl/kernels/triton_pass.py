@@ -27,7 +27,7 @@ column with every id would take C.
 **Top-k.** Each split keeps the K largest products of each row in global memory. A tile is searched only while it has
 a product above the least of them: K · (1 + ln(columns / K)) times per row if the columns come in random order. The
 product that leaves the list joins the split's sums. `torch.topk` over [N, S · K] then picks the best of all splits, and
-the others return to the rest as splits of one cell each.
+the others return to the rest as one more split.
 
 **Backward.** One kernel recomputes the logits for as many columns as fit in a bounded buffer, and writes dz to it as if
 no id were known. A second kernel overwrites the cells of the known ids. Torch computes the three products: it writes
@@ -39,7 +39,7 @@ number, and asking for it would be a wait.
 
 **Memory** in addition to inputs, results and gradients, with b bytes per input and S · N ≤ `PROGRAMS` · 128 + N:
 
-    forward     20 · S · N, plus about 40 · S · N · K with top_k
+    forward     40 · S · N, plus 48 · S · N · K with top_k
     backward    max(BUFFER_BYTES, N · V · b / SLICES) for dz (at least one tile of columns), 4 · N · D for d_hidden,
                 and N · D · b for hidden states without those of skipped rows, if the head's gradient is wanted
 
@@ -145,8 +145,8 @@ def forward(
     known_NC = given_logits(hidden_ND, head_VD, bias_V, ids_NC, scale_N, softcap, rows)
     found_NK = ids_NC.new_empty((N, 0), dtype=torch.int64)
     if raw_SNK is not None and ids_SNK is not None:
-        best_NK, found_NK, others_PN = _best(raw_SNK, ids_SNK)
-        partials_4SN = torch.cat([partials_4SN, _as_splits(others_PN, scale_N, softcap)], dim=1)
+        best_NK, found_NK, others_NP = _best(raw_SNK, ids_SNK)
+        partials_4SN = torch.cat([partials_4SN, _as_split(others_NP, scale_N, softcap)], dim=1)
         best_NK = torch.where(found_NK >= 0, _logit(best_NK, scale_N.unsqueeze(1), softcap), 0.0)
         known_NC = torch.cat([known_NC, best_NK], dim=1)
     rest_N, inner_N, largest_N = (torch.where(live_N, x, 0.0) for x in _merged(*partials_4SN))
@@ -243,21 +243,24 @@ def backward(
 
 
 def _best(raw_SNK: Tensor, ids_SNK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the best K products of all splits, their ids (−1 if there are fewer), and the other products [P, N]."""
+    """Returns the best K products of all splits, their ids (−1 if there are fewer), and the other products [N, P]."""
     K = raw_SNK.shape[-1]
     raw_NP, ids_NP = (x.movedim(1, 0).flatten(1) for x in (raw_SNK, ids_SNK))
     best_NK, at_NK = raw_NP.topk(K, dim=-1)
     found_NK = torch.where(best_NK > FLOOR_VALUE, ids_NP.gather(-1, at_NK).long(), -1)
-    return best_NK, found_NK, raw_NP.scatter(-1, at_NK, FLOOR_VALUE).T
+    return best_NK, found_NK, raw_NP.scatter(-1, at_NK, FLOOR_VALUE)
 
 
-def _as_splits(raw_PN: Tensor, scale_N: Tensor, softcap: float | None) -> Tensor:
-    """Returns single products in the form of the kernel's partial results, each a split with one cell or none."""
-    present_PN = raw_PN > FLOOR_VALUE
-    top_PN = torch.where(present_PN, _logit(raw_PN, scale_N, softcap), -torch.inf)
-    return torch.stack(
-        [top_PN, present_PN.float(), torch.zeros_like(top_PN), torch.where(present_PN, raw_PN.abs(), 0.0)]
-    )
+def _as_split(raw_NP: Tensor, scale_N: Tensor, softcap: float | None) -> Tensor:
+    """Returns single products in the form of the kernel's partial results [4, 1, N], as one more split."""
+    present_NP = raw_NP > FLOOR_VALUE
+    z_NP = torch.where(present_NP, _logit(raw_NP, scale_N.unsqueeze(1), softcap), -torch.inf)
+    top_N = z_NP.amax(1)
+    below_NP = z_NP - torch.where(top_N == -torch.inf, 0.0, top_N).unsqueeze(1)
+    e_NP = torch.exp(below_NP)
+    moment_N = torch.where(present_NP, e_NP * below_NP, 0.0).sum(1)
+    largest_N = torch.where(present_NP, raw_NP.abs(), 0.0).amax(1)
+    return torch.stack([top_N, e_NP.sum(1), moment_N, largest_N]).unsqueeze(1)
 
 
 def _logit(raw: Tensor, scale: Tensor, softcap: float | None) -> Tensor:
