@@ -55,7 +55,7 @@ DIVERGENCE_LAUNCHES = {
 ID_LAUNCH = {"IDS": 32, "DEPTH": 128, "num_warps": 4}
 """Kernels that visit single ids of a token."""
 
-SLOTS = 8
+SLOTS = 4
 """Number of top candidates of a row that are compared at once. More of them spill."""
 
 
