@@ -41,6 +41,9 @@ BANDS = {
     "The core: tensors in, tensors out": {
         "functional": "losses and projections as plain functions",
         "core.policy_loss": "the call that a trainer makes",
+        "core.checked_steps": "Triton against eager, on the first batch",
+        "core.steps": "eager or Triton, and the choice",
+        "core.triton_steps": "clean, reduce and sum, a launch each",
         "core.check": "raises on faulty values before a step",
         "core.losses": "one term per token, 0 where inactive",
         "core.reductions": "token terms → one number, by global counts",
@@ -57,6 +60,7 @@ BANDS = {
         "core.numerics": "log1mexp and others that do not cancel",
         "core.sampling": "how a sampler made its log-probs",
         "core.token_logprobs": "hidden states → log-probs; checks inputs",
+        "core.vocabulary_impl": "chunked or Triton; checks the first batch",
     },
     "Settings: no torch": {
         "config": "frozen dataclasses: regions, axes, presets",

@@ -552,7 +552,6 @@ BAD = {
     "unknown entropy": ({"entropy": "yes"}, "entropy must be"),
     "anchor of other tokens": ({"against": AnchorStates(torch.zeros(2, 4), torch.zeros(9, 4))}, "against.hidden must be"),
     "anchor of another vocabulary": ({"against": AnchorStates(torch.zeros(3, 4), torch.zeros(8, 4))}, "against.head must be"),
-    "triton with top_k": ({"impl": "triton", "top_k": 2}, "top_k must be 0 with impl"),
 }  # fmt: skip
 
 

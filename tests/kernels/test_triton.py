@@ -9,28 +9,42 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import trustrl
+from support import vocab_ranks
+from support.device_counts import counted
+from trustrl.core.token_logprobs import AnchorStates
+from trustrl.kernels.pass_inputs import PassInputs
 
 pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
 
-pytestmark = pytest.mark.compiled
+pytestmark = [
+    pytest.mark.compiled,
+    # The interpreter computes with numpy what a kernel computes and then discards.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_everything_here_under_the_interpreter")
 
 if INTERPRETED:
-    from trustrl.kernels import triton_pass
+    from trustrl.kernels import triton_divergence, triton_launch, triton_pass
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
 def test_everything_here_under_the_interpreter():
     # pytest's own variables are left out: the inner run is no part of this one.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_vocabulary_impl.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout, done.stdout
@@ -43,7 +57,7 @@ SHAPES = {  # N, D, V, C
     "one of everything": (1, 1, 1, 1),
     "two columns": (2, 3, 2, 1),
     "sampled token only": (33, 16, 130, 1),
-    "ragged": (37, 40, 301, 21),
+    "ragged": (19, 40, 301, 21),
     "whole tiles": (32, 32, 256, 21),
     "more ids than columns": (5, 8, 23, 65),
     "wide": (20, 24, 700, 65),
@@ -112,26 +126,26 @@ def by_definition(inputs, upstream, dtype):
         for x, up in zip((known, rest, inner), upstream, strict=True)
     )
     grads = torch.autograd.grad(total, list(leaves.values()))
-    found = {"rest": rest, "inner": inner, "largest": largest}
+    found = {"known": known, "rest": rest, "inner": inner, "largest": largest}
     return {k: x.detach() for k, x in found.items()} | {f"d {n}": x for n, x in zip(names, grads, strict=True)}
 
 
-def by_triton(inputs, upstream, wants=(True, True, True)):
+def by_triton(inputs, upstream, wants=(True, True, True), live=None):
     given = list(inputs.values())
-    rest, inner, largest = triton_pass.forward(*given)
+    known, _, rest, inner, largest = triton_pass.forward(*given, live)
     grads = triton_pass.backward(*given, rest, inner, *(up.float() for up in upstream), wants)
     named = {f"d {n}": x for n, x in zip(("hidden", "head", "bias"), grads, strict=True) if x is not None}
-    return {"rest": rest, "inner": inner, "largest": largest} | named
+    return {"known": known, "rest": rest, "inner": inner, "largest": largest} | named
 
 
-def assert_no_further_from_the_truth_than_plain_code(inputs, upstream, dtype):
+def assert_no_further_from_the_truth_than_plain_code(inputs, upstream, dtype, found=None):
     truth = by_definition(inputs, upstream, torch.float64)
     plain = by_definition(inputs, upstream, dtype)
-    found = by_triton(inputs, upstream)
+    found = by_triton(inputs, upstream) if found is None else found
     assert found.keys() == truth.keys()
     for name, t in truth.items():
         f, p = found[name], plain[name]
-        assert f.dtype == (torch.float32 if name in ("rest", "inner", "largest") else dtype), name
+        assert f.dtype == (dtype if name.startswith("d ") else torch.float32), name
         assert torch.equal(f == -torch.inf, t == -torch.inf), name
         t, p, f = (x.double().masked_fill(t == -torch.inf, 0.0) for x in (t, p, f))
         allowed = (t - p).abs().max() + ULP[dtype] * t.abs().max().clamp(min=1e-3)
@@ -142,11 +156,13 @@ def assert_no_further_from_the_truth_than_plain_code(inputs, upstream, dtype):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks so small that every shape has several of each: rows, columns, splits, groups, slices of the buffer."""
-    launch = {"rows": 16, "columns": 64, "depth": 32, "tiles_per_split": 2, "row_blocks_per_group": 2}
-    for at, usual in triton_pass.LAUNCHES.items():
-        monkeypatch.setitem(triton_pass.LAUNCHES, at, usual._replace(**launch))
+    launch = {"rows": 16, "columns": 64, "depth": 32, "min_tiles": 2, "row_blocks_per_group": 2}
+    for table in (triton_launch.LAUNCHES, triton_launch.TOP_K_LAUNCHES, triton_launch.DIVERGENCE_LAUNCHES):
+        for at, usual in table.items():
+            monkeypatch.setitem(table, at, usual._replace(**launch))
     monkeypatch.setattr(triton_pass, "BUFFER_BYTES", 20_000)
-    monkeypatch.setitem(triton_pass.KNOWN_LAUNCH, "DEPTH", 16)
+    monkeypatch.setitem(triton_launch.ID_LAUNCH, "DEPTH", 16)
+    monkeypatch.setattr(triton_pass, "SLOTS", 8)
 
 
 def test_the_definition_agrees_with_torch_distributions():
@@ -185,6 +201,92 @@ def test_as_it_is_launched(dtype):
     """No smaller blocks: the launch table itself, over several splits."""
     inputs, upstream = make(64, 128, 2000, 21, dtype, **SETTINGS["everything"])
     assert_no_further_from_the_truth_than_plain_code(inputs, upstream, dtype)
+
+
+def with_top_k(inputs, upstream, top_k):
+    """Results of the pass with `top_k`, and the inputs with the found ids among the counted ones."""
+    given, (d_known, d_rest, d_inner) = list(inputs.values()), upstream
+    known, found, rest, inner, largest = triton_pass.forward(*given, None, top_k)
+    ids = torch.cat([inputs["ids"], found.clamp(min=0)], 1)
+    more = inputs | {"ids": ids, "counts": torch.cat([inputs["counts"], found >= 0], 1)}
+    extra = torch.randn(found.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    upstream = torch.cat([d_known, torch.where(found >= 0, extra, 0.0)], 1), d_rest, d_inner
+    grads = triton_pass.backward(*more.values(), rest, inner, *(up.float() for up in upstream), (True, True, True))
+    results = {"known": known, "rest": rest, "inner": inner, "largest": largest}
+    named = {f"d {n}": x for n, x in zip(("hidden", "head", "bias"), grads, strict=True) if x is not None}
+    return results | named, more, upstream, found
+
+
+TOP_K = {
+    "two columns": ("two columns", 1, "plain", torch.float32),
+    "fewer columns than k": ("more ids than columns", 20, "plain", torch.float32),
+    "the largest": ("sampled token only", 1, "everything", torch.float32),
+    "several slots": ("ragged", 20, "everything", torch.float32),
+    "bfloat16": ("ragged", 5, "everything", torch.bfloat16),
+    "float16": ("ragged", 5, "plain", torch.float16),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("case", TOP_K)
+def test_top_k(case, small_blocks):
+    """What is found is the largest that was not given; it leaves the rest, and everything else stays in it."""
+    shape, top_k, settings, dtype = TOP_K[case]
+    inputs, upstream = make(*SHAPES[shape], dtype, **SETTINGS[settings])
+    results, more, upstream, found = with_top_k(inputs, upstream, top_k)
+    wide = {n: x.double() if n in ("hidden", "head") else x for n, x in more.items()}
+    everything = torch.arange(SHAPES[shape][2]).repeat(len(found), 1)
+    logits = definition(**wide | {"ids": everything, "counts": torch.zeros(0, 0)}, wide=torch.float64)[0]
+    for i, ids in enumerate(found):
+        given = set(inputs["ids"][i][inputs["counts"][i]].tolist())
+        others = [j for j in range(SHAPES[shape][2]) if j not in given]
+        best = logits[i, others].topk(min(top_k, len(others))).values
+        present = ids[ids >= 0]
+        assert len(set(present.tolist()) - given) == len(present) == len(best)
+        torch.testing.assert_close(logits[i, present], best, rtol=0, atol=1e-5)
+    descending = results["known"][:, -top_k:].masked_fill(found < 0, -torch.inf)
+    assert (descending.diff(dim=1).nan_to_num(0.0) <= 0).all()
+    # Empty columns hold 0; the definition reads id 0 there.
+    results["known"][:, -top_k:] = torch.where(found >= 0, results["known"][:, -top_k:], logits[:, :1].float())
+    assert_no_further_from_the_truth_than_plain_code(more, upstream, dtype, results)
+
+
+@interpreted
+def test_top_k_does_not_depend_on_the_splits(small_blocks, monkeypatch):
+    inputs, upstream = make(*SHAPES["ragged"], **SETTINGS["everything"])
+    results = []
+    for programs in (1, 1000):
+        monkeypatch.setattr(triton_launch, "PROGRAMS", programs)
+        results.append(with_top_k(inputs, upstream, 7))
+    for one, _, _, found in results[1:]:
+        assert torch.equal(found, results[0][3])
+        for name, x in one.items():
+            torch.testing.assert_close(x, results[0][0][name], rtol=2e-5, atol=2e-6, msg=name)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dead",
+    [[], [3, 4, 5, 18], list(range(18)), list(range(19))],
+    ids=["none", "some", "all but one", "all"],
+)
+def test_rows_that_are_not_live_hold_zeros_and_change_no_other(dead, small_blocks):
+    inputs, (d_known, d_rest, d_inner) = make(*SHAPES["ragged"], **SETTINGS["everything"])
+    live = torch.ones(19, dtype=torch.bool)
+    live[dead] = False
+    for up in (d_known, d_rest, d_inner):
+        up[dead] = 0.0
+    whole = by_triton(inputs, (d_known, d_rest, d_inner))
+    inputs["hidden"][dead] = torch.nan
+    found = by_triton(inputs, (d_known, d_rest, d_inner), live=live)
+    for name in ("known", "rest", "inner", "largest", "d hidden"):
+        assert torch.equal(found[name][live], whole[name][live]), name
+        assert (found[name][dead] == 0).all(), name
+    for name in ("d head", "d bias"):
+        assert torch.equal(found[name], whole[name]), name
+    top = triton_pass.forward(*inputs.values(), live, 3)
+    assert (top.found_NK[dead] == -1).all()
+    assert (top.found_NK[live] >= 0).all()
 
 
 @interpreted
@@ -259,7 +361,7 @@ def test_a_nan_is_seen_in_its_row_and_in_no_other(small_blocks):
     inputs, upstream = make(*SHAPES["ragged"])
     inputs["hidden"][3, 5] = torch.nan
     found = by_triton(inputs, upstream)
-    others = torch.arange(37) != 3
+    others = torch.arange(19) != 3
     for name in ("rest", "inner", "d hidden"):
         assert found[name][3].isnan().all(), name
         assert found[name][others].isfinite().all(), name
@@ -296,22 +398,189 @@ def test_dtypes_it_does_not_know(dtypes):
         triton_pass.forward(*inputs.values())
 
 
+def logits_in_float64(side, scale, softcap):
+    raw = side["hidden"].double() @ side["head"].double().T
+    raw = raw if side["bias"] is None else raw + side["bias"].double()
+    raw = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    return raw * scale.double().unsqueeze(1)
+
+
+def inputs_of_a_pass(inputs, dtype):
+    return PassInputs(*inputs.values(), product_dtype=dtype, block_rows=8, block_vocab=50)
+
+
 @interpreted
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("settings", ["plain", "everything"])
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+@pytest.mark.parametrize("distance", [1.0, 1e-3], ids=["another policy", "almost the same policy"])
+def test_divergences(distance, dtype, settings, small_blocks):
+    """Σ|m − p| and KL(m‖p) against float64, with another hidden size on the anchor's side and one row not live."""
+    inputs, _ = make(*SHAPES["ragged"], dtype, **SETTINGS[settings])
+    other, _ = make(19, 24, 301, 21, dtype, **SETTINGS[settings], seed=3)
+    if distance < 1:
+        other = {**inputs, "hidden": (inputs["hidden"].float() * (1 + distance)).to(dtype)}
+    logits = [logits_in_float64(side, inputs["scale"], inputs["softcap"]) for side in (inputs, other)]
+    log_p, log_m = (z.log_softmax(1) for z in logits)
+    lse = [z.logsumexp(1).float() for z in logits]
+    live = torch.arange(19) != 5
+    anchor = inputs | {name: other[name] for name in ("hidden", "head", "bias")}
+    found = triton_divergence.divergence_sums(
+        inputs_of_a_pass(inputs, dtype), inputs_of_a_pass(anchor, dtype), *lse, live
+    )
+    absolute, relative = (log_p.exp() - log_m.exp()).abs().sum(1), (log_m.exp() * (log_m - log_p)).sum(1)
+    assert (found[5] == 0).all()
+    # A log-prob is off by ε, the float32 rounding of 40 products and of the log-sum-exp. To first order, so is each
+    # relative term of Σ|m − p|; the terms of the KL are quadratic near 0, and off by ε |m − p|.
+    off = 2 * 40**0.5 * 2**-24 * torch.cat(logits).abs().amax()
+    assert ((found[:, 0] - absolute).abs()[live] <= 2 * off).all()
+    assert ((found[:, 1] - relative).abs()[live] <= 2 * off * (absolute + off)[live] + 1e-6 * relative[live]).all()
+
+
+@interpreted
+def test_divergences_of_equal_policies_are_0_and_impossible_words_count(small_blocks):
+    inputs, _ = make(*SHAPES["ragged"], bias=True)
+    raw = inputs["hidden"] @ inputs["head"].T + inputs["bias"]
+    one, lse, live = inputs_of_a_pass(inputs, torch.float32), raw.logsumexp(1), torch.ones(19, dtype=torch.bool)
+    assert (triton_divergence.divergence_sums(one, one, lse, lse, live) == 0).all()
+    closed = inputs["bias"].clone()
+    closed[250:] = -torch.inf
+    less, fewer = one._replace(bias=closed), (raw - inputs["bias"] + closed).logsumexp(1)
+    absolute, relative = triton_divergence.divergence_sums(one, less, lse, fewer, live).unbind(1)
+    torch.testing.assert_close(absolute / 2, 1 - (fewer - lse).exp(), rtol=1e-4, atol=1e-6)  # the anchor's own words
+    torch.testing.assert_close(relative, lse - fewer, rtol=1e-4, atol=1e-6)
+    assert (triton_divergence.divergence_sums(less, one, fewer, lse, live)[:, 1] == torch.inf).all()
+
+
+CALLS = {
+    "sampled token only": {},
+    "ids and entropy": {"gather": True, "entropy": True},
+    "frozen head": {"gather": True, "entropy": "detached", "frozen": True},
+    "top-k": {"top_k": 4, "entropy": True},
+    "everything": {"gather": True, "entropy": True, "top_k": 4, "against": True, "per token": True},
+    "recorded logsumexp": {"gather": True, "against": True, "recorded": True},
+}
+
+
+def call(impl, case, ignored=(), dtype=torch.float32):
+    """Outputs and gradients of the public function."""
+    given, _ = make(13, 8, 60, 5, dtype, bias=True, temperature=True)
+    other, _ = make(13, 6, 60, 5, dtype, seed=2)
+    token = given["ids"][:, 0].clone()
+    token[list(ignored)] = -1
+    frozen = case.get("frozen", False)
+    leaves = [given[n].clone().requires_grad_(n == "hidden" or not frozen) for n in ("hidden", "head", "bias")]
+    recorded = (other["hidden"] @ other["head"].T / 0.7).logsumexp(1) if case.get("recorded") else None
+    out = trustrl.token_logprobs(
+        leaves[0], leaves[1], token, gather_ids=given["ids"][:, 1:] if case.get("gather") else None,
+        entropy=case.get("entropy", False), top_k=case.get("top_k", 0), bias=leaves[2],
+        temperature=given["scale"] if case.get("per token") else 0.7, softcap=5.0, impl=impl,
+        against=AnchorStates(other["hidden"], other["head"], None, recorded) if case.get("against") else None,
+    )  # fmt: skip
+    found = {n: x for n, x in out._asdict().items() if isinstance(x, torch.Tensor) and n != "logp_error"}
+    if out.topk is not None:
+        found |= {"top logp": out.topk.logp, "top ids": out.topk.ids, "top tail": out.topk.tail_logp}
+    weights = torch.linspace(-1, 1, 13)  # the middle row has none
+    total = sum(
+        (weights.view(-1, *[1] * (x.ndim - 1)) * torch.where(x.isfinite(), x, 0.0) * (1 + i)).sum()
+        for i, x in enumerate(found.values())
+        if x.is_floating_point()
+    )
+    total.backward()
+    grads = {f"d {n}": x.grad for n, x in zip(("hidden", "head", "bias"), leaves, strict=True) if x.grad is not None}
+    return {n: x.detach() for n, x in found.items()} | grads
+
+
+@interpreted
 @pytest.mark.parametrize("ignored", [[4], []], ids=["one row ignored", "every row used"])
-def test_through_the_public_function_it_gives_what_the_chunked_pass_gives(ignored, frozen, small_blocks):
-    given, _ = make(13, 8, 60, 5, bias=True)
-    hidden, head, bias, ids = (given[name] for name in ("hidden", "head", "bias", "ids"))
-    token = ids[:, 0].clone()
-    token[ignored] = -1
-    results = []
-    for impl in ("chunked", "triton"):
-        h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_(not frozen)
-        out = trustrl.token_logprobs(
-            h, w, token, gather_ids=ids[:, 1:], entropy=True, bias=bias, temperature=0.7, softcap=5.0, impl=impl
-        )
-        weight = torch.linspace(-1, 1, 13)  # one row's is 0
-        (weight * (out.logp + 0.3 * out.entropy + 0.1 * out.tail_logp)).sum().backward()
-        results.append([out.logp, out.gathered_logp, out.tail_logp, out.entropy, h.grad, *([] if frozen else [w.grad])])
-    for chunked, triton in zip(*results, strict=True):
-        torch.testing.assert_close(triton, chunked, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("case", CALLS)
+def test_through_the_public_function_it_gives_what_the_chunked_pass_gives(case, ignored, small_blocks):
+    chunked, triton = (call(impl, CALLS[case], ignored) for impl in ("chunked", "triton"))
+    assert chunked.keys() == triton.keys()
+    for name, want in chunked.items():
+        torch.testing.assert_close(triton[name], want, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@interpreted
+def test_no_wait_and_no_copy_from_the_host(small_blocks):
+    """Launches themselves run in the interpreter and are not counted; everything around them is."""
+    with counted() as counts:
+        call("triton", CALLS["everything"], [4])
+    ours = [
+        line for line in counts.waits + counts.copies if line.startswith(("kernels/triton", "kernels/vocab_pass_op"))
+    ]
+    assert not ours, str(counts)
+    assert counts.kernels
+
+
+@interpreted
+@pytest.mark.parametrize("ranks", [2])
+def test_a_sharded_head_gives_what_the_whole_head_gives(ranks, tmp_path):
+    mp.start_processes(vocab_ranks.agree_in_triton, args=(ranks, str(tmp_path)), nprocs=ranks, start_method="spawn")
+
+
+@interpreted
+def test_the_backward_pass_moves_what_its_docstring_says(monkeypatch):
+    """Slices, the buffer, and the bytes of d_hidden that its products read and write, counted for growing N."""
+    monkeypatch.setattr(triton_pass, "BUFFER_BYTES", 4_000)
+    launch = triton_launch.LAUNCHES["cuda", 4]._replace(rows=16, columns=16, depth=16)
+    monkeypatch.setitem(triton_launch.LAUNCHES, ("cuda", 4), launch)
+    D, V = 16, 16 * 40
+    for N in (1, 8, 40):
+        inputs, upstream = make(N, D, V, 1)
+        rest, inner = (triton_pass.forward(*inputs.values())[i] for i in (2, 3))
+        with Sizes() as sizes:
+            triton_pass.backward(*inputs.values(), rest, inner, *(x.float() for x in upstream), (True, True, True))
+        slices = len(sizes.sums)
+        buffer = max(x for x in sizes.zeros if x != 4 * N * D)
+        assert slices <= triton_pass.SLICES
+        assert slices == math.ceil(V / (buffer // (4 * N)))
+        assert buffer <= max(4_000, 4 * N * 16 * math.ceil(V / 16 / triton_pass.SLICES))
+        assert sum(sizes.sums) == slices * 8 * N * D
+        assert (slices == triton_pass.SLICES - 2) == (N == 40)  # 40 tiles of columns in slices of 3
+
+
+@interpreted
+def test_merging_splits_and_candidates_takes_what_its_docstring_says():
+    """40 bytes for each split and token, 48 for each candidate; torch's own scratch space is not seen."""
+    S, N, K = 4, 500, 20
+    raw, ids = torch.randn(S, N, K), torch.randint(0, 9999, (S, N, K), dtype=torch.int32)
+    with Peak() as candidates:
+        _, _, others = triton_pass._best(raw, ids)
+        triton_pass._as_split(others, torch.ones(N), 30.0)
+    with Peak() as splits:
+        triton_pass._merged(*torch.randn(4, S, N))
+    assert 20 * S * N * K <= candidates.most + 8 * S * N * K <= 48 * S * N * K  # the lists themselves are 8 bytes
+    assert 20 * S * N <= splits.most <= 40 * S * N
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes of tensors that are alive at once, among those made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.alive = {at: (one, size) for at, (one, size) in self.alive.items() if not one.expired()}
+        for x in tree_leaves(result):
+            storage = x.untyped_storage()
+            self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of each zeroed tensor, and bytes read and written in place by each sum with a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.zeros, self.sums = [], []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        if "zeros" in operation.name():
+            self.zeros.append(result.numel() * result.element_size())
+        if "addmm" in operation.name():
+            self.sums.append(2 * result.numel() * result.element_size())
+        return result

@@ -3,9 +3,11 @@
 No GPU is needed. After a change to a kernel or to its launch table, look at the new figures and record them:
 
     python tests/kernels/test_triton_compiled.py > tests/kernels/triton_resources.json
+    python tests/kernels/test_triton_compiled.py --table    # for docs/guides/vocabulary.md
 """
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -27,45 +29,72 @@ TARGETS = {  # backend, architecture, threads per warp, bytes of shared memory a
     "gfx942": ("hip", "gfx942", 64, 64 * 1024),
 }
 DTYPES = {"bf16": 2, "fp32": 4}
-VARIANTS = {"plain": {"bias": None, "softcap": None}, "bias and softcap": {}}
-KERNELS = ("rest_kernel", "dz_kernel", "known_kernel")
+WITHOUT = dict.fromkeys(("bias", "other_bias", "softcap"))
+KERNELS = {  # name → the kernel, and the arguments that are None
+    "rest": ("rest_kernel", {"best_raw": None, "best_ids": None, "K": 0}),
+    "rest and top-k": ("rest_kernel", {}),
+    "given": ("given_kernel", {}),
+    "divergence": ("divergence_kernel", {}),
+    "dz": ("dz_kernel", {}),
+    "known": ("known_kernel", {}),
+}
+VARIANTS = ("plain", "bias and softcap", "odd sizes", "tensors above 2 GB")
+"""Odd sizes: a vocabulary that is not a multiple of 16, and a hidden size that is not one of the tile's depth."""
 
-D = 1024
-TYPES = {
-    "scale": "*fp32", "base": "*fp32", "on_rest": "*fp32", "on_log": "*fp32", "partials": "*fp32", "put": "*fp32",
-    "ids": "*i32", "starts": "*i32", "stay": "*i32", "softcap": "fp32",
-}  # fmt: skip
-IN_THE_INPUTS_DTYPE = ("hidden", "head", "bias", "dz")
-MULTIPLES_OF_16 = ("D", "width", "first")
+HIDDEN_SIZES, VOCABULARIES = (1024, 2048, 4096, 8192), (32_000, 49_152, 128_256, 151_936, 262_144)
+"""One binary serves them all: sizes are arguments, of which Triton looks at "is 1" and "is a multiple of 16"."""
+
+FLOATS = ("scale", "base", "other_base", "on_rest", "on_log", "partials", "put", "best_raw", "out")
+INTEGERS = ("ids", "starts", "stay", "order", "num_live", "best_ids")
+IN_THE_INPUTS_DTYPE = ("hidden", "head", "bias", "other_hidden", "other_head", "other_bias", "dz")
+MULTIPLES_OF_16 = ("D", "other_D", "width", "first")
 
 
-def compiled(kernel, target, dtype, constants):
+def kind_of(name, dtype):
+    if name in IN_THE_INPUTS_DTYPE:
+        return f"*{dtype}"
+    return "*fp32" if name in FLOATS else "*i32" if name in INTEGERS else "fp32" if name == "softcap" else "i32"
+
+
+def compile_constants(name, backend, dtype, hidden_size):
+    """The launch's own constants, as `triton_pass` and `triton_divergence` pass them."""
+    from trustrl.kernels import triton_launch
+
+    if name in ("given", "known"):
+        return dict(triton_launch.ID_LAUNCH)
+    own = {"divergence": triton_launch.DIVERGENCE_LAUNCHES, "rest and top-k": triton_launch.TOP_K_LAUNCHES}
+    table = own.get(name, triton_launch.LAUNCHES)
+    constants = triton_launch.compile_time(table[backend, DTYPES[dtype]], hidden_size)
+    return constants | ({"SLOTS": triton_launch.SLOTS} if name.startswith("rest") else {})
+
+
+def compiled(name, target, dtype, variant, constants=None):
     """One kernel for one target, specialised as a launch with aligned tensors would specialise it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trustrl.kernels import triton_pass
+    from trustrl.kernels import triton_kernels
 
     backend, architecture, warp, _ = TARGETS[target]
-    launch = triton_pass.LAUNCHES[backend, DTYPES[dtype]]
-    if kernel == "known_kernel":
-        constants = triton_pass.KNOWN_LAUNCH | constants
-    else:
-        constants = triton_pass.compile_time(launch, D) | constants
-    if kernel == "rest_kernel":
-        constants["TILES"] = launch.tiles_per_split
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-    function = getattr(triton_pass, kernel)
+    odd = variant == "odd sizes"
+    kernel, absent = KERNELS[name]
+    constants = compile_constants(name, backend, dtype, 1040 if odd else 1024) | absent | (constants or {})
+    constants |= WITHOUT if variant == "plain" else {}
+    options = {key: constants.pop(key) for key in ("num_warps", "num_stages") if key in constants}
+    function = getattr(triton_kernels, kernel)
     signature, attributes = {}, {}
-    for at, name in enumerate(function.arg_names):
-        kind = f"*{dtype}" if name in IN_THE_INPUTS_DTYPE else TYPES.get(name, "i32")
-        signature[name] = "constexpr" if name in constants else kind
-        if name not in constants and (kind.startswith("*") or name in MULTIPLES_OF_16):
+    for at, argument in enumerate(function.arg_names):
+        kind = kind_of(argument, dtype)
+        signature[argument] = "constexpr" if argument in constants else kind
+        pointer = kind.startswith("*")
+        if argument in constants:
+            continue
+        if pointer or argument in MULTIPLES_OF_16 or (argument == "V" and not odd):
             attributes[at,] = [["tt.divisibility", 16]]
-        if name not in constants and kind.startswith("*") and backend == "hip":
-            attributes[at,].append(["tt.pointer_range", 32])  # tensors below 2 GB
-    constants = {name: value for name, value in constants.items() if name in signature}
+        if pointer and backend == "hip" and variant != "tensors above 2 GB":
+            attributes[at,].append(["tt.pointer_range", 32])
+    constants = {key: value for key, value in constants.items() if key in signature}
     source = ASTSource(function, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget(backend, architecture, warp), options=options)
 
@@ -88,22 +117,38 @@ def resources(kernel):
     return registers, stack + local, kernel.metadata.shared
 
 
-def everything():
-    """target → "dtype kernel variant" → [registers, spilled, shared]; and kernels whose sizes are 1, on one target."""
+def threads_keep_their_candidates(kernel):
+    """True if the lists of the best products are loaded and stored in one layout, by the threads that hold each cell.
+
+    A thread then reads only what it wrote itself, and no barrier has to order its stores before another thread's loads.
+    """
+    from trustrl.kernels import triton_launch
+
+    touched = re.findall(rf"(load|store).*tensor<\d+x{triton_launch.SLOTS}x.*, (#\w+)>", kernel.asm["ttgir"])
+    return sorted(word for word, _ in touched) == ["load", "store", "store"] and len({at for _, at in touched}) == 1
+
+
+def cases(target):
+    """(name in the recorded figures, arguments of `compiled`). Only AMD's compiler is told the size of a tensor."""
+    for dtype in DTYPES:
+        for name in KERNELS:
+            for variant in VARIANTS if TARGETS[target][0] == "hip" else VARIANTS[:-1]:
+                yield f"{dtype} {name}, {variant}", (name, target, dtype, variant)
+
+
+def everything(targets):
+    """target → kernel → [registers, spilled, shared]; and kernels whose sizes are 1, on one target."""
     import triton
 
-    found = {
-        target: {
-            f"{dtype} {kernel} {variant}": resources(compiled(kernel, target, dtype, dict(constants)))
-            for dtype in DTYPES
-            for kernel in KERNELS
-            for variant, constants in VARIANTS.items()
-        }
-        for target in TARGETS
-    }
-    ones = dict.fromkeys(("N", "V", "D", "C", "splits", "tiles"), 1)
-    for kernel in KERNELS:
-        compiled(kernel, "sm_90", "bf16", ones | {"EVEN_DEPTH": False})
+    found = {}
+    for target in targets:
+        kernels = {case: compiled(*args) for case, args in cases(target)}
+        found[target] = {case: resources(kernel) for case, kernel in kernels.items()}
+        for case, kernel in kernels.items():
+            assert "top-k" not in case or threads_keep_their_candidates(kernel), case
+    ones = dict.fromkeys(("N", "V", "D", "other_D", "C", "K", "splits", "tiles"), 1)
+    for name in KERNELS if "sm_90" in targets else ():
+        compiled(name, "sm_90", "bf16", "odd sizes", ones)
     return {"triton": triton.__version__, "figures": "registers per thread, spilled, shared bytes per block", **found}
 
 
@@ -120,11 +165,22 @@ def compiled_apart():
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills_and_shared_memory_fits(target):
     found = compiled_apart()[target]
-    assert len(found) == len(DTYPES) * len(KERNELS) * len(VARIANTS)
+    assert list(found) == [case for case, _ in cases(target)]
     for name, (registers, spilled, shared) in found.items():
         assert spilled == 0, name
         assert 0 < registers <= 255, name
         assert shared <= TARGETS[target][-1], name
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+def test_one_binary_serves_every_usual_size(backend):
+    pytest.importorskip("triton")
+    for name, dtype in itertools.product(KERNELS, DTYPES):
+        assert all(
+            compile_constants(name, backend, dtype, size) == compile_constants(name, backend, dtype, 1024)
+            for size in HIDDEN_SIZES
+        )
+    assert all(size % 16 == 0 for size in (*HIDDEN_SIZES, *VOCABULARIES))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -135,6 +191,34 @@ def test_the_recorded_figures_hold(target):
     assert found[target] == recorded[target]
 
 
-if __name__ == "__main__":
+def table():
+    """The recorded figures as rows of Markdown: for each kernel the largest of its variants."""
+    recorded = json.loads(RECORDED.read_text())
+    lines = ["| kernel | " + " | ".join(TARGETS) + " |", "|---" * (1 + len(TARGETS)) + "|"]
+    for dtype, name in itertools.product(DTYPES, KERNELS):
+        cells = []
+        for target in TARGETS:
+            figures = [x for case, x in recorded[target].items() if case.startswith(f"{dtype} {name},")]
+            registers, _, shared = map(max, zip(*figures, strict=True))
+            cells.append(f"{registers}, {shared / 1024:.3g} KB")
+        lines.append(f"| {name}, {dtype} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_guide_shows_the_recorded_figures():
+    guide = (Path(__file__).parents[2] / "docs/guides/vocabulary.md").read_text()
+    shown = guide.partition("<!-- begin kernels -->\n")[2].partition("\n<!-- end kernels -->")[0]
+    assert shown == table()
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--table"]:
+    print(table())
+elif __name__ == "__main__":
     # One line per kernel, so that a change is one line in a diff.
-    print(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", json.dumps(everything(), indent=2)))
+    print(
+        re.sub(
+            r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]",
+            r"[\1, \2, \3]",
+            json.dumps(everything(sys.argv[1:] or TARGETS), indent=2, default=list),
+        )
+    )

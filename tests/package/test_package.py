@@ -28,8 +28,11 @@ TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
+    "trustrl.kernels.triton_divergence": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_kernels": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.triton_launch": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.triton_tiles": "triton, which comes with torch for GPUs",
     "trustrl.engines.areal": "areal",
     "trustrl.engines.axolotl": "axolotl",
     "trustrl.engines.common.kept_columns": "numpy, which every engine has",

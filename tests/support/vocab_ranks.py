@@ -33,9 +33,10 @@ def world():
     return normal(N, D), normal(V, D), normal(V), token, ids, (normal(N, D), normal(V, D))
 
 
-def results(case, part, shard):
+def results(case, part, shard, impl="chunked", dtype=torch.float64):
     """Outputs and gradients with the rows `part` of the head."""
     hidden, head, bias, token, ids, other = world()
+    hidden, head, bias, other = hidden.to(dtype), head.to(dtype), bias.to(dtype), [x.to(dtype) for x in other]
     leaves = [hidden.requires_grad_(), head[part].clone(), bias[part].clone()]
     for leaf in leaves[1:]:
         leaf.requires_grad_(not case.get("frozen"))
@@ -43,7 +44,7 @@ def results(case, part, shard):
         leaves[0], leaves[1], token, gather_ids=ids if case.get("gather") else None, entropy=case.get("entropy", False),
         top_k=case.get("top_k", 0), bias=leaves[2] if case.get("bias") else None, softcap=case.get("softcap"),
         against=AnchorStates(other[0], other[1][part]) if case.get("against") else None,
-        temperature=0.8, shard=shard, block_rows=5, block_vocab=7,
+        temperature=0.8, shard=shard, block_rows=5, block_vocab=7, impl=impl,
     )  # fmt: skip
     found = {n: x for n, x in out._asdict().items() if isinstance(x, torch.Tensor) and n != "logp_error"}
     if out.topk is not None:
@@ -96,6 +97,21 @@ def agree(rank, ranks, folder):
         for key, want in whole.items():
             want = want[lo:hi] if key in ("d head", "d bias") else want
             torch.testing.assert_close(mine[key], want, msg=lambda text, at=(name, key): f"{at}: {text}")
+    dist.destroy_process_group()
+
+
+def agree_in_triton(rank, ranks, folder):
+    """The Triton pass on each rank's part, in the interpreter, against the chunked pass on the whole head."""
+    start(rank, ranks, folder)
+    lo, hi = edges(ranks)[rank : rank + 2]
+    for name, case in CASES.items():
+        whole = results(case, slice(0, V), None)
+        mine = results(case, slice(lo, hi), VocabShard(None, lo), "triton", torch.float32)
+        assert whole.keys() == mine.keys(), name
+        for key, want in whole.items():
+            want = want[lo:hi] if key in ("d head", "d bias") else want
+            text = lambda text, at=(name, key): f"{at}: {text}"  # noqa: E731
+            torch.testing.assert_close(mine[key], want.to(mine[key].dtype), rtol=1e-4, atol=1e-4, msg=text)
     dist.destroy_process_group()
 
 

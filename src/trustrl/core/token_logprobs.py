@@ -3,13 +3,14 @@
 Shape suffixes: N tokens, D hidden size, V vocabulary (this rank's part of it), K given ids.
 """
 
-from typing import Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from trustrl.config.validators import one_of
+from trustrl.core.vocabulary_impl import VocabularyCall, chosen_impl
 from trustrl.errors import ConfigError, MissingDataError, RecordError
 from trustrl.kernels import devices, vocab_parallel
 from trustrl.kernels.fused_divergence import divergence_sums
@@ -90,7 +91,8 @@ def token_logprobs(
         softcap: Bends logits into ±softcap, as in Gemma.
         product_dtype: The dtype of the products. Defaults to autocast's dtype if enabled, else that of `hidden_ND`.
         shard: Set it if the head is this rank's part of a sharded vocabulary. `logp_error` is then not returned.
-        impl: "auto" uses the chunked pass. The Triton pass must be chosen by name until it has run on a GPU.
+        impl: "auto" uses the Triton pass on a GPU if it agrees with the chunked pass on rows of the first batch, else
+            the chunked pass. The environment variable TRUSTRL_VOCAB_IMPL replaces "auto".
         block_rows: Tokens per tile of the chunked pass. Chosen by the device if None.
         block_vocab: Vocabulary ids per tile. Chosen by the device if None.
 
@@ -115,14 +117,14 @@ def token_logprobs(
         out = token_logprobs_reference(
             hidden_ND, head_VD, token_ids_N, gather_ids=gather_ids, top_k=top_k, entropy=bool(entropy), **settings
         )
-        return (
-            out if against is None else _reference_divergence(out, hidden_ND, head_VD, token_ids_N, against, settings)
-        )
+        return _reference_divergence(out, hidden_ND, head_VD, token_ids_N, against, settings)
+    product_dtype = product_dtype or _default_product_dtype(hidden_ND)
+    call = VocabularyCall(
+        hidden_ND, head_VD, token_ids_N, gather_ids, top_k, entropy, against, temperature, bias, softcap, product_dtype
+    )
+    chosen = chosen_impl(call, _run_alone) if impl == "auto" else impl
     if shard is not None and shard.reduce_hidden_gradient:
         hidden_ND = vocab_parallel.summed_gradient(hidden_ND, shard)
-    device = hidden_ND.device.type
-    if product_dtype is None:
-        product_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
     wide = torch.promote_types(product_dtype, torch.float32)
     scale_N = _scale(temperature, hidden_ND, wide)
     given = given_ids(token_ids_N, gather_ids)
@@ -134,7 +136,6 @@ def token_logprobs(
     tile = block_rows or rows, block_vocab or columns
     inputs = PassInputs(hidden_ND, head_VD, bias, ids_NC, counts_NC, scale_N, softcap, product_dtype, *tile)
     frozen = not (head_VD.requires_grad or (bias is not None and bias.requires_grad))
-    chosen = "triton" if impl == "triton" else "chunked"
     # With a frozen head, the forward pass can compute the hidden states' gradient, unless the entropy needs one too.
     slope = (
         chosen == "chunked" and frozen and entropy is not True and torch.is_grad_enabled() and hidden_ND.requires_grad
@@ -148,7 +149,7 @@ def token_logprobs(
     if shard is not None:
         out = out._replace(logp_error=None)
     if against is not None:
-        tv, kl = _exact_divergence(inputs, given, against, out.logsumexp, inside_NC, shard)
+        tv, kl = _exact_divergence(inputs, given, against, out.logsumexp, inside_NC, shard, chosen)
         out = out._replace(tv=tv, kl=kl)
     return out
 
@@ -158,6 +159,19 @@ def _scale(temperature: float | Tensor, hidden_ND: Tensor, dtype: torch.dtype) -
     if not isinstance(temperature, Tensor):
         temperature = hidden_ND.new_full((), temperature, dtype=dtype)
     return temperature.to(hidden_ND.device, dtype).reciprocal().expand(len(hidden_ND))
+
+
+def _default_product_dtype(hidden_ND: Tensor) -> torch.dtype:
+    """Returns autocast's dtype if autocast is enabled, else that of the hidden states."""
+    device = hidden_ND.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype
+
+
+def _run_alone(call: VocabularyCall, impl: str) -> TokenLogprobs:
+    """Returns the outputs of one implementation, as if the head were the whole vocabulary."""
+    hidden_ND, head_VD, token_ids_N = call[:3]
+    settings: dict[str, Any] = dict(zip(call._fields[3:], call[3:], strict=True))
+    return token_logprobs(hidden_ND, head_VD, token_ids_N, **settings, impl=cast("Impl", impl))
 
 
 def _logit_summary(
@@ -189,24 +203,33 @@ def _exact_divergence(
     policy_lse_N: Tensor,
     inside_NC: Tensor | None,
     shard: VocabShard | None,
+    impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns the exact (TV, KL(anchor‖policy)) from a second pass over both heads."""
     anchor = inputs._replace(hidden=against.hidden, head=against.head, bias=against.bias)
     anchor_lse_N = against.logsumexp
     if anchor_lse_N is None:
-        summary = _logit_summary(anchor, given, "chunked", 0, slope=False, inner_grad=False)
+        summary = _logit_summary(anchor, given, impl, 0, slope=False, inner_grad=False)
         if shard is not None and inside_NC is not None:
             summary = vocab_parallel.merge(shard, inside_NC, summary)
         anchor_lse_N = assembled_logprobs(given, summary, None, 0, False).logsumexp
-    sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), given.live_N)
+    if impl == "triton":
+        from trustrl.kernels import triton_divergence  # imported on use, because only this pass needs triton
+
+        sums = triton_divergence.divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N, given.live_N)
+    else:
+        sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), given.live_N)
     tv, kl = vocab_parallel.sum_over_ranks(sums, shard).unbind(-1)
     return tv / 2, kl
 
 
 def _reference_divergence(
-    out: TokenLogprobs, hidden: Tensor, head: Tensor, token_ids: Tensor, against: AnchorStates, settings: _LogitSettings
-) -> TokenLogprobs:
-    """Adds the exact TV and KL to the reference outputs, with every logit in memory."""
+    out: TokenLogprobs, hidden: Tensor, head: Tensor, token_ids: Tensor, against: AnchorStates | None,
+    settings: _LogitSettings,
+) -> TokenLogprobs:  # fmt: skip
+    """Adds the exact TV and KL from an anchor to the reference outputs, with every logit in memory."""
+    if against is None:
+        return out
     with torch.no_grad():
         policy = torch.log_softmax(logits_reference(hidden, head, **settings), -1)
         other: _LogitSettings = {**settings, "bias": against.bias}
@@ -279,7 +302,5 @@ def _check_settings(
         raise ConfigError(f"softcap must be a finite number > 0, got {softcap}. Use None to disable the cap.")
     if not 0 <= top_k <= len(head):
         raise ConfigError(f"top_k must be between 0 and the head's {len(head)} rows, got {top_k}.")
-    if impl == "triton" and top_k:
-        raise ConfigError(f'top_k must be 0 with impl="triton", got {top_k}. Use impl="chunked" instead.')
     if impl == "reference" and shard is not None:
         raise MissingDataError('shard must be None with impl="reference", got a shard. Use impl="chunked" instead.')

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trustrl.kernels import chunked_pass, devices
 from trustrl.kernels.chunked_pass import ForwardResult, Gradients, UpstreamGradients
-from trustrl.kernels.pass_inputs import PassInputs, given_logits
+from trustrl.kernels.pass_inputs import PassInputs
 
 
 @torch.library.custom_op("trustrl::vocab_pass", mutates_args=())
@@ -40,6 +40,10 @@ def vocab_pass(
     their number.
     """
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
+    if impl == "triton":  # it skips rows on the device
+        with torch.autocast(hidden.device.type, enabled=False):
+            known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope, live)
+        return known, found, rest, inner, largest, slope_ND
     known, found, rest, inner, largest, slope_ND = forward_live(
         inputs, live, lambda some: _forward(some, impl, top_k, slope)
     )
@@ -72,16 +76,14 @@ def _blanked(result: ForwardResult, live: Tensor) -> ForwardResult:
     return ForwardResult(*map(blank, result))._replace(found=blank(result.found, -1))
 
 
-def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool) -> ForwardResult:
+def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool, live: Tensor | None = None) -> ForwardResult:
     if impl != "triton":
         return chunked_pass.forward(inputs, top_k, slope)
     from trustrl.kernels import triton_pass  # imported on use, because only this pass needs triton
 
     dtype = inputs.product_dtype
-    rest, inner, largest = triton_pass.forward(inputs.hidden.to(dtype), inputs.head.to(dtype), *inputs[2:7])
-    known = given_logits(inputs)
-    # Clones, because the outputs of a custom operator must not alias its inputs or each other.
-    return ForwardResult(known, inputs.ids[:, :0].clone(), rest, inner, largest, known[:, :0].clone())
+    out = triton_pass.forward(inputs.hidden.to(dtype), inputs.head.to(dtype), *inputs[2:7], live, top_k)
+    return ForwardResult(*out, slope=out.known_NC.new_empty((len(out.known_NC), 0)))
 
 
 @vocab_pass.register_fake
@@ -130,7 +132,11 @@ def vocab_pass_backward(
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     upstream = UpstreamGradients(rest, inner, slope, d_known, d_rest, d_inner)
     wants = (wants_hidden, wants_head, wants_bias)
-    found = gradients_alive(inputs, upstream, lambda some, its, _: _backward_pass(some, its, impl, wants))
+    if impl == "triton":
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = _backward_pass(inputs, upstream, impl, wants)
+    else:
+        found = gradients_alive(inputs, upstream, lambda some, its, _: _backward_pass(some, its, impl, wants))
     d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
     return d_hidden, d_head, d_bias
 
