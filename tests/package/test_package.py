@@ -28,7 +28,14 @@ TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
+    "trustrl.core.triton_steps": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.projection_kernels": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.projection_pass": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.sum_kernels": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.token_kernels": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.token_pass": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_divergence": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.triton_jit": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_kernels": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_launch": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_pass": "triton, which comes with torch for GPUs",

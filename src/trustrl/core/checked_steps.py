@@ -17,7 +17,7 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import Reduction
 from trustrl.core.diagnostics import Sums
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.core.steps import EAGER, SWITCH, Steps
+from trustrl.core.steps import EAGER, VARIABLE, Steps
 from trustrl.errors import TrustRLWarning
 
 Run = Callable[[Steps, PolicyTokens], tuple[Tensor, Tensor, Sums]]
@@ -45,7 +45,7 @@ def checked(
             warnings.warn(
                 f"The Triton kernels of the loss {why} for {region.kind} on {policy.logp.device.type}. The loss runs "
                 "as torch operations instead, with the same results and more launches. Please report this with the "
-                f"versions of torch and triton. {SWITCH}=eager skips the check.",
+                f"versions of torch and triton. {VARIABLE}=eager skips the check.",
                 TrustRLWarning,
                 stacklevel=3,
             )

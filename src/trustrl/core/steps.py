@@ -24,7 +24,7 @@ from trustrl.core.regions.decision import Decision
 
 Impl = Literal["auto", "eager", "triton"]
 
-SWITCH = "TRUSTRL_LOSS_IMPL"
+VARIABLE = "TRUSTRL_LOSS_IMPL"
 """Environment variable that decides for every call with `impl="auto"`."""
 
 
@@ -63,8 +63,8 @@ def resolved(impl: Impl, rollout: RolloutTokens) -> Impl:
     one_of("impl", impl, get_args(Impl))
     if impl != "auto":
         return impl
-    switch: Any = os.environ.get(SWITCH, "auto")
-    one_of(SWITCH, switch, get_args(Impl))
+    switch: Any = os.environ.get(VARIABLE, "auto")
+    one_of(VARIABLE, switch, get_args(Impl))
     if switch != "auto":
         return switch
     return "triton" if launches_count(rollout.in_loss) and _has_triton() else "eager"

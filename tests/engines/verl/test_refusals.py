@@ -322,6 +322,7 @@ def test_the_launcher_starts_verl_with_its_own_configuration(monkeypatch):
     started = []
     monkeypatch.setenv(launcher.VARIABLE, "their.module")
     monkeypatch.setenv("TRUSTRL_VOCAB_IMPL", "chunked")
+    monkeypatch.setenv("TRUSTRL_LOSS_IMPL", "eager")
     monkeypatch.setattr(main_ppo, "main", started.append)
     config = configuration(*RIGHT)
     launcher.main(config)
@@ -329,6 +330,7 @@ def test_the_launcher_starts_verl_with_its_own_configuration(monkeypatch):
     assert os.environ[launcher.VARIABLE] == "their.module,trustrl.engines.verl"
     assert given.ray_kwargs.ray_init.runtime_env.env_vars[launcher.VARIABLE] == os.environ[launcher.VARIABLE]
     assert given.ray_kwargs.ray_init.runtime_env.env_vars["TRUSTRL_VOCAB_IMPL"] == "chunked"
+    assert given.ray_kwargs.ray_init.runtime_env.env_vars["TRUSTRL_LOSS_IMPL"] == "eager"
     loop = f"{ROLLOUT}.agent.default_agent_loop=trustrl_single_turn_agent"
     assert given.actor_rollout_ref == configuration(*RIGHT, loop).actor_rollout_ref
     launcher.main(config)

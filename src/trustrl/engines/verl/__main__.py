@@ -7,7 +7,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
 
-from trustrl.core import vocabulary_impl
+from trustrl.core import steps, vocabulary_impl
 from trustrl.engines.verl.verl_config import check_settings, fill_in
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
@@ -29,7 +29,7 @@ def main(config: DictConfig) -> None:
         modules.append(MODULE)
     os.environ[VARIABLE] = ",".join(modules)
     # A Ray cluster that is already running has a separate environment.
-    for variable in (VARIABLE, vocabulary_impl.VARIABLE):
+    for variable in (VARIABLE, vocabulary_impl.VARIABLE, steps.VARIABLE):
         if variable in os.environ:
             path = f"ray_kwargs.ray_init.runtime_env.env_vars.{variable}"
             OmegaConf.update(config, path, os.environ[variable], force_add=True)
