@@ -535,7 +535,6 @@ def test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient(name)
     inputs = world.sequences()
     world.draw(before, inputs)
     inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-    trainer._recorder._reused = True  # below, the weights move between the rollout and its only update
     recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=4)
     world.drift(trainer.model, LITTLE.get(name, DRIFTS["qwen"]))
     found = world.result(trainer, inputs | recorded)
