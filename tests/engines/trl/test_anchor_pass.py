@@ -1,4 +1,4 @@
-"""The trainer's anchor costs no pass that TRL or the update makes anyway, and training stays the same."""
+"""The trainer's anchor costs no pass that TRL makes anyway, and training stays the same."""
 
 import functools
 
@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
-from trustrl.engines.trl import anchors, trainer as module
+from trustrl.engines.trl import anchors
 
 REGIONS = {
     "binary": trustrl.preset("dppo-binary-tv", anchor="proximal"),
@@ -50,7 +50,6 @@ def train(region, updates, monkeypatch):
 def test_training_is_the_same_with_fewer_passes(name, updates, monkeypatch):
     weights, logs, passed = train(REGIONS[name], updates, monkeypatch)
     monkeypatch.setattr(anchors.AnchorRecorder, "shares_trls_pass", False)
-    monkeypatch.setattr(module, "_keeps_rollouts", lambda trainer: True)
     wanted, wanted_logs, separate = train(REGIONS[name], updates, monkeypatch)
     assert (weights - wanted).abs().max() <= 1e-5
     assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in wanted_logs], abs=1e-5)
@@ -59,7 +58,7 @@ def test_training_is_the_same_with_fewer_passes(name, updates, monkeypatch):
     assert passed[True] == separate[True] == ROWS * updates * ROLLOUTS
     trls, distribution = (updates > 1), name != "binary"
     assert separate[False] == ROWS * updates * ROLLOUTS * (distribution + trls if updates > 1 else 1)
-    assert passed[False] == ROWS * updates * ROLLOUTS * (trls or distribution)
+    assert passed[False] == ROWS * updates * ROLLOUTS
 
 
 @pytest.mark.parametrize("name", REGIONS)
@@ -67,18 +66,3 @@ def test_later_updates_are_measured_from_the_rollouts_weights(name, monkeypatch)
     _, logs, _ = train(REGIONS[name], 4, monkeypatch)
     assert logs[0]["trustrl/ratio_max"] == pytest.approx(1, abs=1e-4)
     assert all(log["trustrl/ratio_max"] > 1.01 for log in logs[1:4])
-
-
-def test_a_trainer_that_keeps_rollouts_records_its_anchor():
-    class Replays(module.TrustRegionGRPOTrainer):
-        pass
-
-    class Mine(GRPOTrainer):
-        def _prepare_inputs(self, inputs):
-            return super()._prepare_inputs(inputs)
-
-    class Both(module.TrustRegionMixin, Mine):
-        pass
-
-    assert not module._keeps_rollouts(Replays)
-    assert module._keeps_rollouts(Both)

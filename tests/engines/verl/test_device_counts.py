@@ -19,6 +19,7 @@ PER_STEP = {
     "_everywhere": 2,  # ranks agree on a pass before they run it
     "_lengths": 1, "_per_token": 2,  # versions arrive as Python objects
     "check_rows": 2, "_check_scored": 1,  # raise on a missing top-K before training
+    "rows_to_record": 1,  # row numbers, which are always on the host; the counter cannot tell
     "on_host": 1,  # the step's metrics
 }  # fmt: skip
 """Waits of one step, by function."""

@@ -6,7 +6,6 @@ and the turn, 4 (n + 1) for n ids that truncated sampling kept, and 2 for each r
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ class AnchorRecorder:
         mismatch: Whether to record the trainer's log-probs in addition to the sampler's.
         sampling: The sampling settings.
         logps: TRL's method that computes log-probs.
-        reused: Whether a rollout may be used again after the optimizer step that TRL planned it for.
     """
 
     def __init__(
@@ -61,9 +59,8 @@ class AnchorRecorder:
         mismatch: bool,
         sampling: Sampling,
         logps: Score,
-        reused: bool = False,
     ) -> None:
-        self.needs, self._reused = needs, reused
+        self.needs = needs
         self._sampling = sampling
         self.behavior: Behavior = behavior
         self.anchors, self.distribution_from = sources(needs, behavior, mismatch=mismatch)
@@ -83,9 +80,6 @@ class AnchorRecorder:
         shared: AskingModel | None = None,
     ) -> dict[str, Any]:
         """Returns the tensors to add to a rollout.
-
-        Runs no pass for the trainer's log-probs if TRL did not: then one optimizer step takes the whole rollout, at the
-        weights that drew it, and the loss's own forward pass has them.
 
         Args:
             model: The model, at the weights that the rollout was sampled with.
@@ -114,12 +108,11 @@ class AnchorRecorder:
             logp = None  # TRL's are those of the whole vocabulary
         if shared is not None:
             added |= self._distribution(shared)
-        elif self.distribution_from == "trainer" or (wanted and logp is None and (self._reused or kept is not None)):
+        elif self.distribution_from == "trainer" or (wanted and logp is None):
             seen = self._forward(model, rollout, rows, kept)
             logp = seen.pop("logp")
             added |= seen
-        if logp is not None:
-            added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
+        added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
         if self.distribution_from == "sampler":
             top_ids, top_logp = topk_tensors(sampled, rollout, self.needs.topk)
             added |= {"trustrl_topk_ids": top_ids, "trustrl_topk_logp": top_logp}
@@ -161,6 +154,8 @@ class AnchorRecorder:
             asking = AskingModel(model, lambda x: at_completions(x, kept_ids=chunks.next(x), **request))
             self._logps(asking, *sequences)
             return self._within_kept(asking.outputs, rollout["completion_ids"])
+        if self.distribution_from != "trainer":
+            return {"logp": self._logps(model, *sequences)[0]}
         asking = self.asking(model, length)
         return {"logp": self._logps(asking, *sequences)[0], **self._distribution(asking)}
 
@@ -208,19 +203,6 @@ class _Chunks:
         here = slice(self._start, self._start + len(labels))
         self._start = here.stop
         return padded_kept(self._columns[here], self._like[here])
-
-
-def with_own_anchors(inputs: dict[str, Any], logp: Tensor, by_trainer: Iterable[Anchor]) -> dict[str, Any]:
-    """Returns TRL's inputs with the loss's own log-probs as those of the trainer's anchors that no pass recorded.
-
-    Args:
-        inputs: TRL's inputs of one micro-batch, with the rollout's additions.
-        logp: The log-probs of the loss's forward pass.
-        by_trainer: The anchors whose log-probs are the trainer's.
-    """
-    if inputs.get(TRAINERS) is not None:
-        return inputs
-    return {**{f"trustrl_{anchor}_logp": logp.detach() for anchor in by_trainer}, **inputs}
 
 
 def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampling: Sampling) -> RolloutTokens:

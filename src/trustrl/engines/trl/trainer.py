@@ -35,7 +35,7 @@ from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted
 from trustrl.engines.common.vocabulary_read import Head, Wanted
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
-from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens, with_own_anchors
+from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
 from trustrl.engines.trl.asking_model import AskingModel
 from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
 from trustrl.engines.trl.logged_metrics import UNSCORED, TrlMetrics
@@ -144,7 +144,7 @@ class TrustRegionMixin(LossSeamMixin):
         )
         self._recorder = AnchorRecorder(
             self._needs, behavior, mismatch=measure_mismatch, sampling=self._sampling,
-            logps=super()._get_per_token_logps_and_entropies, reused=_keeps_rollouts(type(self)),
+            logps=super()._get_per_token_logps_and_entropies,
         )  # fmt: skip
         check = self._step_check(behavior, max_dropped_share)
         recorder = self._tokens_recorder(recording)
@@ -258,7 +258,6 @@ class TrustRegionMixin(LossSeamMixin):
             inputs = {**inputs, "trustrl_kept_ids": padded_kept(inputs["trustrl_kept"], in_loss)}
         others, weights, seen = self._trl_loss_parts(model, inputs, in_loss)
         policy = policy_tokens(self._needs, inputs, seen, self._sampling, self.state.global_step)
-        inputs = with_own_anchors(inputs, policy.logp, self._recorder.by_trainer)
         rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
             self._check_weights(weights, in_loss)
@@ -333,12 +332,6 @@ def _generates_itself(trainer: type) -> bool:
         overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)
     ]
     return any(not overrides.is_trls(cls) for cls in providers)
-
-
-def _keeps_rollouts(trainer: type) -> bool:
-    """Returns whether a subclass replaces TRL's handling of rollouts, and so may use one again at later weights."""
-    methods = ("_prepare_inputs", "_generate_and_score_completions")
-    return any(overrides.provider(trainer, name, after=TrustRegionMixin) is not GRPOTrainer for name in methods)
 
 
 def _check_arguments(region: Any, recording: Any, metrics: Any) -> None:

@@ -62,9 +62,8 @@ def rows_to_record(data: Any, first: Tensor, multiple: int) -> Tensor:
         first: The rows of the first update.
         multiple: The size of a micro-batch, which must divide the number of rows.
     """
-    later = torch.ones(len(data), dtype=torch.bool)
-    later[first] = False
-    rows = later.nonzero().squeeze(-1)
+    every = torch.arange(len(data))
+    rows = every[torch.isin(every, first, invert=True)]
     return torch.cat([rows, first[: -len(rows) % multiple]]).sort().values
 
 
