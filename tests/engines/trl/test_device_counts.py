@@ -8,7 +8,6 @@ import trustrl
 from support import trl_world as world
 from support.device_counts import counted
 from support.trl_parity import CLIP
-from support.vocabulary_cases import waits_today
 
 ENGINE = {
     ("trl/trainer/grpo_trainer.py", "global_masked_mean"),  # the entropy and three clipped shares, `.item()` each
@@ -64,7 +63,6 @@ def test_a_micro_batch_waits_only_where_trl_does(name):
     assert added <= MOST_ADDED_KERNELS[name]
 
 
-@waits_today
 @pytest.mark.parametrize("name", ["dppo-topk-tv", "troll"])
 def test_the_vocabulary_adds_no_wait(name):
     trainer, inputs = trainer_and_inputs(name)
