@@ -187,11 +187,11 @@ def test_every_reported_number_is_in_the_dictionary():
 
 
 def test_sums_are_made_once_and_only_when_asked_for(monkeypatch):
-    import trustrl.core.policy_loss
+    from trustrl.core import steps
 
-    calls = []
-    collect = trustrl.core.policy_loss.collect
-    monkeypatch.setattr(trustrl.core.policy_loss, "collect", lambda *args: calls.append(1) or collect(*args))
+    calls, eager = [], steps.EAGER
+    counting = eager._replace(collect=lambda *args: calls.append(1) or eager.collect(*args))
+    monkeypatch.setattr(steps, "EAGER", counting)
     out, _ = run("dppo-binary-tv", world(0))
     assert calls == []
     assert out.sums is out.sums

@@ -188,7 +188,8 @@ def count_sequences(tokens: CleanTokens) -> dict[str, Tensor]:
     """Counts the sequences with a token in the loss, if tokens are grouped."""
     dtype = tokens.log_ratio.dtype
     if tokens.num_rows is not None:
-        return {"sequences": tokens.in_loss.reshape(tokens.num_rows, -1).any(-1).sum(dtype=dtype)}
+        width = tokens.in_loss.numel() // max(tokens.num_rows, 1)
+        return {"sequences": tokens.in_loss.reshape(tokens.num_rows, width).any(-1).sum(dtype=dtype)}
     if tokens.sequences is None:
         return {}
     present = torch.zeros(tokens.sequences.num, dtype=dtype, device=tokens.in_loss.device)

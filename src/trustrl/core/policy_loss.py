@@ -19,7 +19,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.reductions import reduce_terms
 from trustrl.core.regions.decision import Decision
 from trustrl.core.regions.dispatch import decide
-from trustrl.core.steps import EAGER, Impl, Steps, resolved, steps_for
+from trustrl.core.steps import Impl, Steps, resolved, steps_for
 from trustrl.errors import ConfigError
 
 
@@ -107,8 +107,8 @@ def policy_loss(
     needs = _needs(region, reduction)
     request = _Request(rollout, region, needs, reduction, penalties, on_nonfinite)
     chosen = resolved(impl, rollout)
-    steps = steps_for(rollout, chosen)
-    if steps is not EAGER and chosen != impl:  # nobody asked for them by name
+    steps = steps_for(chosen)
+    if chosen == "triton" != impl:  # nobody asked for them by name
 
         def run(steps: Steps, policy: PolicyTokens) -> tuple[Tensor, Tensor, Sums]:
             out = _loss(policy, request, steps)

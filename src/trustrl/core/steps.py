@@ -49,9 +49,9 @@ def _reduced_loss(decision: Decision, tokens: CleanTokens, reduction: Reduction)
 EAGER = Steps(clean_tokens, _reduced_loss, collect)
 
 
-def steps_for(rollout: RolloutTokens, impl: Impl) -> Steps:
-    """Returns the steps to run on these records."""
-    if impl == "eager" or not rollout.in_loss.numel() or torch.compiler.is_compiling():
+def steps_for(impl: Impl) -> Steps:
+    """Returns an implementation by name."""
+    if impl == "eager":
         return EAGER
     from trustrl.core import triton_steps  # imported on use, because only these steps need triton
 
@@ -59,14 +59,16 @@ def steps_for(rollout: RolloutTokens, impl: Impl) -> Steps:
 
 
 def resolved(impl: Impl, rollout: RolloutTokens) -> Impl:
-    """Returns the implementation that "auto" stands for: the switch's, or Triton on a GPU that has it."""
+    """Returns the implementation to run: for "auto", the variable's, or Triton on a GPU that has it."""
     one_of("impl", impl, get_args(Impl))
+    if impl == "auto":
+        named: Any = os.environ.get(VARIABLE, "auto")
+        one_of(VARIABLE, named, get_args(Impl))
+        impl = named
+    if impl == "eager" or not rollout.in_loss.numel() or torch.compiler.is_compiling():
+        return "eager"
     if impl != "auto":
         return impl
-    switch: Any = os.environ.get(VARIABLE, "auto")
-    one_of(VARIABLE, switch, get_args(Impl))
-    if switch != "auto":
-        return switch
     return "triton" if launches_count(rollout.in_loss) and _has_triton() else "eager"
 
 
