@@ -68,13 +68,17 @@ def rows_to_record(data: Any, first: Tensor, multiple: int) -> Tensor:
 
 
 def spread(fields: dict[str, Tensor], rows: Tensor, data: Any) -> dict[str, Tensor]:
-    """Returns fields of some rows as fields of all rows of a batch. The other rows are 0, and are not read."""
+    """Returns fields of some rows as fields of all rows of a batch.
+
+    The other rows are those of the first update, which reads none of them. They are NaN: if verl took others for its
+    first update, their tokens would be dropped and counted.
+    """
     mask = data["response_mask"]
     return {name: _nested(x, rows, mask) if x.is_nested else _dense(x, rows, mask) for name, x in fields.items()}
 
 
 def _dense(x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    out = x.new_zeros((len(mask), *x.shape[1:]))
+    out = _unread(x, (len(mask), *x.shape[1:]))
     out[rows.to(x.device)] = x
     return out
 
@@ -82,5 +86,9 @@ def _dense(x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
 def _nested(x: Any, rows: Tensor, mask: Any) -> Tensor:
     some = dict(zip(rows.tolist(), x.unbind(), strict=True))
     shape, lengths = x.values().shape[1:], mask.offsets().diff().tolist()
-    every = [some[row] if row in some else x.values().new_zeros((n, *shape)) for row, n in enumerate(lengths)]
+    every = [some[row] if row in some else _unread(x.values(), (n, *shape)) for row, n in enumerate(lengths)]
     return torch.nested.as_nested_tensor(every, layout=torch.jagged)
+
+
+def _unread(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return like.new_full(shape, torch.nan if like.is_floating_point() else 0)
