@@ -58,7 +58,9 @@ def compiled(session: nox.Session) -> None:
     install_core(session, "test")
     session.install("--no-deps", "triton==3.7.1")  # the version that torch 2.13 is built with
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run("pytest", "-n", "2", "-m", "compiled", *(session.posargs or ("tests/contracts", "tests/core", "tests/kernels")))
+    session.run(
+        "pytest", "-n", "2", "-m", "compiled", *(session.posargs or ("tests/contracts", "tests/core", "tests/kernels"))
+    )
 
 
 # Decorated functions cannot be compiled whole, so a separate run checks shapes.
