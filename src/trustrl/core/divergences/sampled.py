@@ -63,8 +63,8 @@ def _own_and_rest(policy_logp: Tensor, anchor_logp: Tensor, resolution: float) -
     """Returns, for π and for b, the logs of both probabilities: the sampled token's and any other's."""
     own = torch.stack([_double(policy_logp), _double(anchor_logp)]).clamp(max=0.0)
     rest = log1mexp(own).clamp(min=math.log(resolution) if resolution else -math.inf)
-    policy, anchor = torch.stack([own, rest], dim=1)
-    return policy, anchor
+    both = torch.stack([own, rest], dim=1)
+    return both[0], both[1]
 
 
 def symmetric_binary_kl(
