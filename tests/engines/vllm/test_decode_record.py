@@ -243,3 +243,21 @@ def test_the_plugin_imports_no_more_of_trustrl_than_the_recorder():
     assert done.stdout.split() == [
         "trustrl", "trustrl.engines", *fields, vllm, f"{vllm}.decode_record", "trustrl.errors",
     ]  # fmt: skip
+
+
+def test_parts_that_vllm_joins_are_the_record():
+    """vLLM joins the parts of a stream that its reader has not taken yet."""
+    g = np.random.default_rng(0)
+    whole = DecodedLogprobs(4, max_kept=3)
+    for step in range(9):
+        whole.add(g.integers(0, 50, (1, 5)), -g.random((1, 5), dtype=np.float32), np.array([step]))
+    joined, end = whole[2:5], whole[5:9]
+    joined.extend(end)
+    want = whole[2:9]
+    assert len(joined) == 7
+    for a, b in zip(joined.table(), want.table(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(joined._ranks, want._ranks)
+    for a, b in zip(joined.kept(), want.kept(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert len(whole) == 9

@@ -166,6 +166,16 @@ class DecodedLogprobs(Sequence[Any]):
         record._length = len(tokens)
         return record
 
+    def extend(self, following: Self) -> None:
+        """Appends the slice that follows this one, as vLLM does with parts that nobody has read yet.
+
+        Both are slices of one record, whose kept ids they share.
+        """
+        own = (*self.table(), self._ranks[: self._length])
+        other = (*following.table(), following._ranks[: following._length])
+        self._ids, self._logp, self._ranks = (np.concatenate(pair) for pair in zip(own, other, strict=True))
+        self._length = len(self._ids)
+
     def __len__(self) -> int:
         return self._length
 
