@@ -28,15 +28,6 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=["cpu", "accelerator"])
-def both_ways(request):
-    if request.param == "cpu":
-        yield
-    else:
-        with as_on_an_accelerator():
-            yield
-
-
 def world(rows, size, dtype, skipping=False):
     g = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, size, generator=g, dtype=torch.float64).to(dtype) for n in (rows, V))

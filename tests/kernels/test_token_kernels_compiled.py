@@ -5,16 +5,12 @@ After a change to a kernel or to its launch, look at the new figures and record 
     PYTHONPATH=tests python tests/kernels/test_token_kernels_compiled.py > tests/kernels/token_kernel_resources.json
 """
 
-import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.triton_resources import TARGETS, one_line_each, resources
+from support.triton_resources import TARGETS, compiled_apart, one_line_each, resources
 
 pytestmark = pytest.mark.compiled
 
@@ -111,20 +107,9 @@ def everything():
     return {"triton": triton.__version__, "figures": "registers per thread, spilled, shared bytes per block", **figures}
 
 
-@functools.cache
-def compiled_apart():
-    """In a process of its own, where Triton compiles whatever TRITON_INTERPRET says here."""
-    pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills_and_shared_memory_fits(target):
-    for name, (registers, spilled, shared) in compiled_apart()[target].items():
+    for name, (registers, spilled, shared) in compiled_apart(__file__)[target].items():
         assert spilled == 0, name
         assert 0 < registers <= 255, name
         assert shared <= TARGETS[target][-1], name
@@ -132,7 +117,7 @@ def test_nothing_spills_and_shared_memory_fits(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_recorded_figures_hold(target):
-    found, recorded = compiled_apart(), json.loads(RECORDED.read_text())
+    found, recorded = compiled_apart(__file__), json.loads(RECORDED.read_text())
     if found["triton"] != recorded["triton"]:
         pytest.skip(f"the figures are those of triton {recorded['triton']}, this is {found['triton']}")
     assert found[target] == recorded[target]

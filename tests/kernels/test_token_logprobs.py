@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import trustrl
-from support.device_counts import as_on_an_accelerator
 from support.largest_tensor import LargestTensor
 from trustrl.core.token_logprobs import AnchorStates
 from trustrl.kernels import chunked_pass, tile_math
@@ -30,16 +29,6 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture(params=["cpu", "accelerator"])
-def both_ways(request):
-    """Runs a test twice: with the shortcuts that a CPU may take, and as on a device whose values are not read."""
-    if request.param == "cpu":
-        yield
-    else:
-        with as_on_an_accelerator():
-            yield
 
 
 def inputs(n, d, v, k, dtype=torch.float64, seed=0):

@@ -2,32 +2,24 @@
 
 No GPU is needed. After a change to a kernel or to its launch table, look at the new figures and record them:
 
-    python tests/kernels/test_triton_compiled.py > tests/kernels/triton_resources.json
-    python tests/kernels/test_triton_compiled.py --table    # for docs/guides/vocabulary.md
+    PYTHONPATH=tests python tests/kernels/test_triton_compiled.py > tests/kernels/triton_resources.json
+    PYTHONPATH=tests python tests/kernels/test_triton_compiled.py --table    # for docs/guides/vocabulary.md
 """
 
-import functools
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
+
+from support.triton_resources import TARGETS, compiled_apart, one_line_each, resources
 
 pytestmark = pytest.mark.compiled
 
 RECORDED = Path(__file__).with_name("triton_resources.json")
 
-TARGETS = {  # backend, architecture, threads per warp, bytes of shared memory a block may have
-    "sm_80": ("cuda", 80, 32, 163 * 1024),
-    "sm_90": ("cuda", 90, 32, 227 * 1024),
-    "sm_100": ("cuda", 100, 32, 227 * 1024),
-    "gfx942": ("hip", "gfx942", 64, 64 * 1024),
-}
 DTYPES = {"bf16": 2, "fp32": 4}
 WITHOUT = dict.fromkeys(("bias", "other_bias", "softcap"))
 KERNELS = {  # name → the kernel, and the arguments that are None
@@ -99,24 +91,6 @@ def compiled(name, target, dtype, variant, constants=None):
     return triton.compile(source, target=GPUTarget(backend, architecture, warp), options=options)
 
 
-def resources(kernel):
-    """(registers per thread, registers or bytes spilled, bytes of shared memory per block)."""
-    import triton
-
-    if "amdgcn" in kernel.asm:
-        names = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
-        registers, spilled, stack = (int(re.search(rf"\.{name}:\s*(\d+)", kernel.asm["amdgcn"])[1]) for name in names)
-        return registers, spilled + stack, kernel.metadata.shared
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    # These kernels have no arrays of their own: whatever lies on the stack was spilled there.
-    registers, stack, local = (int(re.search(rf"\b{name}:(\d+)", listing)[1]) for name in ("REG", "STACK", "LOCAL"))
-    return registers, stack + local, kernel.metadata.shared
-
-
 def threads_keep_their_candidates(kernel):
     """True if the lists of the best products are loaded and stored in one layout, by the threads that hold each cell.
 
@@ -152,19 +126,9 @@ def everything(targets):
     return {"triton": triton.__version__, "figures": "registers per thread, spilled, shared bytes per block", **found}
 
 
-@functools.cache
-def compiled_apart():
-    """In a process of its own, where Triton compiles whatever TRITON_INTERPRET says here."""
-    pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_spills_and_shared_memory_fits(target):
-    found = compiled_apart()[target]
+    found = compiled_apart(__file__)[target]
     assert list(found) == [case for case, _ in cases(target)]
     for name, (registers, spilled, shared) in found.items():
         assert spilled == 0, name
@@ -185,7 +149,7 @@ def test_one_binary_serves_every_usual_size(backend):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_recorded_figures_hold(target):
-    found, recorded = compiled_apart(), json.loads(RECORDED.read_text())
+    found, recorded = compiled_apart(__file__), json.loads(RECORDED.read_text())
     if found["triton"] != recorded["triton"]:
         pytest.skip(f"the figures are those of triton {recorded['triton']}, this is {found['triton']}")
     assert found[target] == recorded[target]
@@ -214,11 +178,4 @@ def test_the_guide_shows_the_recorded_figures():
 if __name__ == "__main__" and sys.argv[1:] == ["--table"]:
     print(table())
 elif __name__ == "__main__":
-    # One line per kernel, so that a change is one line in a diff.
-    print(
-        re.sub(
-            r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]",
-            r"[\1, \2, \3]",
-            json.dumps(everything(sys.argv[1:] or TARGETS), indent=2, default=list),
-        )
-    )
+    print(one_line_each(everything(sys.argv[1:] or TARGETS)))

@@ -1,9 +1,14 @@
 """Registers, spills and shared memory of Triton kernels compiled ahead of time for four kinds of GPU."""
 
+import functools
 import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
+
+import pytest
 
 TARGETS = {  # backend, architecture, threads per warp, bytes of shared memory a block may have
     "sm_80": ("cuda", 80, 32, 163 * 1024),
@@ -33,4 +38,15 @@ def resources(kernel):
 
 def one_line_each(figures):
     """One line per kernel, so that a change is one line in a diff."""
-    return re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", json.dumps(figures, indent=2))
+    return re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", json.dumps(figures, indent=2, default=list))
+
+
+@functools.cache
+def compiled_apart(script):
+    """The figures that a script prints, from a process where Triton compiles whatever TRITON_INTERPRET says here."""
+    pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
