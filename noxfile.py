@@ -99,10 +99,15 @@ def install_notebooks(session: nox.Session) -> None:
 def install_engine(session: nox.Session, environment: str, torch: str = TORCH) -> None:
     """Installs exactly the packages of one environment file, and the test tools."""
     session.install(torch)
-    session.install("--no-deps", "-r", f"environments/{environment}.txt")
+    install_pinned(session, environment)
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "engine_test"))
     session.install("--no-deps", "-e", ".")
     session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+
+
+def install_pinned(session: nox.Session, environment: str) -> None:
+    """Installs the packages of one environment file. pip refuses a file whose hash is not written there."""
+    session.install("--require-hashes", "--no-deps", "-r", f"environments/{environment}.txt")
 
 
 def other_release(session: nox.Session, package: str, version: str) -> str:
@@ -139,6 +144,20 @@ TRL_PARITY = (
     "test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient",
 )
 """Tests of regions on the sampled token, for releases of TRL without a fused output layer."""
+
+
+@nox.session(python="3.11")
+def failures(session: nox.Session) -> None:
+    """Makes the rows of docs/reference/failures.md that run in TRL's environment. Not in CI: an hour.
+
+    The page says how to make the rows of verl and vLLM.
+    """
+    install_engine(session, "trl")
+    session.env["PYTHONPATH"] = "benchmarks"
+    rows = session.run("python", "-m", "failures", "list", silent=True).split()
+    here = [name for name in rows if name.startswith(("trl-", "compare-"))]
+    session.run("python", "-m", "failures", "run", *(session.posargs or ("--only", *here)))
+    session.run("python", "-m", "failures", "page")
 
 
 @nox.session(python="3.11")
@@ -180,7 +199,7 @@ def verl_long(session: nox.Session) -> None:
 def verl_veomni(session: nox.Session) -> None:
     """Tests every kind of region on verl's VeOmni engine. Not in CI: each of five tests starts two ranks anew."""
     install_engine(session, "verl")
-    session.install("--no-deps", "-r", "environments/verl-veomni.txt")
+    install_pinned(session, "verl-veomni")
     session.run("pytest", "tests/engines/verl_veomni", *session.posargs)
 
 
@@ -204,7 +223,7 @@ VERL_MEGATRON = ("-n", "2", "--dist", "loadgroup", "tests/engines/verl_megatron"
 def install_megatron(session: nox.Session) -> None:
     """Installs verl's environment with Megatron on top, and names vLLM's environment if it exists."""
     install_engine(session, "verl")
-    session.install("--no-deps", "-r", "environments/verl-megatron.txt")
+    install_pinned(session, "verl-megatron")
     name_vllm(session)
 
 
@@ -265,7 +284,7 @@ def sources(session: nox.Session) -> None:
     """
     folder = Path(session.env.get("TRUSTRL_SOURCES") or os.environ.get("TRUSTRL_SOURCES", "")).resolve()
     install_megatron(session)
-    session.install("--no-deps", "-r", "environments/sources.txt")
+    install_pinned(session, "sources")
     session.env["PYTHONPATH"] = os.pathsep.join(str(folder / name) for name in ("slime", "miles", "nemo-rl"))
     session.env["TORCHDYNAMO_DISABLE"] = "1"  # slime and miles compile their losses, which takes longer than the tests
     session.run("pytest", "-rs", *(f"tests/engines/{name}" for name in ("slime", "miles", "nemo_rl")), *session.posargs)
@@ -289,7 +308,7 @@ def openrlhf(session: nox.Session) -> None:
     Not in CI: it installs vLLM's environment, and DeepSpeed compiles its optimizer in the first run.
     """
     install_engine(session, "trl-vllm")
-    session.install("--no-deps", "-r", "environments/openrlhf.txt")
+    install_pinned(session, "openrlhf")
     cpu = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     session.install("--no-deps", "--no-build-isolation", "deepspeed==0.19.6", env=cpu)
     stubs = str(Path("tests/support/openrlhf_on_cpu").resolve())
@@ -305,7 +324,7 @@ def prime_rl(session: nox.Session) -> None:
     if not checkout:
         session.skip("TRUSTRL_PRIME_RL must be the path of a checkout of prime-rl, and it is not set.")
     install_core(session, "test")
-    session.install("-r", "environments/prime-rl.txt")
+    install_pinned(session, "prime-rl")
     sources = [str(Path(checkout).resolve() / folder) for folder in ("src", "packages/prime-rl-configs/src")]
     session.env.update({"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"})
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/prime-rl.md]"
@@ -324,7 +343,7 @@ def axolotl(session: nox.Session) -> None:
 def unsloth(session: nox.Session) -> None:
     """Tests that unsloth's own GRPO trainer is refused with a region. Not in CI. Takes axolotl's TRL."""
     install_engine(session, "axolotl")
-    session.install("--no-deps", "-r", "environments/unsloth.txt")
+    install_pinned(session, "unsloth")
     session.run("pytest", *(session.posargs or ("tests/engines/unsloth",)))
 
 
@@ -372,11 +391,12 @@ def docs_version(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def build(session: nox.Session) -> None:
-    """Builds wheel and sdist in dist/ and checks their metadata, as the release workflow does."""
+    """Builds wheel and sdist in dist/ and the SBOM in build/sbom, and checks them, as the release workflow does."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "build"))
     shutil.rmtree("dist", ignore_errors=True)
     session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist")
     session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+    session.run("python", "tools/sbom.py", "--check", "dist", "build/sbom")
 
 
 @nox.session(python="3.11")
@@ -391,6 +411,27 @@ def pins(session: nox.Session) -> None:
     """Resolves the wheel with every engine release and extra that the docs name; see tools/pins.py."""
     session.install(*nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "pins"))
     session.run("python", "tools/pins.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def hashes(session: nox.Session) -> None:
+    """Writes the hashes of every pinned package into environments/*.txt; see tools/environment_hashes.py."""
+    session.install("packaging>=22")
+    session.run("python", "tools/environment_hashes.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def licenses(session: nox.Session) -> None:
+    """Writes docs/reference/licenses.md from what pip resolves for each extra; see tools/dependencies.py."""
+    session.install("packaging>=22")
+    session.run("python", "tools/dependencies.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def advisories(session: nox.Session) -> None:
+    """Looks up known vulnerabilities of all pinned packages. Exit code 3: no database could be had, nothing checked."""
+    session.install("packaging>=22")
+    session.run("python", "tools/advisories.py", *session.posargs)
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
@@ -410,7 +451,7 @@ def results(session: nox.Session) -> None:
     for command in (
         "answers.py", "clipping.py page", "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw",
         "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "smollm2_prefill.py page",
-        "smollm2_kept.py page", "moe_mismatch.py page", "why.py draw",
+        "smollm2_kept.py page", "moe_mismatch.py page", "why.py draw", "proxies.py draw", "proxies.py page",
     ):  # fmt: skip
         script, *what = command.split()
         session.run("python", f"benchmarks/evidence/{script}", *what)
@@ -424,6 +465,16 @@ def vocabulary(session: nox.Session) -> None:
     session.install("--no-deps", "-e", ".")
     session.run("python", "benchmarks/vocabulary.py", *session.posargs)
     session.run("python", "benchmarks/vocabulary_figures.py")
+
+
+@nox.session(python="3.11")
+def fuzz(session: nox.Session) -> None:
+    """Damages 2,100 inputs, runs every command that reads them, and fails on a traceback, a hang or another answer."""
+    install_core(session, "test")
+    session.env.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": "tests"})
+    session.run(
+        "python", "-m", "fuzz.harness", *(session.posargs or ("--cases", "2100", "--out", "docs/data/fuzz.json"))
+    )
 
 
 @nox.session(python="3.11")

@@ -1,17 +1,23 @@
 """Error of log-probs from bf16 products on a real model: head repair compared with plain bf16 and float32 products.
 
     nox -s real_model
+    python benchmarks/accuracy.py --gradients     # the second table too
 
 Uses SmolLM2-135M's hidden states on prose and on its own samples, rounded to bf16 together with its head. The reference
 is the float64 product of the same rounded numbers. Given ids are the K most probable ids of a slightly moved policy, as
-an anchor's would be. `bound` is the `logp_error` that the pass returns.
+an anchor's would be. `bound` is the `logp_error` that the pass returns. The second table has the relative errors of the
+gradients, for products that the pass keeps and for products that it makes again, on as many tokens as the hidden size.
 """
+
+import sys
+from unittest import mock
 
 import smollm2
 import torch
 from torch import Tensor
 
 import trustrl
+from trustrl.kernels import keeping_pass
 
 IDS = (0, 16, 64, 256)
 
@@ -34,6 +40,32 @@ def errors(data: dict[str, Tensor], corpus: str) -> dict[int, tuple[Tensor, Tens
     return found
 
 
+def gradient_errors(data: dict[str, Tensor], corpus: str, dtype: torch.dtype, *, kept: bool) -> tuple[float, float]:
+    """Returns the relative errors of the gradients of hidden states and head, by norms, against float64."""
+    hidden, head, token, ids = (x[: data["head"].shape[1]] if i != 1 else x for i, x in enumerate(rows(data, corpus)))
+    ids, g = ids[:, :64], torch.Generator().manual_seed(0)
+    weight = torch.randn(len(token), generator=g)
+
+    def loss(logp: Tensor, given: Tensor, tail: Tensor, entropy: Tensor) -> Tensor:
+        terms = logp + 0.01 * given.sum(-1) + 0.1 * tail + 0.01 * entropy
+        return (weight.to(terms.dtype) * terms).sum()
+
+    wide = [x.double().requires_grad_() for x in (hidden, head)]
+    logp = torch.log_softmax(wide[0] @ wide[1].T, -1)
+    known = torch.zeros_like(logp, dtype=torch.bool).scatter(-1, ids, True).scatter(-1, token[:, None], True)
+    tail, entropy = logp.masked_fill(known, -torch.inf).logsumexp(-1), -(logp.exp() * logp).sum(-1)
+    loss(logp.gather(-1, token[:, None])[:, 0], logp.gather(-1, ids), tail, entropy).backward()
+    given = [x.to(dtype).requires_grad_() for x in (hidden, head)]
+    room = keeping_pass.room_for if kept else lambda *_: 0
+    with mock.patch.object(keeping_pass, "room_for", side_effect=room) as asked:
+        out = trustrl.token_logprobs(*given, token, gather_ids=ids, entropy=True)
+    if not asked.called:
+        raise RuntimeError("token_logprobs did not ask for room for its products. Update this benchmark.")
+    loss(out.logp, out.gathered_logp, out.tail_logp, out.entropy).backward()
+    found = ((x.grad.double() - y.grad).norm() / y.grad.norm() for x, y in zip(given, wide, strict=True))
+    return tuple(map(float, found))
+
+
 def main() -> None:
     data = smollm2.load()
     print("| corpus | path | mean error | 99 % | max | mean bound | max bound | bound / error, smallest |")
@@ -47,6 +79,18 @@ def main() -> None:
             show(corpus, f"head repair, K = {k}", error, bound)
         wide = trustrl.token_logprobs(hidden, head, token, product_dtype=torch.float32)
         show(corpus, "float32 products", (wide.logp.double() - truth).abs(), wide.logp_error.double())
+    if sys.argv[1:] == ["--gradients"]:
+        show_gradients(data)
+
+
+def show_gradients(data: dict[str, Tensor]) -> None:
+    print("\n| corpus | products | logits | d_hidden error | d_head error |\n|---|---|---|---|---|")
+    for corpus in ("text", "samples"):
+        for dtype in (torch.bfloat16, torch.float32):
+            for kept in (True, False):
+                found = gradient_errors(data, corpus, dtype, kept=kept)
+                name, how = str(dtype).removeprefix("torch."), "kept" if kept else "made again"
+                print(f"| {corpus} | {name} | {how} | " + " | ".join(f"{x:.1e}" for x in found) + " |")
 
 
 def show(corpus: str, path: str, error: Tensor, bound: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """Speed and memory of `trustrl audit` at 1, 10 and 100 million tokens.
 
     trustrl run tour schedule.updates_per_batch=8 records.sample=1 --out runs/adding
-    python benchmarks/audit.py runs/adding/records [--millions 1 10 100] [--workers 2] [--verb calibrate]
+    python benchmarks/audit.py runs/adding/records [--millions 1 10 100] [--workers 2] [--verb bound]
 
 The tokens do not come from runs of that size. The script repeats real records, adds a little noise to each log-prob of
 the policy, recomputes the verdicts, and joins 64 answers of 4 tokens into a sequence of 256. It writes files of 100,000
@@ -24,6 +24,7 @@ import torch
 import trustrl
 from trustrl.recording import read
 from trustrl.recording.record_writer import PartWriter, part_name
+from trustrl.recording.sequence_tables import write_sequences
 from trustrl.recording.token_rows import Rows
 
 ROWS, LENGTH, JITTER = 100_000, 256, 0.02
@@ -31,6 +32,7 @@ REGION = trustrl.preset("dppo-binary-tv")
 VERBS = {
     "audit": ["--regions", "ppo,gspo,dppo-binary-tv,dppo-binary-kl,dppo-topk-tv", "--json"],
     "calibrate": ["--json"],
+    "bound": ["--json"],
 }
 
 
@@ -60,6 +62,8 @@ def write(source: dict[str, torch.Tensor], folder: Path, step: int, rows: int) -
     writer = PartWriter(folder, step=step, rank=0, region=trustrl.config_to_dict(REGION))
     writer.add(Rows(step, 0, 0, columns))
     writer.close(num_tokens=rows)
+    rewards = [{"sequence": at, "reward": float(at % 2)} for at in columns["sequence"].unique().tolist()]
+    write_sequences(folder, rewards, step=step, rank=0, text=False)
 
 
 def measured(command: list[str]) -> dict[str, float]:

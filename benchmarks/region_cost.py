@@ -1,10 +1,10 @@
-"""Cost of region, loss and diagnostics relative to a plain PPO-clip loss, forward and backward.
+"""Cost of region, loss and diagnostics relative to a plain PPO-clip loss with three metrics, forward and backward.
 
     nox -s cost
     nox -s cost -- --rounds 21 --threads 2
 
-65,536 tokens (64 sequences of 1,024, the last eighth of each outside the loss), K = 20. Paths alternate in rounds, and
-the printed table shows medians. Compare ratios, not milliseconds: machines differ and are shared.
+65,536 tokens (64 sequences of 1,024, the last eighth of each outside the loss), K = 20 or 64. Paths alternate in
+rounds, and the printed table shows medians of CPU time. Compare ratios, not times: machines differ and are shared.
 """
 
 import argparse
@@ -18,19 +18,12 @@ import torch
 
 import trustrl
 
-ROWS, WIDTH, K = 64, 1024, 20
+ROWS, WIDTH = 64, 1024
 TOKENS = ROWS * WIDTH
 
 
-def plain_ppo_clip(logp, behavior, advantage, in_loss, count):
-    """Computes the loss as trainers write it, without metrics."""
-    ratio = torch.exp(logp - behavior)
-    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    return (loss * in_loss).sum() / count
-
-
 def ppo_clip_with_metrics(logp, behavior, advantage, in_loss, count):
-    """Computes the same loss and the three metrics that trainers log with it."""
+    """Computes the loss as trainers write it, and the three metrics that they log with it."""
     ratio = torch.exp(logp - behavior)
     free, held = -ratio * advantage, -ratio.clamp(0.8, 1.28) * advantage
     loss = (torch.maximum(free, held) * in_loss).sum() / count
@@ -44,24 +37,24 @@ def ppo_clip_with_metrics(logp, behavior, advantage, in_loss, count):
 class Batch:
     """One batch of tokens with a top-K record; about one token in a hundred has left TROLL's ball."""
 
-    def __init__(self) -> None:
+    def __init__(self, k: int) -> None:
         g = torch.Generator().manual_seed(0)
-        cells = torch.log_softmax(2.5 * torch.randn(TOKENS, K + 2, generator=g), -1)
+        cells = torch.log_softmax(2.5 * torch.randn(TOKENS, k + 2, generator=g), -1)
         size = 0.05 * torch.exp(torch.randn(TOKENS, 1, generator=g))  # most tokens move a little, a few a lot
-        moved = torch.log_softmax(cells + size * torch.randn(TOKENS, K + 2, generator=g), -1)
+        moved = torch.log_softmax(cells + size * torch.randn(TOKENS, k + 2, generator=g), -1)
 
         def shaped(x):
             return x.reshape(ROWS, WIDTH, *x.shape[1:]).contiguous()
 
         self.behavior, self.logp = shaped(cells[:, 0]), shaped(moved[:, 0])
-        self.topk_logp, self.policy_topk = shaped(cells[:, 1 : K + 1]), shaped(moved[:, 1 : K + 1])
-        self.ids = shaped(torch.randint(0, 100_000, (TOKENS, K), generator=g) + torch.arange(K) * 100_000)
+        self.topk_logp, self.policy_topk = shaped(cells[:, 1 : k + 1]), shaped(moved[:, 1 : k + 1])
+        self.ids = shaped(torch.randint(0, 100_000, (TOKENS, k), generator=g) + torch.arange(k) * 100_000)
         self.tokens = torch.full((ROWS, WIDTH), 10_000_000)  # outside the recorded ids
         self.advantage = torch.randn(ROWS, WIDTH, generator=g)
         self.in_loss = (torch.arange(WIDTH) < WIDTH - WIDTH // 8).expand(ROWS, WIDTH).contiguous()
         self.count = int(self.in_loss.sum())
 
-    def ours(self, region: trustrl.Region, compiled: bool, measured: bool) -> Callable[[], object]:
+    def ours(self, region: trustrl.Region, impl: str, measured: bool) -> Callable[[], object]:
         """Returns a call of forward and backward under a region. The record is built once, as at rollout time."""
         needs = region.needs()
         topk = trustrl.TopK(self.ids, self.topk_logp, needs.anchor) if needs.topk else None
@@ -75,79 +68,73 @@ class Batch:
         )
         reduction = trustrl.TokenMean(num_tokens=self.count)
 
-        def loss(logp, topk_logp):
-            policy = trustrl.PolicyTokens(logp=logp, topk_logp=topk_logp)
-            out = trustrl.policy_loss(policy, rollout, region, reduction=reduction)
-            return out.loss, out.sums.added if measured else {}
-
-        call = torch.compile(loss, fullgraph=True) if compiled else loss
-
         def once():
-            logp = self.logp.clone().requires_grad_()
-            topk_logp = self.policy_topk.clone().requires_grad_() if topk is not None else None
-            value, _ = call(logp, topk_logp)
-            value.backward()
+            topk_logp = self.policy_topk.detach().requires_grad_() if topk is not None else None
+            policy = trustrl.PolicyTokens(logp=self.logp.detach().requires_grad_(), topk_logp=topk_logp)
+            out = trustrl.policy_loss(policy, rollout, region, reduction=reduction, impl=impl)
+            if measured:
+                out.sums  # noqa: B018  made on first access
+            out.loss.backward()
 
         return once
 
-    def plain(self, function: Callable, compiled: bool) -> Callable[[], object]:
+    def plain(self, function: Callable) -> Callable[[], object]:
         """Returns a call of forward and backward of a plain loss on the same tokens."""
-        call = torch.compile(function) if compiled else function
 
         def once():
-            logp = self.logp.clone().requires_grad_()
-            found = call(logp, self.behavior, self.advantage, self.in_loss, self.count)
-            (found[0] if isinstance(found, tuple) else found).backward()
+            logp = self.logp.detach().requires_grad_()
+            function(logp, self.behavior, self.advantage, self.in_loss, self.count)[0].backward()
 
         return once
+
+
+def work() -> dict[str, Callable[[], object]]:
+    """Returns the calls to time by name. The first is the unit."""
+    batches = {k: Batch(k) for k in (20, 64)}
+    regions = {
+        "DPPO Binary TV": (20, trustrl.preset("dppo-binary-tv")),
+        "DPPO Binary KL": (20, trustrl.preset("dppo-binary-kl")),
+        "DPPO Top-20 TV": (20, trustrl.preset("dppo-topk-tv")),
+        "DPPO Top-20 KL": (20, trustrl.preset("dppo-topk-kl")),
+        "DPPO Top-64 TV": (64, trustrl.DPPO(trustrl.TopKTV(k=64))),
+        "DPPO Top-64 KL": (64, trustrl.DPPO(trustrl.TopKKL(k=64))),
+        "TROLL, 20 ids": (20, trustrl.TROLL(k=20)),
+        "TROLL, 64 ids": (64, trustrl.TROLL(k=64)),
+    }
+    calls = {"PPO-clip, three metrics": batches[20].plain(ppo_clip_with_metrics)}
+    for name, (k, region) in regions.items():
+        for impl in ("eager", "compiled") if region.needs().topk else ("eager",):
+            calls[f"{name} | {impl} | with sums"] = batches[k].ours(region, impl, measured=True)
+            calls[f"{name} | {impl} | alone"] = batches[k].ours(region, impl, measured=False)
+    return calls
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="number of alternating rounds; the table shows medians")
+    parser.add_argument("--rounds", type=int, default=9, help="number of alternating rounds; the table shows medians")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    batch = Batch()
-    regions = {
-        "DPPO Binary TV": trustrl.preset("dppo-binary-tv"),
-        "DPPO Binary KL": trustrl.preset("dppo-binary-kl"),
-        "DPPO Top-20 TV": trustrl.preset("dppo-topk-tv"),
-        "DPPO Top-20 KL": trustrl.preset("dppo-topk-kl"),
-        "TROLL, 20 ids": trustrl.TROLL(k=K),
-    }
-    work: dict[str, Callable[[], object]] = {}
-    for compiled in (False, True):
-        suffix = ", compiled" if compiled else ""
-        work[f"PPO-clip, plain{suffix}"] = batch.plain(plain_ppo_clip, compiled)
-        work[f"PPO-clip, three metrics{suffix}"] = batch.plain(ppo_clip_with_metrics, compiled)
-        for name, region in regions.items():
-            if not (compiled and region.kind == "troll"):  # its solver exits early on a CPU; a graph cannot
-                work[f"{name}{suffix}"] = batch.ours(region, compiled, measured=True)
-                if not compiled:
-                    work[f"{name}, loss alone"] = batch.ours(region, compiled, measured=False)
-    work["TopK record, once per batch"] = lambda: trustrl.TopK(batch.ids, batch.topk_logp)
-
-    times: dict[str, list[float]] = {name: [] for name in work}
+    calls = work()
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(args.rounds + 2):
         print(f"\rround {turn + 1} of {args.rounds + 2}", end="", file=sys.stderr)
-        for name, call in work.items():
-            start = time.perf_counter()
+        for name, call in calls.items():
+            start = time.process_time()
             call()
             if turn >= 2:  # the first rounds compile and warm up
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.process_time() - start)
     print(file=sys.stderr)
-
-    median = {name: statistics.median(values) for name, values in times.items()}
-    base = median["PPO-clip, plain"]
-    print(
-        f"{TOKENS:,} tokens, K = {K}, {args.threads} thread(s), torch {torch.__version__}, {platform.machine()}, CPU\n"
-    )
-    print("| path | µs per 1,000 tokens | × plain PPO-clip | spread (quartiles) |")
-    print("|---|---|---|---|")
-    for name, value in median.items():
-        low, _, high = statistics.quantiles(times[name], n=4)
-        print(f"| {name} | {value / TOKENS * 1e9:.0f} | {value / base:.1f} | {low / value:.2f} to {high / value:.2f} |")
+    unit = times[next(iter(calls))]
+    print(f"{TOKENS:,} tokens, {args.threads} thread(s), torch {torch.__version__}, {platform.machine()}, CPU\n")
+    print("| path | steps | | µs per 1,000 tokens | × PPO-clip | spread (quartiles) |")
+    print("|---|---|---|---|---|---|")
+    for name, values in times.items():
+        median = statistics.median(values)
+        ratio = statistics.median(a / b for a, b in zip(values, unit, strict=True))
+        low, _, high = statistics.quantiles(values, n=4)
+        shown = name if " | " in name else f"{name} | plain | with sums"
+        print(f"| {shown} | {median / TOKENS * 1e9:.0f} | {ratio:.1f} | {low / median:.2f} to {high / median:.2f} |")
 
 
 if __name__ == "__main__":

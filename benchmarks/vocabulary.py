@@ -2,6 +2,8 @@
 
     nox -s vocabulary                        # everything: prints tables, writes figures and numbers to docs
     nox -s vocabulary -- --only time --rounds 7
+    nox -s vocabulary -- --only time --dtypes bf16 --vocabulary 18992     # where bf16 products are slow
+    nox -s vocabulary -- --only time --dtypes bf16 --paths "three|trained head, everything"
 
 Time is CPU time on one thread. Paths alternate in rounds; a ratio is computed within a round, and the table shows the
 median. "Limit" is one forward and two backward products with preallocated outputs, each in the layout and chunking that
@@ -12,12 +14,11 @@ in a separate process. The peers target GPUs and run fallbacks on a CPU; see pee
 import argparse
 import json
 import os
-import platform
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from unittest import mock
 
 # Large pages for large buffers, on every path. Without them, touching a new head gradient takes a tenth of the time.
@@ -27,14 +28,13 @@ import torch
 from research.loss_in_forward import loss_in_forward
 from vocabulary_growth import growth, print_growth
 from vocabulary_limit import Limits, converted, cpu_seconds, fastest_products
-from vocabulary_world import World, peak_memory, say
+from vocabulary_world import NUMBERS, V, World, peak_memory, processor, say
 
 import trustrl
 from trustrl.core.token_logprobs import AnchorStates
 from trustrl.kernels import keeping_pass
 
 ROWS = {torch.bfloat16: 1024, torch.float32: 512}
-DOCS = Path(__file__).parent.parent / "docs"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -144,25 +144,27 @@ def cases(dtype: torch.dtype) -> dict[str, Callable[[World], None]]:
     return {**others, **{name: call for name, call in OURS.items() if "everything" in name}}
 
 
-def time_table(dtype_name: str, rounds: int) -> dict:
+def time_table(dtype_name: str, rounds: int, vocabulary: int, paths: str) -> dict:
     dtype = DTYPES[dtype_name]
-    world = World(dtype, ROWS[dtype])
+    world = World(dtype, ROWS[dtype], vocabulary)
     limits = fastest_products(world)
     limit = limits.fastest
-    work = {**references(limits), **cases(dtype)}
+    work = {name: call for name, call in (references(limits) | cases(dtype)).items() if re.search(paths, name)}
     for number, (name, call) in enumerate(work.items()):  # compiles and warms up
         say(f"{dtype_name}: warming up {number + 1} of {len(work)}: {name}")
-        call(world)
+        call(world.first(256))
     ratios: dict[str, list[float]] = {name: [] for name in work}
     base = []
     for turn in range(rounds):
-        say(f"{dtype_name}: round {turn + 1} of {rounds}")
-        for name, call in work.items():
-            base.append(cpu_seconds(limit))  # just before each path, because the machine's speed drifts
+        base.append(cpu_seconds(limit))
+        for number, (name, call) in enumerate(work.items()):
+            say(f"{dtype_name}: round {turn + 1} of {rounds}, path {number + 1} of {len(work)}")
             ratios[name].append(cpu_seconds(lambda call=call: call(world)) / base[-1])
     return {
         "dtype": dtype_name,
         "rows": ROWS[dtype],
+        "vocabulary": vocabulary,
+        "rounds": rounds,
         "limit_seconds": statistics.median(base),
         "limit": str(limit),
         "one_layout": str(limits.one_layout),
@@ -190,26 +192,24 @@ def memory_table(jobs: list[tuple[str, str, int]]) -> list[dict]:
 
 
 def print_time(tables: list[dict], memory: list[dict]) -> None:
-    held = {(m["name"], m["dtype"]): m["bytes"] for m in memory if m["rows"] == ROWS[DTYPES[m["dtype"]]]}
-    columns = {t["dtype"]: t for t in tables}
-    heads = " | ".join(f"{d}, N = {t['rows']:,}: × limit (quartiles) | MB" for d, t in columns.items())
-    print(f"| path | {heads} |")
-    print("|---|" + "---|" * 2 * len(columns))
+    held = {(m["name"], m["dtype"], m["rows"]): m["bytes"] for m in memory}
+    heads = [f"{t['dtype']}, N = {t['rows']:,}, V = {t['vocabulary']:,}: × limit (quartiles)" for t in tables]
+    print(f"| path | {' | '.join(heads)} | MB, bf16 | MB, fp32 |")
+    print("|---|" + "---|" * (len(tables) + 2))
     for name in dict.fromkeys(n for t in tables for n in t["ratio"]):
         cells = []
-        for dtype, table in columns.items():
+        for table in tables:
             if name in table["ratio"]:
                 low, high = table["quartiles"][name]
                 cells.append(f"{table['ratio'][name]:.2f} ({low:.2f} to {high:.2f})")
             else:
                 cells.append("–")
-            bytes_held = held.get((name, dtype))
+        for dtype_name, dtype in DTYPES.items():
+            bytes_held = held.get((name, dtype_name, ROWS[dtype]))
             cells.append("–" if bytes_held is None else f"{bytes_held / 2**20:.0f}")
         print(f"| {name} | " + " | ".join(cells) + " |")
-    for dtype, table in columns.items():
-        print(
-            f"\nLimit in {dtype}: {table['limit_seconds']:.2f} s. {table.get('limit', 'Measured by an older release.')}"
-        )
+    for t in tables:
+        print(f"\nLimit in {t['dtype']}, V = {t['vocabulary']:,}: {t['limit_seconds']:.2f} s. {t['limit']}.")
 
 
 def main() -> None:
@@ -217,6 +217,8 @@ def main() -> None:
     parser.add_argument("--only", choices=["time", "memory", "growth"], help="run one part instead of all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtypes", default="bf16,fp32")
+    parser.add_argument("--vocabulary", type=int, default=V, help="number of ids in the vocabulary; for time only")
+    parser.add_argument("--paths", default="", metavar="REGEX", help="time only paths whose name matches")
     parser.add_argument("--one-memory", metavar="PATH", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bf16", help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, default=1024, help=argparse.SUPPRESS)
@@ -225,14 +227,13 @@ def main() -> None:
     if args.one_memory:
         print(one_memory(args.one_memory, args.dtype, args.rows))
         return
-    store = DOCS / "data" / "vocabulary.json"
-    store.parent.mkdir(exist_ok=True)
-    numbers = json.loads(store.read_text()) if store.exists() else {}
-    numbers["machine"] = {"torch": torch.__version__, "processor": platform.machine(), "threads": 1}
-    dtypes = args.dtypes.split(",")
+    numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    numbers["machine"] = {"torch": torch.__version__, "processor": processor(), "threads": 1}
     if args.only in (None, "time"):
-        before = {table["dtype"]: table for table in numbers.get("time", [])}
-        numbers["time"] = list((before | {dtype: time_table(dtype, args.rounds) for dtype in dtypes}).values())
+        tables = {(table["dtype"], table["vocabulary"]): table for table in numbers.get("time", [])}
+        for dtype in args.dtypes.split(","):
+            tables[dtype, args.vocabulary] = time_table(dtype, args.rounds, args.vocabulary, args.paths)
+        numbers["time"] = list(tables.values())
     if args.only in (None, "memory"):
         jobs = [(name, "bf16", 1024) for name in cases(torch.bfloat16)]
         jobs += [(name, "bf16", 8192) for name in OURS if "frozen" in name]
@@ -241,7 +242,7 @@ def main() -> None:
     if args.only in (None, "growth"):
         numbers["growth"] = growth()
     say("")
-    store.write_text(json.dumps(numbers, indent=1) + "\n")
+    NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n")
     print_time(numbers.get("time", []), numbers.get("memory", []))
     if "growth" in numbers:
         print()

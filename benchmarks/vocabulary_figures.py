@@ -44,12 +44,15 @@ def bars(ax, rows: list[tuple[str, float]], unit: str, digits: int) -> None:
 
 def time_figure(tables: list[dict]) -> None:
     skipped = ("no gradient", "TROLL", "sampled token only")
-    figure, axes = plt.subplots(1, len(tables), figsize=(10.5, 4.2))
+    sizes = [len(table["ratio"]) for table in tables]
+    figure, axes = plt.subplots(
+        len(tables), 1, figsize=(8.5, 1.4 + 0.3 * sum(sizes)), height_ratios=[n + 2 for n in sizes]
+    )
     for ax, table in zip(axes, tables, strict=True):
         rows = [(n, v) for n, v in table["ratio"].items() if not any(f", {s}" in n for s in skipped)]
         bars(ax, rows, "time, three bare products = 1", 2)
         ax.axvline(1, color=INK, linewidth=1, linestyle="--")
-        ax.set_title(f"{table['dtype']}, {table['rows']:,} tokens, 151,936 words", fontsize=9)
+        ax.set_title(f"{table['dtype']}, {table['rows']:,} tokens, {table['vocabulary']:,} words", fontsize=9)
     save(figure, "vocabulary-time.png")
 
 
@@ -93,9 +96,9 @@ def save(figure, name: str) -> None:
 
 def main() -> None:
     numbers = json.loads((DOCS / "data" / "vocabulary.json").read_text())
-    time_figure(numbers["time"])
-    memory_figure(numbers["memory"])
-    growth_figure(numbers["growth"])
+    for part, draw in (("time", time_figure), ("memory", memory_figure), ("growth", growth_figure)):
+        if part in numbers:
+            draw(numbers[part])
 
 
 if __name__ == "__main__":

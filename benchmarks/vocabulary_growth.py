@@ -1,7 +1,7 @@
 """Growth of the vocabulary pass's time and memory with tokens, vocabulary, ids and ranks, with fitted lines.
 
     python benchmarks/vocabulary_growth.py                       # all axes
-    python benchmarks/vocabulary_growth.py vocabulary tokens     # some of them
+    python benchmarks/vocabulary_growth.py vocabulary tokens     # some of them; the stored others stay
 
 Every point runs in a separate process and measures the CPU time of one forward and backward pass with all outputs
 (median of five, or of as many as fit into two minutes) and the peak resident memory above the inputs. With a frozen
@@ -21,7 +21,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from vocabulary_world import World, peak_memory, say
+from vocabulary_world import NUMBERS, World, peak_memory, say
 
 import trustrl
 from trustrl.core.token_logprobs import VocabShard
@@ -139,7 +139,12 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("axes", nargs="*", choices=[*POINTS, []], metavar="AXIS", help=", ".join(map(repr, POINTS)))
-    print_growth(growth(tuple(parser.parse_args().axes) or tuple(POINTS)))
+    found = growth(tuple(parser.parse_args().axes) or tuple(POINTS))
+    numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    axes = numbers.get("growth", {}).get("axes", {}) | found["axes"]
+    numbers["growth"] = found | {"axes": {axis: axes[axis] for axis in POINTS if axis in axes}}
+    NUMBERS.write_text(json.dumps(numbers, indent=1) + "\n")
+    print_growth(found)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from torch import Tensor
 from trustrl.core.token_logprobs import TokenLogprobs
 
 V, D, K = 151_936, 1024, 64
+NUMBERS = Path(__file__).parent.parent / "docs" / "data" / "vocabulary.json"
+"""The stored numbers of the page."""
 
 
 class World:
@@ -59,6 +61,14 @@ def peak_memory(world: World, call: Callable[[World], None]) -> int:
     before = resident("VmRSS")
     call(world)
     return resident("VmHWM") - before
+
+
+def processor() -> str:
+    """Returns the processor's name and which units for bf16 products it has."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    units = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in found.get("flags", "").split()]
+    return f"{found.get('model name', 'unknown')}, bf16 units: {', '.join(units) or 'none'}"
 
 
 def say(text: str) -> None:

@@ -38,6 +38,14 @@ def pytest_configure(config):
         )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def key_of_the_tests(tmp_path_factory):
+    """Signs checkpoints of tests with a key that is not the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRUSTRL_KEY_FILE", str(tmp_path_factory.mktemp("state") / "key"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def our_warnings_are_errors():
     import trustrl  # here, not above: the shape checker must see the package imported first

@@ -23,6 +23,9 @@ ON_ONE_ANCHOR = {
     "ipo": F.ipo_loss,
     "kpop": F.kpop_loss,
     "trm-sampled": F.trm_loss,
+    "opsm": F.opsm_loss,
+    "vespo": F.vespo_loss,
+    "m2po": F.m2po_loss,
 }
 MISMATCH = {"tis": F.tis_weight, "icepop": F.icepop_weight, "mis": F.mis_weight}
 
@@ -67,6 +70,14 @@ def test_gspo_divides_by_nothing_so_that_the_caller_averages():
     found = gradient(loss / lengths / len(lengths), logp)
     _, policy = run("gspo", w)
     torch.testing.assert_close(found, grad_of(policy.logp), rtol=1e-9, atol=1e-12)
+
+
+def test_gmpo_divides_by_nothing_either():
+    w = world(1, drift=0.4)
+    logp, *others = tensors(w)
+    lengths = w.in_loss.sum(-1, keepdim=True).clamp(min=1)
+    found = gradient(F.gmpo_loss(logp, *others) / lengths / len(lengths), logp)
+    torch.testing.assert_close(found, grad_of(run("gmpo", w)[1].logp), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*ON_ONE_ANCHOR, "dppo-topk-tv", "minirl"])
@@ -149,11 +160,15 @@ def test_every_function_gives_its_equation_and_fits_a_screen(name):
 
 
 def test_every_preset_on_the_sampled_token_has_a_function():
-    """Three presets are another preset's function with settings or a weight: they are named here."""
+    """Presets that are another preset's function with settings or a weight, or a point on the axes, are named here."""
     sampled = {
         name
         for name in trustrl.presets()
         if not (trustrl.preset(name).needs().topk or trustrl.preset(name).needs().full)
     }
     composed = {"dppo-decoupled": F.dppo_loss, **MISMATCH}  # a weight times a loss anchored on π'
-    assert sampled == {*ON_ONE_ANCHOR, "gspo", "minirl", *composed}
+    by_settings = {"dppo-minimal", "ppo-relaxed"}
+    of_sequences = {"tis-product", "mis-product", "divergence-gate"}  # corrections that `policy_loss` computes
+    on_the_axes = {"dis", "flash-reinforce"}
+    others = by_settings | of_sequences | on_the_axes
+    assert sampled == {*ON_ONE_ANCHOR, "gspo", "gmpo", "minirl", *composed, *others}

@@ -25,7 +25,7 @@ OPENED = "core"
 BANDS = {
     "Commands, tools and runs": {
         "cli": "one file per verb, imported when called",
-        "tools": "audit, calibrate, conformance, doctor, ...",
+        "tools": "audit, bound, calibrate, conformance, ...",
         "runs": "runs of any trainer or tracker as plain data",
         "runner": "recipe → engine command → run directory",
     },
@@ -42,8 +42,10 @@ BANDS = {
         "functional": "losses and projections as plain functions",
         "core.policy_loss": "the call that a trainer makes",
         "core.checked_steps": "Triton against eager, on the first batch",
-        "core.steps": "eager or Triton, and the choice",
+        "core.steps": "eager, Triton or compiled, and the choice",
         "core.triton_steps": "clean, reduce and sum, a launch each",
+        "core.compiled_steps": "compiled columns on a CPU, doubts again",
+        "core.compiled_rows": "float32 sums and bounds on their error",
         "core.check": "raises on faulty values before a step",
         "core.losses": "one term per token, 0 where inactive",
         "core.reductions": "token terms → one number, by global counts",
@@ -66,6 +68,8 @@ BANDS = {
         "config": "frozen dataclasses: regions, axes, presets",
         "registry": "names that cannot be overwritten",
         "optional_imports": "imports optional packages on first use",
+        "untrusted_files": "regular files, JSON and TOML, with bounds",
+        "terminal": "terminal lines, with hidden characters escaped",
         "errors": "exceptions with one common base class",
     },
     "Kernels: torch only": {

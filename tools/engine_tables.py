@@ -10,7 +10,7 @@ import trustrl
 from trustrl.engines.catalogue import ENGINES, TESTED, Engine, kind_of, supports
 
 PAGE = Path(__file__).parents[1] / "docs/engines/index.md"
-COLUMNS = {"sampled": "sampled token", "topk": "Top-K", "exact": "exact", "projection": "TROLL"}
+COLUMNS = {"sampled": "sampled token", "topk": "Top-K", "exact": "exact", "projection": "Top-K gradient"}
 ANCHORS = {"behavior": "μ", "proximal": "π'"}
 
 

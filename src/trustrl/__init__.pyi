@@ -14,18 +14,28 @@ from trustrl.config.regions import (
     DPPO as DPPO,
     IPO as IPO,
     KPOP as KPOP,
+    M2PO as M2PO,
     PPO as PPO,
     TROLL as TROLL,
     MiniRL as MiniRL,
     PolicyGradient as PolicyGradient,
 )
-from trustrl.config.sequence_regions import CPPO as CPPO, GSPO as GSPO, TRM as TRM
+from trustrl.config.score_centering import ScoreCentering as ScoreCentering
+from trustrl.config.sequence_regions import (
+    CPPO as CPPO,
+    GMPO as GMPO,
+    GSPO as GSPO,
+    OPSM as OPSM,
+    TRM as TRM,
+    VESPO as VESPO,
+)
 from trustrl.config.soft_regions import DRPO as DRPO, SAPO as SAPO, SPO as SPO
 from trustrl.config.statistics import (
     BinaryKL as BinaryKL,
     BinaryTV as BinaryTV,
     FullKL as FullKL,
     FullTV as FullTV,
+    LogRatio as LogRatio,
     Ratio as Ratio,
     SampledK2 as SampledK2,
     SampledK3 as SampledK3,
@@ -37,6 +47,7 @@ from trustrl.config.statistics import (
 from trustrl.config.terms import (
     MIS as MIS,
     TIS as TIS,
+    DivergenceGate as DivergenceGate,
     EntropyBonus as EntropyBonus,
     FixedLength as FixedLength,
     IcePop as IcePop,

@@ -23,12 +23,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.config.axes import Needs, Region
-from trustrl.config.regions import CISPO, DPPO, IPO, KPOP, PPO, MiniRL, PolicyGradient
-from trustrl.config.sequence_regions import GSPO, TRM
+from trustrl.config.regions import CISPO, DPPO, IPO, KPOP, M2PO, PPO, MiniRL, PolicyGradient
+from trustrl.config.sequence_regions import GMPO, GSPO, OPSM, TRM, VESPO
 from trustrl.config.soft_regions import DRPO, SAPO, SPO
 from trustrl.config.statistics import (
     BinaryKL,
     BinaryTV,
+    LogRatio,
     Ratio,
     SampledK2,
     SequenceRatio,
@@ -49,13 +50,14 @@ from trustrl.core.regions.troll import Projection, troll_project
 
 __all__ = [
     "Interval", "Projection", "binary_kl", "binary_tv", "cispo_loss", "dppo_kl_loss", "dppo_loss", "dppo_topk_loss",
-    "drpo_loss", "gspo_loss", "icepop_weight", "ipo_loss", "k1", "k2", "k3", "kpop_loss", "leaving", "minirl_loss",
-    "mis_weight", "policy_gradient_loss", "ppo_loss", "sapo_loss", "spo_loss", "tis_weight", "topk_tv", "trm_loss",
-    "troll_project",
+    "drpo_loss", "gmpo_loss", "gspo_loss", "icepop_weight", "ipo_loss", "k1", "k2", "k3", "kpop_loss", "leaving",
+    "m2po_loss", "minirl_loss", "mis_weight", "opsm_loss", "policy_gradient_loss", "ppo_loss", "sapo_loss",
+    "spo_loss", "tis_weight", "topk_tv", "trm_loss", "troll_project", "vespo_loss",
 ]  # fmt: skip
 
 LogProbs = Float[Tensor, "*batch"]
 Mask = Bool[Tensor, "*batch"]
+Rows = Float[Tensor, "sequences tokens"]
 
 
 def dppo_loss(
@@ -153,6 +155,44 @@ def gspo_loss(
     """
     region = GSPO(SequenceRatio(max_increase=max_increase, max_decrease=max_decrease))
     return _loss(region, logp, anchor_logp, advantage, in_loss)
+
+
+def gmpo_loss(
+    logp: Rows, anchor_logp: Rows, advantage: Float[Tensor, "..."], in_loss: Mask, *, max_log_ratio: float = 0.4
+) -> Rows:
+    r"""Returns GMPO's loss: M by |log r| as in PPO, w = exp(mean of the clipped log r); rows are sequences.
+
+    Average as for `gspo_loss`. Reference: Geometric-Mean Policy Optimization, arXiv:2507.20673.
+    """
+    return _loss(GMPO(LogRatio(max_increase=max_log_ratio)), logp, anchor_logp, advantage, in_loss)
+
+
+def opsm_loss(
+    logp: Rows, behavior_logp: Rows, advantage: Float[Tensor, "..."], in_loss: Mask, *, max_drift: float = 0.5
+) -> Rows:
+    r"""Returns PPO's loss without the sequences that have A < 0 and a mean log(μ/π) > max_drift; rows are sequences.
+
+    Reference: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    return _loss(OPSM(max_drift), logp, behavior_logp, advantage, in_loss)
+
+
+def vespo_loss(logp: Rows, anchor_logp: Rows, advantage: Float[Tensor, "..."], in_loss: Mask) -> Rows:
+    r"""Returns VESPO's loss: M = 1, w = φ(product of r over the sequence); rows are sequences.
+
+    Reference: VESPO, arXiv:2602.10693.
+    """
+    return _loss(VESPO(), logp, anchor_logp, advantage, in_loss)
+
+
+def m2po_loss(
+    logp: LogProbs, anchor_logp: LogProbs, advantage: Float[Tensor, "..."], in_loss: Mask, *, bound: float = 0.04
+) -> LogProbs:
+    r"""Returns M2PO's loss: M = 0 on the largest outward log² r until the mean of the others is at most the bound.
+
+    Reference: arXiv:2510.01161, algorithm 1.
+    """
+    return _loss(M2PO(bound), logp, anchor_logp, advantage, in_loss)
 
 
 def cispo_loss(

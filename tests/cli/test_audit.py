@@ -49,6 +49,7 @@ def test_records_that_contradict_their_region_end_with_1(run_folder, tmp_path, c
     at = table.schema.get_field_index("kept")
     changed = table.set_column(at, table.schema.field("kept"), pa.chunked_array([pa.array(flipped)]))
     pq.write_table(changed, tmp_path / file.name)
+    folders.sealed(tmp_path / file.name)
     assert main(["audit", str(tmp_path)]) == 1
     assert "must reproduce the records" in capsys.readouterr().err
 

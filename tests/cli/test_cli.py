@@ -134,7 +134,7 @@ def test_only_verbs_that_train_say_how_to_go_on_after_an_interrupt(verb, capsys,
 
     monkeypatch.setattr(f"trustrl.cli.{verb}.run", interrupted)
     given = {"plan": [TOUR], "run": [TOUR], "conformance": ["package.module:loss"], "records": ["check", "x"]}
-    for name in ("report", "watch", "explain", "probe", "audit", "calibrate"):
+    for name in ("report", "watch", "explain", "probe", "audit", "calibrate", "bound"):
         given[name] = ["somewhere"]
     assert main([verb, *given.get(verb, [])]) == 1
     hints = {"run": "run the same command with --resume to continue.", "compare": "run the same command to continue."}

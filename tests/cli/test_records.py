@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from support import recording_batches as batches
+from support.run_folders import sealed
 from trustrl.cli import main
 from trustrl.config.presets import preset
 from trustrl.recording import QuantileAbove, Recorder, Recording, record_check, value_checks
@@ -94,6 +95,7 @@ def rewrite(file, change=None, metadata=None, counts=None, **more):
         writer.write_table(pa.Table.from_arrays(arrays, schema=schema), **more)
         step = counts if counts is not None else own.get(STEP_KEY, b"").decode()
         writer.add_key_value_metadata({STEP_KEY.decode(): step} if step else {})
+    sealed(file)
 
 
 def at(name, value, row=0):

@@ -36,6 +36,11 @@ INVALID = [
     pytest.param(lambda: trustrl.TROLL(k=0), "troll.k must be", id="troll without ids"),
     pytest.param(lambda: trustrl.TROLL(alpha=-1.0), "troll.alpha must be", id="a negative pull"),
     pytest.param(lambda: trustrl.TROLL(support="full", rest="fill"), "no unrecorded ids", id="filling a full vocabulary"),
+    pytest.param(lambda: trustrl.ScoreCentering(k=0), "score-centering.k must be", id="centering without ids"),
+    pytest.param(lambda: trustrl.ScoreCentering(tail_mass=1.0), "a mass below 1", id="centering without a record"),
+    pytest.param(lambda: trustrl.ScoreCentering(support="half"), "one of 'topk', 'full'", id="centering on a part"),
+    pytest.param(lambda: trustrl.ScoreCentering(weight=2.0), "score-centering.weight must be a TIS, IcePop", id="centering with a bare cap"),
+    pytest.param(lambda: trustrl.ScoreCentering(correction=trustrl.TIS()), "correction must be None", id="centering corrected twice"),
     pytest.param(lambda: trustrl.IPO(log_ratio_penalty=math.inf), "finite number", id="an infinite penalty"),
     pytest.param(lambda: trustrl.TRM(trustrl.BinaryKL(max_increase=0.1, max_decrease=0.2)), "equal bounds", id="trm with two bounds"),
     pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.TopKKL()), "never exceeds the maximum", id="a mean bound that cannot act"),
@@ -49,7 +54,7 @@ INVALID = [
     pytest.param(lambda: trustrl.PrefixBudget(last_weight=0.0), "a weight in", id="a last weight of 0"),
     pytest.param(lambda: trustrl.MIS(min_ratio=2.0, max_ratio=1.0, level="token"), "must have 1 between them", id="a band upside down"),
     pytest.param(lambda: trustrl.IcePop(min_ratio=1.5, max_ratio=5.0), "must have 1 between them", id="a band without agreement"),
-    pytest.param(lambda: trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="word"), "one of 'token', 'sequence'", id="an unknown level"),
+    pytest.param(lambda: trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="word"), "one of 'token', 'sequence-mean'", id="an unknown level"),
     pytest.param(lambda: trustrl.TIS(max_ratio=0.0), "tis.max_ratio", id="a correction cap of 0"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=-1.0), "kl.coefficient", id="a negative coefficient"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, estimator="k4"), "one of 'k1', 'k2', 'k3'", id="an unknown estimator"),
@@ -63,7 +68,7 @@ INVALID = [
     pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), action="penalise", max_ratio=2.0), "follows from the objective", id="penalise with a cap"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(act_on="upper"), action="penalise"), "follows from the objective", id="penalise on an upper end"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), action="truncate"), "Truncation masks nothing", id="truncate with a statistic"),
-    pytest.param(lambda: trustrl.TrustRegion(None), "trust-region.statistic must be a Ratio, SequenceRatio", id="a mask without a statistic"),
+    pytest.param(lambda: trustrl.TrustRegion(None), "trust-region.statistic must be a Ratio, LogRatio", id="a mask without a statistic"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKKL(), action="project"), "Use trustrl.TROLL", id="project on the axes"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.SequenceRatio()), "must be 'sequence' with SequenceRatio", id="a sequence ratio per token"),
     pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(), level="prefix"), "one of 'token', 'sequence'", id="prefix without a budget"),
@@ -158,6 +163,7 @@ PUBLISHED = {
     },
     "icepop": {"correction.min_ratio": 0.5, "correction.max_ratio": 5.0},
     "minirl": {"ratio.bounds": (0.2, 0.28), "max_ratio": None},
+    "score-centering": {"k": 128, "weight": None, "anchor": "behavior", "support": "topk"},
 }
 
 
@@ -278,10 +284,18 @@ def test_needs_tell_an_engine_what_to_record():
     assert trustrl.preset("gspo").needs().reduction is trustrl.SequenceMeanTokenMean
     assert trustrl.IPO(log_ratio_penalty=0.1).needs().penalty == "log_ratio_penalty"
     assert (troll.penalty, trustrl.TROLL(alpha=0.0).needs().penalty) == ("alpha", None)
-    per_sequence = trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence")
+    per_sequence = trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean")
     assert trustrl.PPO(anchor="proximal", correction=per_sequence).needs().sequences
     assert trustrl.TROLL(correction=per_sequence).needs().sequences
     assert not trustrl.preset("ppo").needs().sequences
+    centered = trustrl.ScoreCentering(k=32).needs()
+    assert (centered.topk, centered.anchor, centered.tail_mass, centered.projects) == (32, "behavior", 1e-5, True)
+    assert (centered.penalty, centered.own_topk, centered.full) == (None, "none", False)
+    whole = trustrl.ScoreCentering(support="full").needs()
+    assert (whole.topk, whole.full, whole.tail_mass) == (0, True, 0.0)
+    both = trustrl.ScoreCentering(anchor="proximal", correction=per_sequence).needs()
+    assert both.sequences
+    assert both.anchors == {"behavior", "proximal"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import trustrl
 from support.bad_inputs import BAD, CASES, MASKED, Dropped, Raises, Rounded, Same, SameInFloat64
-from support.worlds import world
+from support.worlds import narrow_preset, world
 
 PRESETS = trustrl.presets()
 
@@ -22,7 +22,7 @@ def healthy(name):
 
 @cache
 def made(name):
-    region = trustrl.preset(name)
+    region = narrow_preset(name)
     needs = region.needs()
     w = world(1, rows=4, width=8, vocabulary=70, drift=0.05)
     w.in_loss[MASKED] = False
@@ -68,7 +68,7 @@ def evaluate(region, raw):
         logp=leaves["policy"], topk_logp=leaves["policy_topk"], full_logp=leaves["full_policy"], version=8
     )
     reduction = (
-        trustrl.SequenceMeanTokenMean(num_sequences=4) if region.kind == "gspo" else trustrl.TokenMean(num_tokens=20)
+        trustrl.SequenceMeanTokenMean(num_sequences=4) if region.needs().reduction else trustrl.TokenMean(num_tokens=20)
     )
     out = trustrl.policy_loss(policy, rollout, region, reduction=reduction)
     if out.loss.requires_grad:
@@ -130,7 +130,7 @@ def test_bad_tokens_leave_the_loss_and_are_counted(bad, name):
     count = int((dropped & raw["in_loss"]).sum())
     assert faults(out)[bad.outcome.fault] == count
     out_without, grads_without = evaluate(region, dict(raw, in_loss=raw["in_loss"] & ~dropped))
-    if region.kind != "gspo":  # its denominator is the sequence's length, which still counts them
+    if region.needs().reduction is None:  # its denominator is the sequence's length, which still counts them
         assert out.loss.item() == pytest.approx(out_without.loss.item(), rel=1e-5, abs=1e-7)
         for key in grads:
             assert_same(grads[key], grads_without[key])
@@ -222,6 +222,9 @@ def test_zeroed_tokens_count_in_their_sequence_as_unmoved(name):
     )
     anchor = raw[region.needs().anchor]
     still["policy"][BAD[0]] = anchor[BAD[0]]
+    if getattr(region, "correction", None) is not None:
+        still["behavior"] = still["behavior"].clone()
+        still["behavior"][BAD[0]] = anchor[BAD[0]]  # its mismatch is unknown too
     still["policy_topk"][BAD[0]] = raw["topk_logp"][BAD[0]]
     still["full_policy"][BAD[0]] = raw["full_anchor"][BAD[0]]
 
@@ -233,7 +236,7 @@ def test_zeroed_tokens_count_in_their_sequence_as_unmoved(name):
             full=trustrl.FullVocabulary(raw["full_anchor"], needs.anchor),
         )  # fmt: skip
         policy = trustrl.PolicyTokens(logp=raw["policy"], topk_logp=raw["policy_topk"], full_logp=raw["full_policy"])
-        reduction = trustrl.SequenceMeanTokenMean(num_sequences=4) if region.kind == "gspo" else trustrl.TokenSum()
+        reduction = trustrl.SequenceMeanTokenMean(num_sequences=4) if region.needs().reduction else trustrl.TokenSum()
         return trustrl.policy_loss(policy, rollout, region, reduction=reduction, on_nonfinite=mode).decision
 
     zeroed, unmoved = keep(raw, "zero"), keep(still, "drop")

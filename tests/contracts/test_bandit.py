@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import trustrl
+from support.worlds import narrow_preset
 
 PRESETS = trustrl.presets()
 ARMS = 72
@@ -18,7 +19,7 @@ def learn(name, seeds, *, rounds=100, updates=4, draws=256):
 
     The bandits of all seeds share each batch, whose loss is the sum of theirs.
     """
-    region = trustrl.preset(name)
+    region = narrow_preset(name)
     rate = RATE.get(name, 4.0)
     needs = region.needs()
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -48,7 +49,7 @@ def learn(name, seeds, *, rounds=100, updates=4, draws=256):
             topk=trustrl.TopK(ids.flatten(0, 1), drawn(behavior, ids), needs.anchor),
             full=trustrl.FullVocabulary(whole(behavior), needs.anchor),
         )  # fmt: skip
-        if name == "gspo":
+        if needs.reduction is not None:
             reduction = trustrl.SequenceMeanTokenMean(num_sequences=draws)
         else:
             reduction = trustrl.TokenMean(num_tokens=draws)

@@ -3,16 +3,17 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import trustrl
 from support.device_counts import counted
-from support.kernel_counts import limits, loss_and_sums, torch_release, totals
+from support.kernel_counts import limits, loss_and_sums, table, torch_release, totals
 from support.vocabulary_cases import CASES, call, loss_of
 
-RAISED = "`PYTHONPATH=tests python -m support.kernel_counts --write` records the numbers again, if the rise is meant."
+RAISED = "If the rise is meant, tests/support/kernel_counts.py says how to record the numbers again."
 
 
 @pytest.mark.parametrize("name", trustrl.presets())
@@ -31,6 +32,11 @@ def test_kernels_and_bytes_have_not_risen(name):
     found = totals(name)
     assert found["kernels"] <= recorded[name]["kernels"], f"{found}. {RAISED}"
     assert found["bytes"] <= recorded[name]["bytes"], f"{found}. {RAISED}"
+
+
+def test_the_page_has_the_recorded_numbers():
+    page = (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
+    assert f"<!-- begin launches -->\n{table()}\n<!-- end launches -->" in page
 
 
 def test_every_preset_has_limits():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import trustrl
-from support.worlds import K, mapped, world
+from support.worlds import K, mapped, narrow_preset, world
 
 PRESETS = trustrl.presets()
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -12,16 +12,20 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.f
 
 def both(name, dtype, seed, drift):
     """One batch rounded to `dtype`, then judged in that dtype and in float64."""
-    region = trustrl.preset(name)
+    region = narrow_preset(name)
     needs = region.needs()
     w = world(seed, rows=16, width=32, vocabulary=70, drift=drift, peak=3.0)
     # TROLL and the KL over a top K floor a tail that they have to derive at the resolution of the record's dtype, which
     # a float64 copy of bf16 numbers no longer shows; with tails given, both sides are the same numbers.
-    floors = name in ("troll", "dppo-topk-kl", "trm")
+    floors = region.kind == "troll" or name in ("dppo-topk-kl", "trm")
     rollout = w.rollout(needs.anchor, dtype=dtype, k=needs.topk or K, with_tails=floors)
     policy = w.policy_tokens(rollout, dtype=dtype)
     exact = [mapped(x, lambda t: t.double() if t.is_floating_point() else t) for x in (policy, rollout)]
-    reduction = trustrl.SequenceMeanTokenMean(num_sequences=16) if name == "gspo" else trustrl.TokenMean(num_tokens=400)
+    reduction = (
+        trustrl.SequenceMeanTokenMean(num_sequences=16)
+        if region.needs().reduction
+        else trustrl.TokenMean(num_tokens=400)
+    )
     outs = [trustrl.policy_loss(p, r, region, reduction=reduction) for p, r in ((policy, rollout), exact)]
     return policy, rollout, outs
 
@@ -47,7 +51,7 @@ def test_every_preset_runs_forward_and_backward(name, dtype):
     out.loss.backward()
     assert policy.logp.grad.dtype == dtype
     assert torch.isfinite(policy.logp.grad).all()
-    assert policy.logp.grad.abs().sum() > 0 or name.startswith("trm")
+    assert policy.logp.grad.abs().sum() > 0 or name.startswith("trm") or name == "flash-reinforce"
     assert out.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4, abs=1e-5)
 
 
@@ -56,7 +60,8 @@ def test_presets_list_every_published_region():
     divergences = {f"dppo-{a}-{b}" for a in ("binary", "topk", "full") for b in ("tv", "kl")}
     others = {
         "troll", "ppo", "gspo", "cispo", "sapo", "spo", "drpo", "cppo", "ipo", "kpop", "trm", "tis", "icepop", "mis",
-        "minirl", "pg-is", "dppo-decoupled",
+        "minirl", "pg-is", "dppo-decoupled", "dppo-minimal", "troll-gspo", "tis-product", "mis-product", "flash-reinforce",
+        "opsm", "gmpo", "vespo", "m2po", "ppo-relaxed", "dis", "divergence-gate", "score-centering",
     }  # fmt: skip
     assert divergences | others <= set(PRESETS)
     assert sorted(PRESETS) == PRESETS

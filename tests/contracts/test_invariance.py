@@ -6,21 +6,21 @@ import pytest
 import torch
 
 import trustrl
-from support.worlds import K, gradient, mapped, world
+from support.worlds import K, gradient, mapped, narrow_preset, world
 
 PRESETS = trustrl.presets()
 
 
 def batch(name, dtype=torch.float32, seed=3):
     """A region, its records (leaves on the policy's side) and the reduction over everything."""
-    region = trustrl.preset(name)
+    region = narrow_preset(name)
     needs = region.needs()
     w = world(seed, rows=8, width=12, vocabulary=70, drift=0.06 if name.startswith("trm") else 0.4)
     w.in_loss[5] = False  # a row without a token in the loss
     rollout = w.rollout(needs.anchor, dtype=dtype, k=needs.topk or K, reference_logp=w.at_token(w.proximal).to(dtype))
     rollout = replace(rollout, version=torch.arange(96).reshape(8, 12) % 5)
     policy = replace(w.policy_tokens(rollout, dtype=dtype), version=5)
-    if name == "gspo":
+    if needs.reduction is not None:
         reduction = trustrl.SequenceMeanTokenMean(num_sequences=8)
     else:
         reduction = trustrl.TokenMean(num_tokens=w.num_tokens)
@@ -54,7 +54,11 @@ def whole(name, **kwargs):
     return region, policy, rollout, reduction, (loss, rates, gradient(policy))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+PER_CALL = [name for name in PRESETS if trustrl.preset(name).needs().whole_call]
+"""Presets that decide on all tokens of a call, so that a split changes the decision."""
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in PER_CALL])
 @pytest.mark.parametrize("cuts", [[1, 7], [3, 5], [1] * 8, [0, 8]], ids=["1+7", "3+5", "one by one", "an empty part"])
 def test_splits_between_sequences_add_up(name, cuts):
     region, policy, rollout, reduction, want = whole(name)
@@ -67,7 +71,32 @@ def test_splits_between_sequences_add_up(name, cuts):
     assert_equal((loss, rates, gradient(policy)), want)
 
 
-TOKEN_LEVEL = [n for n in PRESETS if not trustrl.preset(n).needs().sequences]
+def test_a_split_masks_more_and_keeps_the_second_moment_below_its_bound():
+    """Each part fulfils M2PO's bound, so the whole does; no other mask of the whole fulfils it with fewer tokens."""
+    assert PER_CALL == ["m2po"]
+    region, policy, rollout, _, _ = whole("m2po")
+    reduction = trustrl.TokenSum()
+
+    def kept(parts):
+        return torch.cat([trustrl.policy_loss(p, r, region, reduction=reduction).decision.keep for p, r in parts])
+
+    def split(size):
+        return [[mapped(x, lambda t, a=a: t[a : a + size]) for x in (policy, rollout)] for a in range(0, 8, size)]
+
+    log_ratio = (policy.logp - rollout.behavior_logp).detach().double()
+    outward = rollout.in_loss & (rollout.advantage * log_ratio > 0)
+    masked = []
+    for size in (8, 4, 2, 1):
+        keep = kept(split(size))
+        assert keep[~outward].all()
+        assert log_ratio[outward & keep].square().mean() <= region.max_second_moment
+        masked.append(int((~keep).sum()))
+    assert 0 < masked[0] < int(outward.sum())
+    assert masked == sorted(masked)
+    assert masked[0] < masked[-1]
+
+
+TOKEN_LEVEL = [n for n in PRESETS if not trustrl.preset(n).needs().sequences and n not in PER_CALL]
 
 
 @pytest.mark.parametrize("name", TOKEN_LEVEL)

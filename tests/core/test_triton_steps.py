@@ -15,7 +15,7 @@ import torch
 
 import trustrl
 from support.device_counts import counted
-from support.kernel_counts import micro_batch
+from support.kernel_counts import launches, limits, loss_and_sums, micro_batch, torch_release
 from support.worlds import gradient, reduction_for, world
 
 pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
@@ -68,9 +68,7 @@ def both(region, *given, reduction=None, **settings):
     found = []
     for impl in ("eager", "triton"):
         policy, rollout, w = records(region, *given, **settings)
-        out = trustrl.policy_loss(
-            policy, rollout, region, reduction=reduction or reduction_for(region.kind, w), impl=impl
-        )
+        out = trustrl.policy_loss(policy, rollout, region, reduction=reduction or reduction_for(region, w), impl=impl)
         out.sums  # noqa: B018  made on first access
         out.loss.backward()
         found.append((out, gradient(policy)))
@@ -162,14 +160,18 @@ LAUNCHES = {"dppo-binary-tv": 60, "dppo-binary-kl": 60, "dppo-topk-tv": 80, "dpp
 @interpreted
 @pytest.mark.parametrize("name", trustrl.presets())
 def test_few_launches_and_no_wait(name):
-    policy, rollout, region, reduction = micro_batch(name)
-    with counted() as counts:
-        out = trustrl.policy_loss(policy, rollout, region, reduction=reduction, impl="triton")
-        out.sums  # noqa: B018  made on first access
-        out.loss.backward()
+    counts = loss_and_sums(name, "triton")
     assert not counts.waits, str(counts)
     assert not counts.copies, str(counts)
     assert sum(counts.kernels.values()) <= LAUNCHES.get(name, 200), str(counts)
+
+
+@interpreted
+@pytest.mark.skipif(torch_release() != limits()["torch"], reason="another torch may split operations otherwise")
+@pytest.mark.parametrize("name", trustrl.presets())
+def test_launches_have_not_risen(name):
+    found, recorded = launches(name), limits()[name]
+    assert all(found[key] <= recorded[key] for key in found), f"{found}, recorded {recorded}"
 
 
 @pytest.fixture

@@ -9,11 +9,13 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+import bound_pairs
+
 from support import recorded
 from trustrl.cli import main, parser_of
 
 ROOT = Path(__file__).parents[2]
-GUIDES = [ROOT / f"docs/guides/{name}.md" for name in ("audit", "calibrate")]
+GUIDES = [ROOT / f"docs/guides/{name}.md" for name in ("audit", "calibrate", "bound")]
 REFERENCE = ROOT / "docs/reference/audit.md"
 COMMANDS = [
     command
@@ -41,6 +43,36 @@ def test_the_reference_lists_every_key(verb, tmp_path, capsys):
     inner = found["regions"]["ppo"] if verb == "audit" else found["statistics"]["tv"]
     for key in (*found, *inner):
         assert key in listed, key
+
+
+def test_the_guide_to_the_bound_lists_every_key(tmp_path, capsys):
+    recorded.add_rewards(recorded.record(tmp_path))
+    assert main(["bound", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    listed = set(re.findall(r"`(\w+)`", GUIDES[-1].read_text().partition("\n## JSON\n")[2]))
+    update = found["updates"][0]
+    for key in (*found, *found["ball"], *update, *update["published"], *update["published"]["positive_below"]):
+        assert key in listed, key
+
+
+def test_the_page_of_the_bound_has_the_figures_of_the_enumeration():
+    """Of fewer pairs, drawn alike: shares within a tenth, and every 0 is 0."""
+    page = (ROOT / "docs/concepts/improvement-bound.md").read_text()
+    rows = {name: int(num.replace(",", "")) for name, num in re.findall(r"^\| (.+?) \| ([\d,]+) \|$", page, re.M)}
+    found = bound_pairs.counted(200, 0)
+    for name, key in {
+        "identity wrong by more than 1e-12": "identity off by 1e-12",
+        "change below L′ − max form": "violated: max form",
+        "change below L′ − sum form": "violated: sum form",
+        "change below the bound with ξ as half of the range": "violated: half range",
+        "change below L′ − ξT(T−1)·max KL(π‖μ)": "violated: KL ball",
+        "bound positive": "positive",
+        "bound positive with ξ as half of the range": "positive: half range",
+        "control: change below L′ − 0.1 · penalty": "control: penalty x 0.1",
+        "control: change below the bound for the exchanged pair": "control: exchanged",
+        "exchanged throughout: J(μ) − J(π) below the bound for (π, μ)": "violated: J(μ) − J(π), all exchanged",
+    }.items():
+        assert 5 * found[key] == pytest.approx(rows[name], rel=0.1), name
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)

@@ -5,6 +5,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+import environment_hashes
 import pytest
 
 import trustrl
@@ -38,14 +39,17 @@ def test_an_engine_has_an_adapter_a_page_and_tests(engine):
 def test_the_newest_release_is_the_one_that_is_installed(engine):
     if not re.fullmatch(r"[\d.]+", engine.versions[0]):
         pytest.skip("not from a registry")
-    pins = {line for file in (ROOT / "environments").glob("*.txt") for line in file.read_text().splitlines()}
+    files = (ROOT / "environments").glob("*.txt")
+    pins = {f"{name}=={version}" for file in files for name, version, _ in environment_hashes.pins(file.read_text())}
     assert f"{engine.package}=={engine.versions[0]}" in pins
 
 
 def test_presets_of_each_kind_are_told_apart():
-    assert {name: kind_of(trustrl.preset(name)) for name in ("ppo", "dppo-topk-tv", "dppo-full-kl", "troll", "cppo")} == {
+    kinds = {
         "ppo": "sampled", "dppo-topk-tv": "topk", "dppo-full-kl": "exact", "troll": "projection", "cppo": "topk",
+        "score-centering": "projection",
     }  # fmt: skip
+    assert {name: kind_of(trustrl.preset(name)) for name in kinds} == kinds
     skyrl = next(engine for engine in ENGINES if engine.name == "SkyRL")
     assert supports(skyrl, trustrl.preset("minirl"))
     assert not supports(skyrl, trustrl.preset("troll"))

@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import environment_hashes
 import pins
 import pytest
 
@@ -126,11 +127,11 @@ def test_every_release_that_an_environment_file_installs_is_resolved():
     plain = {re.sub(r"\[.*?\]", "", one) for one in resolved}
     engines = {re.split("[=[]", one)[0] for one in plain}
     installed = {
-        line.replace("_", "-")
+        f"{name}=={version}".replace("_", "-")
         for file in (ROOT / "environments").glob("*.txt")
-        for line in file.read_text().splitlines()
-        if line.partition("==")[0].replace("_", "-") in engines
-        and not (file.stem == "swift" and line.startswith("trl=="))  # ms-swift's own requirement, below our extra's
+        for name, version, _ in environment_hashes.pins(file.read_text())
+        if name.replace("_", "-") in engines
+        and not (file.stem == "swift" and name == "trl")  # ms-swift's own requirement, below our extra's
     }
     assert {"ms-swift==4.6.0", "axolotl==0.19.0", "openrlhf==0.11.2", "areal==1.0.4"} < installed
     assert installed <= plain

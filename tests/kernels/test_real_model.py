@@ -61,3 +61,11 @@ def test_exact_divergences_of_two_real_policies(corpus, data):
     assert (got.kl.double() - kl).abs().max() < 2e-3
     same = trustrl.token_logprobs(hidden, head, token, against=AnchorStates(hidden, head))
     assert float(same.tv.max()) == 0
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.bfloat16, 1e-2), (torch.float32, 5e-6)])
+def test_kept_products_have_the_gradients_of_products_made_again(data, corpus, dtype, largest):
+    """Against float64: both stay within the rounding of their dtype, and keeping adds nothing to it."""
+    kept, again = (accuracy.gradient_errors(data, corpus[0], dtype, kept=one) for one in (True, False))
+    assert all(0 < one < largest for one in (*kept, *again))
+    assert all(a <= 1.05 * b for a, b in zip(kept, again, strict=True))

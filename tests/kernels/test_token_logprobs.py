@@ -1,5 +1,6 @@
 """One pass over the vocabulary: an outside anchor for the definition, and no further from the truth than plain code."""
 
+import math
 import warnings
 
 import pytest
@@ -450,6 +451,16 @@ def test_compiled_tiles_give_what_eager_ones_give(monkeypatch):
         for name, t in truth.items():
             finite = t.isfinite()
             torch.testing.assert_close(fast[name].double()[finite], t[finite], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("log_m", [-102.0, -95.0, -89.0, -50.0, -2.5, -1.0, -0.1, 0.0])
+@pytest.mark.parametrize("log_p", [-120.0, -60.0, -2.0, -0.1, 0.0])
+def test_a_term_of_the_divergence_is_float64s_at_any_distance(log_p, log_m):
+    """At log p = 0, log m = -95 the term is about 1, where eˣ alone overflows float32."""
+    x = log_p - log_m
+    truth = math.exp(log_m) * (math.expm1(x) - x)
+    found = tile_math.divergence_terms(torch.tensor(log_p), torch.tensor(log_m))[1]
+    assert float(found) == pytest.approx(truth, rel=2e-5, abs=1e-40)
 
 
 @pytest.mark.compiled

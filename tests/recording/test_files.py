@@ -18,6 +18,7 @@ import torch
 
 import trustrl
 from support import recording_batches as batches
+from support.run_folders import sealed
 from trustrl.errors import MissingPackageError, RecordError
 from trustrl.recording import (
     COLUMNS,
@@ -296,6 +297,7 @@ def test_a_process_that_begins_at_a_step_takes_back_what_its_rank_recorded_from_
 def rewritten(path, metadata=None, drop=()):
     table = pq.read_table(path).drop_columns(list(drop))
     pq.write_table(table.replace_schema_metadata(metadata or table.schema.metadata), path)
+    sealed(path)
 
 
 @pytest.mark.parametrize(

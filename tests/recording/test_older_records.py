@@ -5,6 +5,7 @@ Each has two steps with two updates of four sequences, the region dppo-topk-tv w
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ from trustrl.recording import Recorder, Recording, read, read_run, read_sequence
 
 DATA = Path(__file__).parent / "data"
 REGION = trustrl.preset("dppo-topk-tv")
+
+
+@pytest.fixture(autouse=True)
+def files_without_checksums_are_named():
+    """They are read, with a warning; the validator lists it instead."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", trustrl.errors.TrustRLWarning)
+        yield
+    assert said
+    assert all("have no checksums" in str(one.message) for one in said)
 
 
 @pytest.fixture(params=[1, 2])

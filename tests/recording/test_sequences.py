@@ -198,13 +198,14 @@ def test_facts_that_do_not_fit_the_schema_are_refused_at_the_start(about, says, 
         (lambda run: run | {"version": VERSION + 1}, "Install a newer trustrl"),
         (lambda run: run | {"version": 2}, "at least 3, got 2"),
         (lambda run: {k: v for k, v in run.items() if k != "engine"}, r"run\.engine that is present"),
-        (lambda run: [run], "of type object, got"),
+        (lambda run: [run], "no object"),
     ],
 )
 def test_a_run_file_that_breaks_the_schema_is_refused(change, says, tmp_path):
     recorder(tmp_path, rank=0)
     file = tmp_path / "run.json"
-    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    plain = {name: value for name, value in json.loads(file.read_text()).items() if name != "checksum"}
+    file.write_text(json.dumps(change(plain)))
     with pytest.raises(RecordError, match=says):
         read_run(tmp_path)
     file.write_text("{")

@@ -1,103 +1,25 @@
-"""Checkpoint directories: which ones are whole, which ones are set aside, and whom they belong to."""
+"""Checkpoint directories: which one is resumed from, which ones are set aside, and whom they belong to."""
 
-import json
 import os
 import stat
-import struct
-import zipfile
 
 import pytest
 
+from support.checkpoint_folders import OURS, checkpoint, flip, truncate
 from trustrl.errors import ConfigError, EngineError
 from trustrl.runner.checkpoints import (
-    MANIFEST,
     Survey,
     checkpoints_in,
-    fault_of,
-    is_marked,
     only_the_owner_writes,
     refuse_foreign,
     rotate,
     set_aside,
-    write_manifest,
 )
+from trustrl.runner.manifests import fault_of, is_marked
 
 
-def safetensors(numbers=4):
-    header = json.dumps({"w": {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}}).encode()
-    return struct.pack("<Q", len(header)) + header + bytes(4 * numbers)
-
-
-def checkpoint(folder, step=8, *, marked=True):
-    """A directory with one file of each format."""
-    made = folder / f"checkpoint-{step}"
-    (made / "deeper").mkdir(parents=True)
-    (made / "model.safetensors").write_bytes(safetensors())
-    (made / "trainer_state.json").write_text('{"global_step": 8}')
-    for name in ("optimizer.pt", "deeper/rng_state.pth"):
-        with zipfile.ZipFile(made / name, "w") as file:
-            file.writestr("data", bytes(100))
-    if marked:
-        write_manifest(made)
-    return made
-
-
-def truncate(path):
-    os.truncate(path, path.stat().st_size - 3)
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-FILES = ["model.safetensors", "trainer_state.json", "optimizer.pt", "deeper/rng_state.pth"]
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [(os.unlink, "is missing"), (truncate, "bytes, but its manifest lists"), (flip, "has changed since")],
-    ids=["missing", "cut off", "one bit flipped"],
-)
-def test_a_damaged_file_of_a_checkpoint_with_a_manifest_is_named(tmp_path, name, damage, said):
-    made = checkpoint(tmp_path)
-    assert fault_of(made) is None
-    damage(made / name)
-    assert fault_of(made).startswith(name)
-    assert said in fault_of(made)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_cut_off_file_is_found_without_a_manifest_too(tmp_path, name):
-    made = checkpoint(tmp_path, marked=False)
-    assert fault_of(made) is None
-    (made / MANIFEST).touch()  # as trustrl 0.1.0 did
-    assert fault_of(made) is None
-    truncate(made / name)
-    assert fault_of(made).startswith(name)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"version": 1}', '{"version": 1, "files": {"a": 1}}', '{"version": 2, "files": {}}', "[" * 9999],
-)
-def test_a_damaged_manifest_is_a_fault(tmp_path, text):
-    made = checkpoint(tmp_path)
-    (made / MANIFEST).write_text(text)
-    assert "is damaged" in fault_of(made)
-
-
-def test_a_renamed_checkpoint_is_not_taken_for_another_step(tmp_path):
-    moved = checkpoint(tmp_path, 8).rename(tmp_path / "checkpoint-100")
-    assert fault_of(moved) == "its manifest belongs to 'checkpoint-8'"
-
-
-def test_files_of_the_user_in_a_checkpoint_do_not_harm_it(tmp_path):
-    made = checkpoint(tmp_path)
-    (made / "notes.txt").write_text("mine")
-    assert fault_of(made) is None
+def survey_of(folder):
+    return Survey(checkpoints_in(folder, "checkpoint-"), is_marked, lambda one: fault_of(one, OURS))
 
 
 def test_only_real_directories_with_digits_alone_are_checkpoints(tmp_path):
@@ -122,10 +44,10 @@ def test_the_newest_whole_checkpoint_is_chosen_and_newer_ones_are_renamed_with_a
     checkpoint(tmp_path, 4)
     whole = checkpoint(tmp_path, 8)
     flip(checkpoint(tmp_path, 12) / "optimizer.pt")
-    checkpoint(tmp_path, 16, marked=False)
+    checkpoint(tmp_path, 16, seal=None)
     (tmp_path / "set-aside-checkpoint-12").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
-    survey = Survey(checkpoints_in(tmp_path, "checkpoint-"), is_marked)
+    survey = survey_of(tmp_path)
     survey.refuse_if_none_is_left()
     assert (survey.step, survey.chosen) == (8, whole)
     said = []
@@ -143,8 +65,8 @@ def test_the_newest_whole_checkpoint_is_chosen_and_newer_ones_are_renamed_with_a
 
 
 def test_a_run_killed_during_its_first_save_starts_again(tmp_path):
-    checkpoint(tmp_path, 4, marked=False)
-    survey = Survey(checkpoints_in(tmp_path, "checkpoint-"), is_marked)
+    checkpoint(tmp_path, 4, seal=None)
+    survey = survey_of(tmp_path)
     survey.refuse_if_none_is_left()
     assert (survey.step, survey.chosen) == (0, None)
 
@@ -152,7 +74,7 @@ def test_a_run_killed_during_its_first_save_starts_again(tmp_path):
 def test_damaged_checkpoints_with_no_whole_one_stop_the_run_before_anything_is_renamed(tmp_path):
     for step in (4, 8):
         truncate(checkpoint(tmp_path, step) / "model.safetensors")
-    survey = Survey(checkpoints_in(tmp_path, "checkpoint-"), is_marked)
+    survey = survey_of(tmp_path)
     with pytest.raises(
         EngineError, match=r"(?s)No intact checkpoint.*checkpoint-8: model.*checkpoint-4: model.*Restore"
     ):

@@ -188,7 +188,9 @@ def test_toml_with_odd_keys_and_values_reads_back():
     ids=ascii,
 )
 def test_a_name_that_is_not_one_folder_s_is_refused(name):
-    with pytest.raises(ConfigError, match=r"name must be (one name|a non-empty string)"):
+    with pytest.raises(
+        ConfigError, match=r"name must (be one name|be a non-empty string|not contain control characters)"
+    ):
         Recipe.from_dict({**SMALL, "name": name})
 
 

@@ -107,15 +107,23 @@ def test_without_tensor_parallelism_nothing_is_sent():
         assert (found.anchor_sends_per_token, found.update_sends_per_token, found.sends_per_step) == (0, 0, 0)
 
 
-def test_a_pass_holds_the_shard_s_gradient_and_tiles():
-    assert (costs.TILE_ROWS, costs.TILE_COLUMNS) == devices.CPU_TILE
-    shard, tile, sums = 2 * V // 4 * D, 2 * 1024 * 4096, 4 * 4096 * D
-    tokens = 16_384  # what verl puts into a micro-batch of one rank
+def test_a_pass_holds_the_shard_s_gradient_and_a_buffer():
+    assert (costs.SLICE_BYTES, costs.SLICES) == (devices.BUFFER_BYTES, devices.SLICES)
+    shard, tokens = 2 * V // 4 * D, 16_384  # what verl puts into a micro-batch of one rank
+    buffer = 2 * tokens * V // 4 // 16 + 2 * tokens * D
     assert cost("sampled token").vocabulary_pass_bytes == 0
-    assert cost("TROLL").vocabulary_pass_bytes == shard + tokens * (6 * D + 31 * 64) + tile + sums
-    assert cost("exact").vocabulary_pass_bytes == shard + tokens * 6 * D + 2 * tile + sums
+    assert cost("TROLL").vocabulary_pass_bytes == shard + tokens * (6 * D + 31 * 64) + buffer
+    assert cost("exact").vocabulary_pass_bytes == shard + tokens * 6 * D + buffer
     assert cost("exact").output_layer_copy_bytes == shard
     assert cost("TROLL").output_layer_copy_bytes == 0
+
+
+def test_on_a_cpu_the_buffer_is_a_tile():
+    assert (costs.TILE_ROWS, costs.TILE_COLUMNS) == devices.CPU_TILE
+    shard, tokens, tile, sums = 2 * V // 4 * D, 4096, 2 * 1024 * 4096, 4 * 4096 * D
+    cpu = "engine.device=cpu"
+    assert cost("TROLL", None, cpu).vocabulary_pass_bytes == shard + tokens * (6 * D + 31 * 64) + tile + sums
+    assert cost("exact", None, cpu).vocabulary_pass_bytes == shard + tokens * 6 * D + 2 * tile + sums
 
 
 @pytest.mark.parametrize(

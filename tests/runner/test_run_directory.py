@@ -1,13 +1,15 @@
 """Run folders: what is in them, what is refused, and what a kill leaves behind."""
 
+import errno
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from support.recipes import small
-from trustrl.errors import ConfigError, RecordError
+from trustrl.errors import ConfigError, EngineError, RecordError
 from trustrl.runner.directory import RunDirectory, write_whole
 from trustrl.runner.recipe import load
 from trustrl.runner.run_recipe import run
@@ -50,6 +52,51 @@ def test_a_run_with_a_fake_engine_leaves_everything_behind(tmp_path):
     assert result["reward_last"] == result["reward_best"] == pytest.approx(0.5), "mean of .3, .5 and .7"
     assert result["masked_share"] == pytest.approx(0.1)
     assert not result["collapsed"]
+
+
+def test_a_clock_that_is_set_back_leaves_the_seconds_of_a_run_positive(tmp_path, monkeypatch):
+    def clock_set_back(*given):
+        monkeypatch.setattr("time.time", lambda: 0.0)
+        FakeEngine()(*given)
+
+    assert run(small(), tmp_path, engine=clock_set_back)["seconds"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [
+        pytest.param(OSError(errno.ENOSPC, "No space left on device"), 2**30, id="an OSError"),
+        pytest.param(
+            ValueError("I/O error: No space left on device (os error 28)"), 2**30, id="as safetensors says it"
+        ),
+        pytest.param(RuntimeError("unexpected pos 273472 vs 273360"), 100, id="as torch says it"),
+    ],
+)
+def test_a_full_disk_is_named_with_the_way_to_continue(tmp_path, monkeypatch, error, free):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(EngineError, match=r"The disk must have room.*Free some space.*--resume"):
+        run(small(), tmp_path, engine=fails)
+    run(small(), tmp_path, resume=True, engine=FakeEngine())
+
+
+def test_scratch_files_of_a_killed_process_are_removed_on_resume_and_other_files_are_not(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run(small(), tmp_path, engine=FakeEngine(3))
+    for name in (".metrics.jsonl.4711", ".recipe.toml.4711", ".metrics.jsonl.mine"):
+        (tmp_path / name).write_text("half a li")
+    run(small(), tmp_path, resume=True, engine=FakeEngine())
+    assert sorted(one.name for one in tmp_path.glob(".*")) == [".lock", ".metrics.jsonl.mine"]
+
+
+def test_other_errors_of_an_engine_stay_as_they_are(tmp_path):
+    def fails(*_):
+        raise RuntimeError("unexpected pos 273472 vs 273360")
+
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        run(small(), tmp_path, engine=fails)
 
 
 @pytest.mark.parametrize("dies_after", range(1, 9))
@@ -161,7 +208,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path):
         pytest.param(b'{"step": 2, "reward": \xff}', "can't decode byte 0xff", id="a byte that is no UTF-8"),
         pytest.param(b'{"step": 2, "rew', "at column 13", id="half an object"),
         pytest.param(b"", "at column 1", id="an empty line"),
-        pytest.param(b"[" * 100_000, "recursion", id="a hundred thousand brackets"),
+        pytest.param(b"[" * 100_000, "nested more than 64 levels deep", id="a hundred thousand brackets"),
         pytest.param(b"[2]", "not an object", id="a list"),
         pytest.param(b'{"reward": 0.5}', "without step", id="no step"),
         pytest.param(b'{"step": "2"}', "got '2' as 'step'", id="a step in words"),

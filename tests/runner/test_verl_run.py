@@ -4,15 +4,17 @@ import os
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from support.recipes import small
 from trustrl.errors import ConfigError, EngineError
 from trustrl.runner import verl_run
-from trustrl.runner.checkpoints import MANIFEST, is_marked
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.manifests import MANIFEST, Seal, is_marked, write_manifest
 from trustrl.runner.run_recipe import run
+from trustrl.runner.signing import Key
 
 FAKE_VERL = """
 import json, os, pathlib, sys, time, zipfile
@@ -76,6 +78,21 @@ def test_a_log_of_a_fake_verl_becomes_our_metrics(fake_verl, tmp_path):
     assert (result["accuracy_before"], result["accuracy_after"], result["collapsed"]) == (0.25, 0.75, True)
 
 
+def test_a_fake_verl_that_is_quiet_for_long_is_named_and_one_that_is_not_is_not(
+    fake_verl, tmp_path, monkeypatch, capsys
+):
+    fake_verl()
+    run(RECIPE, tmp_path / "usual")
+    assert "warning" not in capsys.readouterr().err
+    monkeypatch.setattr(verl_run, "QUIET_SECONDS", 0.01)
+    monkeypatch.setattr(verl_run, "POLLING_SECONDS", 0.02)
+    run(RECIPE, tmp_path / "quiet")
+    said = capsys.readouterr().err
+    assert "warning: verl has finished no step for" in said
+    assert f"see {tmp_path / 'quiet' / 'verl.log'}" in said
+    assert "--resume" in said
+
+
 @pytest.mark.parametrize("dies_after", [0, 1, 2, 3])
 def test_a_fake_verl_that_fails_is_reported_with_its_last_words_and_goes_on_where_it_saved(
     fake_verl, tmp_path, dies_after
@@ -119,20 +136,90 @@ def test_every_checkpoint_of_a_fake_verl_gets_a_manifest_and_the_newest_is_resum
     assert names_in(died) == [f"global_step_{batch}" for batch in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("marked", [True, False], ids=["with a manifest", "killed before the manifest"])
-@pytest.mark.parametrize("damage", [os.unlink, lambda file: os.truncate(file, 50)], ids=["missing", "cut off"])
-def test_a_fake_verl_s_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_loaded(
-    died, capsys, marked, damage
-):
-    newest = died / "checkpoints" / "global_step_3"
-    if not marked:
-        (newest / MANIFEST).unlink()
-    damage(newest / "data.pt")
+DAMAGE = pytest.mark.parametrize("damage", [os.unlink, lambda file: os.truncate(file, 50)], ids=["missing", "cut off"])
+
+
+@DAMAGE
+def test_a_fake_verl_s_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_loaded(died, capsys, damage):
+    damage(died / "checkpoints" / "global_step_3" / "data.pt")
     resume(died)
     said = capsys.readouterr().err
     assert "global_step_3 is not used: data.pt" in said
     assert "resuming after step 4" in said
     assert names_in(died) == [*(f"global_step_{batch}" for batch in (1, 2, 3, 4)), "set-aside-global_step_3"]
+
+
+def test_a_fake_verl_s_newest_checkpoint_is_set_aside_if_the_run_was_killed_before_its_manifest(died, capsys):
+    (died / "checkpoints" / "global_step_3" / MANIFEST).unlink()
+    resume(died)
+    said = capsys.readouterr().err
+    assert "global_step_3 is not used: it was not complete when the run stopped" in said
+    assert "resuming after step 4" in said
+    assert "set-aside-global_step_3" in names_in(died)
+
+
+@pytest.fixture
+def of_0_1_0(died):
+    """The same directory as trustrl 0.1.0 left it: no manifests, and no name of the run."""
+    for manifest in (died / "checkpoints").glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+    (died / "run_id").unlink()
+    (died / "verl.log").unlink()
+    return died
+
+
+def test_a_fake_verl_s_checkpoint_of_release_0_1_0_is_loaded_on_request_only(of_0_1_0, capsys):
+    before = names_in(of_0_1_0)
+    with pytest.raises(
+        ConfigError, match=r"no manifest, as trustrl 0\.1\.0 left it.*global_step_3.*--trust-checkpoint"
+    ):
+        run(RECIPE, of_0_1_0, resume=True)
+    assert names_in(of_0_1_0) == before
+    assert not (of_0_1_0 / "verl.log").exists(), "verl was not started"
+    resume(of_0_1_0, trust_checkpoint=True)
+    assert "resuming after step 6" in capsys.readouterr().err
+    marked = [one for one in names_in(of_0_1_0) if is_marked(of_0_1_0 / "checkpoints" / one)]
+    assert marked == ["global_step_4"], "only what this run wrote is signed"
+
+
+@DAMAGE
+def test_a_fake_verl_s_damaged_checkpoint_of_release_0_1_0_is_not_loaded_on_request_either(of_0_1_0, capsys, damage):
+    damage(of_0_1_0 / "checkpoints" / "global_step_3" / "data.pt")
+    resume(of_0_1_0, trust_checkpoint=True)
+    said = capsys.readouterr().err
+    assert "global_step_3 is not used: data.pt" in said
+    assert "resuming after step 4" in said
+
+
+@pytest.mark.parametrize("author", ["stranger", "new key", "other run"])
+def test_a_fake_verl_s_checkpoint_by_another_author_is_loaded_on_request_only(died, author, monkeypatch, tmp_path):
+    newest = died / "checkpoints" / "global_step_3"
+    if author == "stranger":
+        write_manifest(newest, Seal(Key(bytes(32)), RunDirectory(died).run_id))
+    elif author == "new key":
+        monkeypatch.setenv("TRUSTRL_KEY_FILE", str(tmp_path / "new"))
+    else:
+        (died / "run_id").write_text("b" * 32)
+    (died / "verl.log").unlink()
+    before, rows = names_in(died), RunDirectory(died).rows()
+    said = (
+        "wrote in another run" if author == "other run" else "signed, where yours is .*set TRUSTRL_KEY_FILE to a copy"
+    )
+    with pytest.raises(ConfigError, match=rf"{said}.*--trust-checkpoint"):
+        run(RECIPE, died, resume=True)
+    assert (names_in(died), RunDirectory(died).rows()) == (before, rows), "nothing is renamed or forgotten"
+    assert not (died / "verl.log").exists(), "verl was not started"
+    resume(died, trust_checkpoint=True)
+
+
+def test_a_fake_verl_s_files_on_another_node_are_not_loaded_unverified(died):
+    newest = died / "checkpoints" / "global_step_3"
+    for rank in (0, 1, 3):
+        (newest / "actor" / f"model_world_size_4_rank_{rank}.pt").write_bytes(b"")
+    (newest / MANIFEST).unlink()
+    write_manifest(newest, Seal(Key(Path(os.environ["TRUSTRL_KEY_FILE"]).read_bytes()), RunDirectory(died).run_id))
+    with pytest.raises(ConfigError, match=r"without actor/model_world_size_4_rank_2\.pt.*file system that all nodes"):
+        run(RECIPE, died, resume=True)
 
 
 def test_a_checkpoint_that_a_fake_verl_had_not_completed_is_set_aside(died, capsys):

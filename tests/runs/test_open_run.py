@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from support.recorded import record
 from support.run_files import unpacked
 from support.run_folders import run_folder, steps, write_records
 from trustrl.errors import ConfigError, RecordError, TrustRLWarning
@@ -118,6 +119,25 @@ def test_no_reader_imports_torch(tmp_path):
     code = "import sys; from trustrl.runs.open_run import open_run; list(open_run(sys.argv[1]).completions()); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_reader_starts_threads_of_arrow(tmp_path):
+    """They abort the process now and then if it ends soon after a read."""
+    record(tmp_path / "own" / "records")
+    unpacked("trl-1.16.0", tmp_path / "trl")
+    code = """
+import os, sys
+import pyarrow.parquet
+from trustrl.recording.record_files import part_files, read_table
+from trustrl.runs.open_run import open_run
+before = len(os.listdir("/proc/self/task"))
+assert list(open_run(sys.argv[1] + "/trl").completions())
+assert [read_table(one) for one in part_files(sys.argv[1] + "/own/records")]
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0"]
 
 
 def test_fake_dumps_of_slime_have_tokens_and_log_probs(tmp_path):

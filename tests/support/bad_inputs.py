@@ -137,20 +137,33 @@ def impossible_columns(name):
     return {"column": 2} if reads_topk(name) or needs_of(name).full else {}
 
 
-CAPPED = {"cispo", "tis"}
-"""Presets that cap the weight, which therefore never overflows."""
+CAPPED = {"cispo", "tis", "tis-product", "score-centering"}
+"""Presets that cap the weight or have none, which therefore never overflows."""
 
-MASKED_FIRST = {"icepop", "kpop", "mis", "sapo", "trm-sampled"}
+MASKED_FIRST = {
+    "dis",
+    "divergence-gate",
+    "flash-reinforce",
+    "icepop",
+    "kpop",
+    "mis",
+    "mis-product",
+    "sapo",
+    "trm-sampled",
+    "vespo",
+}
 """Presets that mask both tokens of a vanishing μ, or weigh them with 0, before a weight overflows."""
 
-MASKED_IF_RISING = {"dppo-binary-kl", "dppo-topk-kl", "ppo", "trm"}
+MASKED_IF_RISING = {"dppo-binary-kl", "dppo-topk-kl", "m2po", "opsm", "ppo", "trm"}
 """Presets that mask the first of them, whose advantage is positive; the second overflows."""
 
 
-def vanishing_behavior(in_gspo):
+def vanishing_behavior(**in_sequences):
+    """`in_sequences`: tokens of sequences whose mean ratio overflows, by preset; a mean hides a smaller excess."""
+
     def counted(name):
-        if name == "gspo":
-            return in_gspo
+        if name in ("gmpo", "gspo"):
+            return {"overflow": in_sequences[name]} if in_sequences else {}
         if name in CAPPED | MASKED_FIRST:
             return {}
         return {"overflow": 1 if name in MASKED_IF_RISING else 2}
@@ -163,13 +176,16 @@ def vanishing_proximal(name):
 
 
 def impossible_proximal(name):
-    found = {"troll": 2, "dppo-decoupled": 2, "icepop": 1, "mis": 1, "tis": 1}
+    found = {
+        "troll": 2, "troll-gspo": 14, "dppo-decoupled": 2, "icepop": 1, "mis": 1, "tis": 1, "divergence-gate": 1,
+        "mis-product": 1, "tis-product": 1,
+    }  # fmt: skip
     return {"overflow": found[name]} if name in found else {}
 
 
 COUNTED = {
     "policy": (certain_columns, impossible_columns, impossible_columns),
-    "behavior": (lambda name: {}, vanishing_behavior({}), vanishing_behavior({"overflow": 8})),
+    "behavior": (lambda name: {}, vanishing_behavior(), vanishing_behavior(gmpo=7, gspo=8)),
     "proximal": (lambda name: {}, vanishing_proximal, impossible_proximal),
 }
 """What is counted where a log-prob is about 0, −100 or −200, and −1e30."""
@@ -253,12 +269,17 @@ def sampled_outside(raw):
         raw["topk_ids"][at] = torch.where(raw["topk_ids"][at] == raw["tokens"][at], 10_000, raw["topk_ids"][at])
 
 
-def mass_of_troll(name):
-    """TROLL's columns hold nearly all mass here, and the sampled token's comes on top."""
-    return {"mass": 2} if name == "troll" else {}
+def may_end_early(name):
+    """TROLL and score centering ask for so many columns that a recorder may stop before."""
+    return needs_of(name).tail_mass > 0
 
 
-case("top-K: the sampled token outside of it", Rounded(mass_of_troll), "topk")(sampled_outside)
+def mass_of_many(name):
+    """Many columns hold nearly all mass here, and the sampled token's comes on top."""
+    return {"mass": 2} if may_end_early(name) else {}
+
+
+case("top-K: the sampled token outside of it", Rounded(mass_of_many), "topk")(sampled_outside)
 
 
 def first_column_only(raw):
@@ -271,9 +292,11 @@ def no_columns(raw):
         raw[name] = raw[name][..., :0]
 
 
-case("top-K: K below the region's k", Raises(RecordError), "topk", lambda name: name != "troll")(first_column_only)
-# A recorder may stop early for TROLL's tail mass; this one stopped too early.
-case("top-K: K below TROLL's k", Dropped("narrow", lambda raw: raw["in_loss"]), "topk", lambda name: name == "troll")(
+case("top-K: K below the region's k", Raises(RecordError), "topk", lambda name: not may_end_early(name))(
+    first_column_only
+)
+# A recorder may stop early for the region's tail mass; this one stopped too early.
+case("top-K: K below a k with a tail mass", Dropped("narrow", lambda raw: raw["in_loss"]), "topk", may_end_early)(
     first_column_only
 )
 case("top-K: K = 0", Raises(RecordError))(no_columns)
@@ -294,7 +317,7 @@ case("token id beyond the vocabulary", Dropped("support"), "full", presets=lambd
     put("tokens", 10_000)
 )
 # Where the columns already hold the sampled token's mass, its log-prob would count twice.
-case("token id in no column", Rounded(mass_of_troll), "topk", reads_topk)(put("tokens", 10_000))
+case("token id in no column", Rounded(mass_of_many), "topk", reads_topk)(put("tokens", 10_000))
 
 
 def lift_other_columns(field):

@@ -1,7 +1,7 @@
 """Kernels and bytes of one call of `policy_loss`, its sums and its backward pass, for every preset.
 
-PYTHONPATH=tests python -m support.kernel_counts            prints them as a table of the documentation
-PYTHONPATH=tests python -m support.kernel_counts --write    records them as the limits of the test
+PYTHONPATH=tests python -m support.kernel_counts            prints the recorded numbers as a table of the documentation
+PYTHONPATH=tests TRITON_INTERPRET=1 python -m support.kernel_counts --write    records them as the limits of the tests
 """
 
 import json
@@ -30,20 +30,27 @@ def micro_batch(name, dtype=torch.float32):
     return policy, rollout, region, reduction
 
 
-def loss_and_sums(name):
-    """Returns the counts of one micro-batch."""
+def loss_and_sums(name, impl="eager", sums=True):
+    """Returns the counts of one micro-batch, with or without its sums."""
     policy, rollout, region, reduction = micro_batch(name)
     with counted() as counts:
-        out = trustrl.policy_loss(policy, rollout, region, reduction=reduction)
-        out.sums  # noqa: B018  made on first access
+        out = trustrl.policy_loss(policy, rollout, region, reduction=reduction, impl=impl)
+        if sums:
+            out.sums  # noqa: B018  made on first access
         out.loss.backward()
     return counts
 
 
 def totals(name):
-    """Returns the numbers that have a limit."""
+    """Returns the numbers of the eager steps that have a limit."""
     counts = loss_and_sums(name)
     return {"kernels": sum(counts.kernels.values()), "bytes": sum(counts.allocated.values())}
+
+
+def launches(name):
+    """Returns the numbers of the Triton steps that have a limit: with the sums, and the loss alone. Needs Triton."""
+    found = {"launches": True, "launches_alone": False}
+    return {key: sum(loss_and_sums(name, "triton", sums).kernels.values()) for key, sums in found.items()}
 
 
 def torch_release():
@@ -56,16 +63,23 @@ def limits():
     return json.loads(LIMITS.read_text())
 
 
+def table():
+    """Returns the recorded numbers as a table of the documentation."""
+    lines = ["| preset | eager | KB allocated | Triton | Triton, loss alone |", "|---|---|---|---|---|"]
+    for name, row in limits().items():
+        if name != "torch":
+            kilobytes = f"{row['bytes'] / 1024:.0f}"
+            lines.append(f"| `{name}` | {row['kernels']} | {kilobytes} | {row['launches']} | {row['launches_alone']} |")
+    return "\n".join(lines)
+
+
 def main(arguments):
     """Prints or records the numbers of every preset."""
-    found = {name: totals(name) for name in trustrl.presets()}
     if arguments == ["--write"]:
+        found = {name: totals(name) | launches(name) for name in trustrl.presets()}
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(numbers)}" for name, numbers in found.items())
         LIMITS.write_text(f'{{\n  "torch": "{torch_release()}",\n{rows}\n}}\n')
-        return
-    print("| preset | kernels | KB allocated |\n|---|---|---|")
-    for name, numbers in found.items():
-        print(f"| `{name}` | {numbers['kernels']} | {numbers['bytes'] / 1024:.0f} |")
+    print(table())
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ class Case:
 
 def factors(name, case):
     """M·w per token for a preset at its published defaults."""
+    if name in WHOLE:
+        return WHOLE[name](case)
     out = np.zeros_like(case.log_b)
     for i in range(out.shape[0]):
         row = [t for t in range(out.shape[1]) if case.in_loss[i, t]]
@@ -196,6 +198,8 @@ def _trm(distance):
 
 
 def _corrected(correction):
+    """PPO around π', times a factor of the token's k = π'/μ."""
+
     def rule(case, i, row):
         result = []
         for t in row:
@@ -227,7 +231,98 @@ def _dppo_decoupled(case, i, row):
     return result
 
 
+def _by_row(factor):
+    """PPO around π', times factor(case, i, row, t)."""
+
+    def rule(case, i, row):
+        plain = _corrected(lambda k: 1.0)(case, i, row)
+        return [x * factor(case, i, row, t) for t, x in zip(row, plain, strict=True)]
+
+    return rule
+
+
+def _product(case, i, row):
+    k = 1.0
+    for t in row:
+        k *= math.exp(case.log_proximal[i, t] - case.log_b[i, t])
+    return k
+
+
+def _divergence_gate(case, i, row, t):
+    """k if the row's mean binary KL(μ‖π') is at most 3e-3."""
+    gaps = [binary_kl(math.exp(case.log_b[i, s]), math.exp(case.log_proximal[i, s])) for s in row]
+    return math.exp(case.log_proximal[i, t] - case.log_b[i, t]) if sum(gaps) / len(gaps) <= 3e-3 else 0.0
+
+
+def _flash_reinforce(case, i, row):
+    """The same gate on KL(μ‖π), weight π/μ."""
+    gaps = [binary_kl(math.exp(case.log_b[i, s]), math.exp(case.log_p[i, s])) for s in row]
+    keep = sum(gaps) / len(gaps) <= 3e-3
+    return [r if keep else 0.0 for r in _ratios(case, i, row)]
+
+
+def _gmpo(case, i, row):
+    total, inside = 0.0, []
+    for t in row:
+        d, a = case.log_p[i, t] - case.log_b[i, t], case.advantage[i, t]
+        clipped = min(d, 0.4) if a > 0 else max(d, -0.4) if a < 0 else d
+        inside.append(clipped == d)
+        total += clipped
+    return [math.exp(total / len(row)) if one else 0.0 for one in inside]
+
+
+def _opsm(case, i, row):
+    drift = sum(case.log_b[i, t] - case.log_p[i, t] for t in row) / len(row)
+    return [
+        0.0 if case.advantage[i, t] < 0 and drift > 0.5 else x for t, x in zip(row, _ppo(case, i, row), strict=True)
+    ]
+
+
+def _vespo(case, i, row):
+    w = math.prod(_ratios(case, i, row))
+    result = []
+    for t in row:
+        k, decay = (2.0, 3.0) if case.advantage[i, t] >= 0 else (3.0, 2.0)
+        result.append(math.exp(decay) * w**k * math.exp(-decay * w))
+    return result
+
+
+def _m2po(case):
+    """All rows at once: algorithm 1, one token at a time."""
+    tokens = [(i, t) for i, t in zip(*np.nonzero(case.in_loss), strict=True)]
+    ratio = {at: math.exp(case.log_p[at] - case.log_b[at]) for at in tokens}
+    trusted = [at for at in tokens if case.advantage[at] * (ratio[at] - 1) > 0]
+    square = {at: (case.log_p[at] - case.log_b[at]) ** 2 for at in trusted}
+    out = np.zeros_like(case.log_b)
+    for at in tokens:
+        out[at] = ratio[at]
+    while trusted and sum(square[at] for at in trusted) / len(trusted) > 0.04:
+        worst = max(trusted, key=square.get)
+        out[worst] = 0.0
+        trusted.remove(worst)
+    return out
+
+
+WHOLE = {"m2po": _m2po}
+"""Rules that read the whole batch."""
+
 ROWS = {
+    "dppo-minimal": lambda case, i, row: [
+        0.0 if case.advantage[i, t] < 0 and math.exp(case.log_b[i, t]) - math.exp(case.log_p[i, t]) > 0.5 else r
+        for t, r in zip(row, _ratios(case, i, row), strict=True)
+    ],
+    "tis-product": _by_row(lambda case, i, row, t: min(_product(case, i, row), 3.0)),
+    "mis-product": _by_row(lambda case, i, row, t: k if (k := _product(case, i, row)) <= 3.0 else 0.0),
+    "divergence-gate": _by_row(_divergence_gate),
+    "flash-reinforce": _flash_reinforce,
+    "dis": lambda case, i, row: [r if 0.7 <= r <= 6.0 else 0.0 for r in _ratios(case, i, row)],
+    "ppo-relaxed": lambda case, i, row: [
+        r if math.exp(case.log_b[i, t]) < 0.1 else x
+        for t, r, x in zip(row, _ratios(case, i, row), _ppo(case, i, row), strict=True)
+    ],
+    "gmpo": _gmpo,
+    "opsm": _opsm,
+    "vespo": _vespo,
     "dppo-decoupled": _dppo_decoupled,
     "dppo-binary-tv": _dppo("binary-tv", 0.15),
     "dppo-binary-kl": _dppo("binary-kl", 0.05),
@@ -282,3 +377,20 @@ def troll_projection(log_p, log_b, bound):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if excess(q_of(middle)) > 0 else (low, middle)
     return q_of(0.5 * (low + high))
+
+
+# ── score centering: the gradient by the logits, from the sampler's expectation written out ─────────────────────────
+
+
+def centered_gradient(b, p, sampled, advantage, k, f=lambda r: 1.0):
+    """∂ℓ/∂logits = −A·(f(r_a)·(e_a − p) − Σ_v m_v·(e_v − p)), with b modelled as ρ·p outside its k most probable ids."""
+    head = np.argsort(-np.asarray(b), kind="stable")[:k]
+    rho = (1 - sum(b[v] for v in head)) / (1 - sum(p[v] for v in head)) if k < len(b) else 0.0
+    total = np.zeros(len(p))
+    for v in range(len(p)):
+        score = -np.asarray(p, np.float64)
+        score[v] += 1
+        if v == sampled:
+            total += f(p[v] / b[v]) * score
+        total -= (b[v] * f(p[v] / b[v]) if v in head else rho * f(1 / rho) * p[v]) * score
+    return -advantage * total

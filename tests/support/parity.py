@@ -19,7 +19,7 @@ FILE = Path(__file__).with_name("parity.json")
 LARGEST_ERROR = 1e-6
 """Of the gradient, relative to its largest entry in the batch."""
 
-DRIFT = {"kpop": 4.0, "trm-sampled": 0.15, "gspo": 0.02}
+DRIFT = {"kpop": 4.0, "dppo-minimal": 4.0, "trm-sampled": 0.15, "flash-reinforce": 0.05, "gspo": 0.02}
 """Where 0.5, the usual distance of the policy from μ, would stop nothing or everything."""
 
 _NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
@@ -106,7 +106,7 @@ def _batch(drift):
 
 def contents():
     """What the file must hold, from the oracle alone."""
-    batches = {str(drift): _batch(drift) for drift in (0.5, *sorted(DRIFT.values()))}
+    batches = {str(drift): _batch(drift) for drift in (0.5, *sorted(set(DRIFT.values())))}
     presets = {}
     for name in PRESETS:
         which = str(DRIFT.get(name, 0.5))

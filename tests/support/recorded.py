@@ -7,6 +7,7 @@ from support import recording_batches as batches
 from trustrl.core.policy_loss import policy_loss
 from trustrl.recording import Recorder, Recording, stream
 from trustrl.recording.record_files import part_files
+from trustrl.recording.sequence_tables import write_sequences
 
 
 def reduction_of(region):
@@ -30,6 +31,14 @@ def record(folder, region=batches.REGION, *, seeds=(0, 1), updates=2, proximal=T
             recorder.add(out, b.policy, rollout, sequences=b.sequences, step=step, update=update)
             sums.append(out.sums)
         recorder.end_step(step, trustrl.merge(sums))
+    return folder
+
+
+def add_rewards(folder, seeds=(0, 1)):
+    """Rewards 0 and 1 in turn, for the sequences of `record`."""
+    for step, _ in enumerate(seeds):
+        rows = [{"sequence": 100 * step + at, "reward": float(at % 2)} for at in range(8)]
+        write_sequences(folder, rows, step=step, rank=0, text=False)
     return folder
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from support.recipes import small
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset
+from trustrl.recording.checksums import seal
 from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
 from trustrl.recording.sequence_tables import write_sequences
 
@@ -85,7 +86,15 @@ def write_records(folder, columns, *, step=0, rank=0, region="dppo-binary-tv"):
         column.name: columns.get(column.name, [dull.get(column.name)] * count) for column in COLUMNS if column.name != "position"
     } | {"position": columns.get("position", list(range(count)))}  # fmt: skip
     table = pa.table([pa.array(filled[field.name], field.type) for field in schema], schema=schema)
-    pq.write_table(table, folder / f"step-{step:08d}.rank-{rank:04d}.parquet")
+    file = folder / f"step-{step:08d}.rank-{rank:04d}.parquet"
+    pq.write_table(table, file)
+    sealed(file)
+
+
+def sealed(file):
+    """Adds checksums to a Parquet file, as the writer of records does."""
+    with file.open("r+b") as opened:
+        seal(opened)
 
 
 def write_groups(folder, groups, *, step=0, region="dppo-binary-tv", tokens=6):

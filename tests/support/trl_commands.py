@@ -15,11 +15,12 @@ def command(verb, *arguments, ranks=1):
     return [sys.executable, *launcher, "-m", "trustrl.cli", verb, recipe, *map(str, arguments)]
 
 
-def environment():
-    return own_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT / "src"))
+def environment(**more):
+    return own_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT / "src"), **more)
 
 
-def run(*arguments, ranks=1):
+def run(*arguments, ranks=1, **more):
     return subprocess.run(
-        command(*arguments, ranks=ranks), env=environment(), capture_output=True, text=True, check=False, timeout=400
-    )
+        command(*arguments, ranks=ranks), env=environment(**more), capture_output=True, text=True, check=False,
+        timeout=400,
+    )  # fmt: skip

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+from support.sockets import listening, tree
 from support.tiny_models import save_model
 from trustrl.engines.verl_cpu.cpu_defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
 from trustrl.world.verl_dataset import write_parquet
@@ -20,29 +23,40 @@ SMALL = [
 ]  # fmt: skip
 
 
-def trained(folder, settings, experts=0, **environment):
-    """Trains a random tiny model in `folder`/run with a small recipe; returns the exit code and what was said."""
+def trained(folder, settings, experts=0, listened=None, **environment):
+    """Trains a random tiny model in `folder`/run with a small recipe; returns the exit code and what was said.
+
+    `listened` is a set, which gets every address on which a process of the run listened.
+    """
     model = folder / "model"
     save_model(model, tied=not experts, experts=experts)
     command = [
         sys.executable, "-m", "trustrl.cli", "run", str(ROOT / "recipes/verl-tour.toml"), f"model.name={model}", *SMALL,
         *(one.format(model=model) for one in settings), "--out", str(folder / "run"),
     ]  # fmt: skip
-    return said(command, **environment)
+    return said(command, listened, **environment)
 
 
-def said(command, **environment):
+def said(command, listened=None, **environment):
     """Returns the exit code of a command and what it said."""
     process = subprocess.Popen(
         command, env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+    if listened is not None:
+        threading.Thread(target=_watch, args=(process, listened), daemon=True).start()
     try:
         output, _ = process.communicate(timeout=900)
     finally:
         if process.poll() is None:
             process.kill()  # verl and Ray end with it
     return process.returncode, output
+
+
+def _watch(process, listened):
+    while process.poll() is None:
+        listened |= listening(*tree(process.pid))
+        time.sleep(0.5)
 
 
 def stock(folder, *settings, steps=STEPS, **environment):

@@ -108,9 +108,10 @@ def world(seed=0, *, rows=4, width=16, vocabulary=48, peak=2.0, drift=0.5, misma
     return World(behavior, proximal, policy, tokens, advantage, in_loss)
 
 
-def reduction_for(name, w):
-    """Token sum, except for the region that is defined with one reduction only."""
-    if name == "gspo":
+def reduction_for(name_or_region, w):
+    """Token sum, except for regions that are defined with one reduction only."""
+    region = trustrl.preset(name_or_region) if isinstance(name_or_region, str) else name_or_region
+    if region.needs().reduction is not None:
         return trustrl.SequenceMeanTokenMean(num_sequences=w.tokens.shape[0])
     return trustrl.TokenSum()
 
@@ -125,9 +126,15 @@ def run(name_or_region, w, *, dtype=torch.float64, reduction=None, **changes):
         region = replace(region, k=k)
     rollout = w.rollout(needs.anchor, dtype=dtype, k=k, **changes)
     policy = w.policy_tokens(rollout, dtype=dtype)
-    out = trustrl.policy_loss(policy, rollout, region, reduction=reduction or reduction_for(region.kind, w))
+    out = trustrl.policy_loss(policy, rollout, region, reduction=reduction or reduction_for(region, w))
     out.loss.backward()
     return out, policy
+
+
+def narrow_preset(name, most=64):
+    """The preset with at most this many columns, so that a small vocabulary has a tail."""
+    region = trustrl.preset(name)
+    return replace(region, k=most) if region.needs().topk > most else region
 
 
 def grad_of(x):

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from typing import NoReturn
 
 from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
+from trustrl.terminal import complain, escape_warnings, one_line, say
 
 VERBS = {
     "recipes": "List the shipped recipes, or print one to start your own from",
@@ -26,6 +28,7 @@ VERBS = {
     "probe": "Compare the log-probs of sampler and trainer on the same tokens, and diagnose the gap",
     "audit": "Replay other regions on recorded tokens and report what each would mask",
     "calibrate": "Estimate sampler-trainer noise from records and recommend a threshold above it",
+    "bound": "Evaluate DPPO's improvement bound on recorded tokens, update by update",
     "records": "Check records against their specification",
 }
 RESUMES = {"run": "run the same command with --resume to continue", "compare": "run the same command to continue"}
@@ -34,9 +37,17 @@ RESUMES = {"run": "run the same command with --resume to continue", "compare": "
 OK, FAILED, WRONG = 0, 1, 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser that escapes what it prints: an argument may be the name of a file from outside."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message as one line, and exits."""
+        super().error(one_line(message))
+
+
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Builds the argument parser of one verb."""
-    parser = argparse.ArgumentParser(prog=f"trustrl {verb}", description=f"{VERBS[verb]}.")
+    parser = _Parser(prog=f"trustrl {verb}", description=f"{VERBS[verb]}.")
     import_module(f"trustrl.cli.{verb}").add_arguments(parser)
     return parser
 
@@ -45,12 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code. trustrl's errors are printed as messages without a traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
-        print(_help(), file=sys.stdout if given else sys.stderr)
+        say(_help(), file=sys.stdout if given else sys.stderr)
         return OK if given else WRONG
     if given[0] == "--version":
         import trustrl
 
-        print(trustrl.__version__)
+        say(trustrl.__version__)
         return OK
     verb, *rest = given
     if verb not in VERBS:
@@ -83,6 +94,7 @@ def console() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    escape_warnings()
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for data, also when a verb loads vLLM
     try:
         code = main()
@@ -109,5 +121,5 @@ def _help() -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    complain(f"error: {message}")
     return code

@@ -1,11 +1,10 @@
 """`trustrl audit RECORDS`: replays other regions on recorded tokens and reports what each would mask."""
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 
 from trustrl.cli.shared_options import add_records, add_regions, regions_of, tokenizer_of
+from trustrl.terminal import complain, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,14 +37,13 @@ def run(options: argparse.Namespace) -> int:
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
     of = partial(TokenCounts.of, arms=arms)
-    counts = count_records(files, of, columns=COLUMNS, workers=options.workers, where=where)
+    counts = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
     found = audit_report(counts, arms, files, top=options.top, text_of=text_of)
-    print(json.dumps(found, indent=1) if options.json else text(found))
+    say_json(found) if options.json else say(text(found))
     if found["reproduced"]["kept_differs"]:
-        print(
+        complain(
             f"error: Replaying the recorded region must reproduce the records, but it differs at "
-            f"{found['reproduced']['kept_differs']} tokens. The files were modified, or another version wrote them.",
-            file=sys.stderr,
+            f"{found['reproduced']['kept_differs']} tokens. The files were modified, or another version wrote them."
         )
         return 1
     return 0

@@ -1,12 +1,11 @@
 """`trustrl calibrate RECORDS`: estimates sampler-trainer noise and recommends a threshold above it."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from trustrl.cli.shared_options import add_records, check_writable, written
 from trustrl.errors import ConfigError
+from trustrl.terminal import complain, say, say_json
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -21,6 +20,7 @@ def run(options: argparse.Namespace) -> int:
     """Prints the calibration on stdout. Returns 1 if the records have too few tokens for a recommendation."""
     from trustrl.tools.audit.audit_json import record_files
     from trustrl.tools.audit.mapreduce import count_records
+    from trustrl.tools.audit.token_counts import TokenCounts
     from trustrl.tools.calibrate.calibration import calibration
     from trustrl.tools.calibrate.calibration_text import draw, text
     from trustrl.tools.calibrate.noise_counts import COLUMNS, noise_of
@@ -31,11 +31,11 @@ def run(options: argparse.Namespace) -> int:
         check_writable("--figure", options.figure)
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
-    counts = count_records(files, noise_of, columns=COLUMNS, workers=options.workers, where=where)
+    counts = count_records(files, noise_of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
     found = calibration(counts)
-    print(json.dumps(found, indent=1) if options.json else text(found))
+    say_json(found) if options.json else say(text(found))
     if options.figure is not None:
         with written("--figure", options.figure):
             draw(counts, found, options.figure)
-        print(options.figure, file=sys.stderr)
+        complain(options.figure)
     return 0 if found["noise"] >= found["needed"] else 1

@@ -1,11 +1,11 @@
 """`trustrl compare RECIPE --regions a,b,c --seeds 5 --out DIR`: trains regions × seeds and compares the results."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from trustrl.cli.shared_options import add_recipe, add_regions, add_trust, regions_of
 from trustrl.errors import ConfigError
+from trustrl.terminal import complain, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +42,13 @@ def run(options: argparse.Namespace) -> int:
     cells = prepare(recipe, regions_of(options), options.seeds, options.out)
     more = ["--trust-checkpoint"] if options.trust_checkpoint else []
     failures = run_all(
-        cells, options.workers, lambda line: print(line, file=sys.stderr, flush=True),
+        cells, options.workers, complain,
         lambda cell: [*command_of(cell), *more],
     )  # fmt: skip
     found = table(cells, failures, options.threshold)
     write_json(options.out / "table.json", found)
     write_whole(options.out / "table.md", markdown(found))
-    print(markdown(found), end="")
+    say(markdown(found), end="")
     return 1 if failures else 0
 
 
@@ -56,5 +56,5 @@ def _draw(folder: Path) -> int:
     from trustrl.runner.figures import draw
 
     for file in draw(folder):
-        print(file)
+        say(file)
     return 0

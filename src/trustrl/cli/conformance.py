@@ -1,9 +1,10 @@
 """`trustrl conformance pkg.module:function`: tests a policy loss on small batches with known answers."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
+
+from trustrl.terminal import complain, say, say_json
 
 KINDS = ("any", "ppo", "dppo", "pg")
 ADAPTERS = ("plain", "verl", "skyrl", "trustrl", "trl", "openrlhf", "logprobs", "torchtune")
@@ -39,12 +40,12 @@ def run(options: argparse.Namespace) -> int:
     loss = find(options.loss)
     name = options.adapter or detected(loss)
     settings = override({}, options.settings)
-    print(f"{options.loss}: adapter {name}, kind {options.kind}", file=sys.stderr)
+    complain(f"{options.loss}: adapter {name}, kind {options.kind}")
     results = corpus.run(adapted(loss, name, settings), options.kind)
     counts = corpus.counts(results)
     if options.json:
         head = {"loss": options.loss, "adapter": name, "kind": options.kind, "settings": settings, "counts": counts}
-        print(json.dumps(head | {"results": corpus.to_dict(results)}, indent=1, ensure_ascii=False))
+        say_json(head | {"results": corpus.to_dict(results)})
     else:
-        print(corpus.text(results, everything=options.all))
+        say(corpus.text(results, everything=options.all))
     return 1 if counts.get("fails") else 0

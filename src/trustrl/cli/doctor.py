@@ -1,7 +1,8 @@
 """`trustrl doctor`: checks package versions, open ports, insecure settings, threads, and disk."""
 
 import argparse
-import json
+
+from trustrl.terminal import say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,5 +15,5 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.tools.doctor.examination import examine, text
 
     made = examine()
-    print(json.dumps(made.to_dict(), indent=1, ensure_ascii=False) if options.json else text(made))
+    say_json(made.to_dict()) if options.json else say(text(made))
     return 1 if made.has_errors else 0

@@ -1,7 +1,8 @@
 """`trustrl explain RUN ...`: diagnoses runs from their files."""
 
 import argparse
-import json
+
+from trustrl.terminal import complain, one_line, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +19,11 @@ def run(options: argparse.Namespace) -> int:
 
     found = [explain(path) for path in options.runs]
     for place, one in enumerate(found):
+        for fault in one.run.faults:
+            complain(f"{one.run.path}: {fault}")
         if options.json:
-            print(json.dumps(one.to_dict(), indent=1 if len(found) == 1 else None))
+            say_json(one.to_dict(), indent=1 if len(found) == 1 else None)
         else:
-            heading = f"{one.run.path}\n\n" if len(found) > 1 else ""
-            print("\n" * (place > 0) + heading + one.text())
+            heading = f"{one_line(one.run.path)}\n\n" if len(found) > 1 else ""
+            say("\n" * (place > 0) + heading + one.text())
     return 1 if any(one.causes for one in found) else 0

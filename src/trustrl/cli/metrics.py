@@ -4,7 +4,6 @@ The metric dictionary loads without torch, so the verb is fast.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from trustrl.core.metric_entries import Metric
 from trustrl.core.metrics import CORE, METRICS
 from trustrl.errors import ConfigError, UnknownNameError
 from trustrl.registry import nearest
+from trustrl.terminal import say, say_json
 
 PREFIX = "trustrl/"
 
@@ -37,10 +37,10 @@ def run(options: argparse.Namespace) -> int:
         _print_dashboard(options.dashboard)
     elif options.name is None:
         listed = [metric for metric in METRICS if not options.core or metric.name in CORE]
-        print(_json([_entry(metric) for metric in listed]) if options.json else _list(listed))
+        say_json([_entry(metric) for metric in listed]) if options.json else say(_list(listed))
     else:
         metric = _named(options.name)
-        print(_json(_entry(metric)) if options.json else _text(metric))
+        say_json(_entry(metric)) if options.json else say(_text(metric))
     return 0
 
 
@@ -87,7 +87,3 @@ def _text(metric: Metric) -> str:
     ]
     lines += [(f"in {engine}", name) for engine, name in metric.elsewhere.items()]
     return "\n".join([PREFIX + metric.name, *(f"  {label:<11} {text}" for label, text in lines)])
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=False)

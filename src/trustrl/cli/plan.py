@@ -1,10 +1,10 @@
 """`trustrl plan RECIPE`: shows what a recipe will do without loading a model."""
 
 import argparse
-import json
 from pathlib import Path
 
 from trustrl.cli.shared_options import add_recipe
+from trustrl.terminal import say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,5 +20,5 @@ def run(options: argparse.Namespace) -> int:
 
     recipe = load(options.recipe, options.settings)
     made = plan(recipe, Path("runs") / recipe.name)
-    print(json.dumps(made.to_dict(), indent=1, default=str) if options.json else text(made))
+    say_json(made.to_dict()) if options.json else say(text(made))
     return 0

@@ -1,11 +1,13 @@
 """`trustrl probe MODEL`: compares sampler and trainer log-probs on the same tokens and diagnoses the gap."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from trustrl.terminal import complain, say, say_json
 from trustrl.tools.probe.sampling import SAMPLERS
+
+LARGEST_PROMPTS = 16_000_000
+"""Bytes of the largest file of prompts."""
 
 PROMPTS = (
     "The capital of France is",
@@ -70,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     where = models.path(options.model)
     tokenizer = tokenizer_of("MODEL", options.model)
     prompts = [ids for line in lines if (ids := list(tokenizer(line).input_ids))]
-    print(f"{options.model}: sampler {options.sampler} in {drawing.dtype}, trainer in float32", file=sys.stderr)
+    complain(f"{options.model}: sampler {options.sampler} in {drawing.dtype}, trainer in float32")
     completions = sample_completions(options.sampler, where, prompts, drawing)
 
     import torch
@@ -81,16 +83,18 @@ def run(options: argparse.Namespace) -> int:
     read = trainer_logprobs.by_transformers(where, completions, drawing.temperature)
     found = diagnosis.diagnose(recorded, read)
     made = probe_report.report(completions, recorded, read, found, tokenizer.decode)
-    print(json.dumps(made.to_dict(), indent=1) if options.json else probe_report.text(made))
+    say_json(made.to_dict()) if options.json else say(probe_report.text(made))
     return 0 if found.is_sound else 1
 
 
 def _prompts(file: Path | None) -> list[str]:
     from trustrl.errors import ConfigError
+    from trustrl.untrusted_files import read_regular
 
     if file is None:
         return list(PROMPTS)
     try:
-        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = read_regular(file, LARGEST_PROMPTS).decode("utf-8")
+        return [line for line in text.splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts must be a text file, got {file}: {error}.") from error

@@ -1,8 +1,8 @@
 """`trustrl recipes [NAME]`: lists the shipped recipes, or prints one."""
 
 import argparse
-import json
-from typing import Any
+
+from trustrl.terminal import say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,13 +18,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.name is not None:
         file = named(options.name)
-        print(_json(load(file).to_dict()) if options.json else file.read_text(encoding="utf-8").rstrip())
+        say_json(load(file).to_dict()) if options.json else say(file.read_text(encoding="utf-8").rstrip())
         return 0
     told = {name: about(file) for name, file in shipped().items()}
     width = max(map(len, told), default=0)
-    print(_json(told) if options.json else "\n".join(f"{name:<{width}}  {what}" for name, what in told.items()))
+    say_json(told) if options.json else say("\n".join(f"{name:<{width}}  {what}" for name, what in told.items()))
     return 0
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=False)

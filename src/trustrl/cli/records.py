@@ -1,8 +1,8 @@
 """`trustrl records check ADDRESS`: compares records with their specification."""
 
 import argparse
-import json
-import sys
+
+from trustrl.terminal import complain, one_line, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +28,12 @@ def run(options: argparse.Namespace) -> int:
             }
             for one in checked
         ]  # fmt: skip
-        print(json.dumps({"version": 1, "records": records}, indent=1))
+        say_json({"version": 1, "records": records})
     for one in checked:
         if not options.json:
             for finding in one.findings:
-                print(f"{finding.level}: `{finding.file}` {finding.text}")
+                say(one_line(f"{finding.level}: `{finding.file}` {finding.text}"))
         counts = ", ".join(f"{num} {table}" for table, num in one.rows.items())
         verdict = "valid" if one.is_valid else "not valid"
-        print(f"{one.address}: {verdict}; {one.files} files, {counts}", file=sys.stderr)
+        complain(f"{one.address}: {verdict}; {one.files} files, {counts}")
     return 0 if all(one.is_valid for one in checked) else 1

@@ -1,11 +1,11 @@
 """`trustrl report RUN...`: summarizes runs in the terminal or as one self-contained HTML page."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from trustrl.cli.shared_options import prepare_file, written
+from trustrl.terminal import complain, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     report = gather(runs) if options.out is not None else gather(runs, max_points=0, max_shown=0)
     for (_, one), note in zip(runs, report.notes, strict=True):
         if note:
-            print(f"{one.path}: {note}", file=sys.stderr)
+            complain(f"{one.path}: {note}")
     if options.out is not None:
         from trustrl.runner.directory import write_whole
         from trustrl.tools.report.html_page import page
@@ -39,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from trustrl.runner.directory import finite
 
-        print(json.dumps(finite(summary_of(report)), indent=1))
+        say_json(finite(summary_of(report)))
     elif options.out is not None:
-        print(options.out)
+        say(options.out)
     else:
         from trustrl.tools.report.terminal_text import text
 
-        print(text(report, unicode=(sys.stdout.encoding or "").lower().startswith("utf")))
+        say(text(report, unicode=(sys.stdout.encoding or "").lower().startswith("utf")))
     return 1 if any(report.notes) else 0

@@ -1,12 +1,11 @@
 """`trustrl run RECIPE`: trains a recipe in a run directory and draws its curves."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 from trustrl.cli.shared_options import add_recipe, add_trust
 from trustrl.errors import MissingPackageError
+from trustrl.terminal import complain, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +23,11 @@ def run(options: argparse.Namespace) -> int:
 
     recipe = load(options.recipe, options.settings)
     folder = options.out or Path("runs") / recipe.name
-    print(f"{recipe.name}: training in {folder}", file=sys.stderr, flush=True)
+    complain(f"{recipe.name}: training in {folder}")
     result = run_recipe(recipe, folder, resume=options.resume, trust_checkpoint=options.trust_checkpoint)
     if result:  # only rank 0 has a result
-        print(json.dumps(result, indent=1))
-        print(_drawn(folder, recipe.schedule.updates_per_batch), file=sys.stderr)
+        say_json(result)
+        complain(_drawn(folder, recipe.schedule.updates_per_batch))
     return 0
 
 

@@ -34,15 +34,16 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     """Adds --trust-checkpoint, for every verb that resumes runs."""
     parser.add_argument(
         "--trust-checkpoint", action="store_true",
-        help="Load a checkpoint that other users own or can write to. Loading one can execute code",
+        help="Load a checkpoint that others wrote, own or can write to. Loading one can execute code",
     )  # fmt: skip
 
 
-def add_records(parser: argparse.ArgumentParser) -> None:
-    """Adds RECORDS and the options for reading them, for every verb that reads records."""
+def add_records(parser: argparse.ArgumentParser, *, nargs: str | None = "+") -> None:
+    """Adds RECORDS and the options for reading them, for every verb that reads records; one folder if nargs is None."""
+    what = "Record folders, run directories, or record files: paths, or addresses"
     parser.add_argument(
-        "records", metavar="RECORDS", nargs="+",
-        help="Record folders, run directories, or record files: paths, or addresses such as s3://bucket/run",
+        "records", metavar="RECORDS", nargs=nargs,
+        help=f"{what if nargs else 'Record folder or run directory: a path, or an address'} such as s3://bucket/run",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object")
     parser.add_argument("--workers", type=int, default=1, help="Number of parallel processes (default: 1)")

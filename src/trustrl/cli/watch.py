@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trustrl.cli.shared_options import prepare_file, written
 from trustrl.errors import ConfigError, MissingPackageError
+from trustrl.terminal import complain, escaped, say
 
 Show = Callable[[str], None]
 
@@ -73,7 +74,7 @@ def _display() -> Iterator[Show]:
         live = rich_text = screen = None
         in_place = False
     if live is None or rich_text is None or not in_place:
-        print("Press Ctrl-C to end.", file=sys.stderr)
+        complain("Press Ctrl-C to end.")
         yield _printed
         return
     last = ""
@@ -81,7 +82,7 @@ def _display() -> Iterator[Show]:
     def shown(text: str) -> None:
         nonlocal last
         last = text
-        now = f"{text}\n\n{datetime.now():%H:%M:%S}, Ctrl-C ends"
+        now = f"{escaped(text)}\n\n{datetime.now():%H:%M:%S}, Ctrl-C ends"
         view.update(rich_text.Text(now, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     try:
@@ -89,8 +90,8 @@ def _display() -> Iterator[Show]:
             yield shown
     finally:
         if last:
-            print(last)  # stays in the terminal after the full-screen view
+            say(last)  # stays in the terminal after the full-screen view
 
 
 def _printed(text: str) -> None:
-    print(text, end="\n\n", flush=True)
+    say(text, end="\n\n")

@@ -3,8 +3,8 @@
 anchor × statistic × direction × level × action: each is an independent choice. Combinations without a meaning raise.
 """
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, TypeGuard
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, TypeGuard, get_args
 
 from trustrl.config import validators
 from trustrl.config.statistics import (
@@ -20,7 +20,7 @@ from trustrl.config.statistics import (
     TopKKL,
     TopKTV,
 )
-from trustrl.config.terms import MIS, TIS, Correction, IcePop, SequenceMeanTokenMean
+from trustrl.config.terms import Correction, SequenceMeanTokenMean, reads_sequences
 from trustrl.errors import ConfigError
 
 
@@ -40,8 +40,9 @@ class Needs:
     tail_mass: float = 0.0
     """A recorder may record fewer than `topk` ids if the anchor's remaining mass is below this."""
 
-    own_topk: Literal["none", "known", "fill"] = "none"
-    """Use of the policy's own top ids: none, those where the anchor is known, or all with the anchor filled in."""
+    own_topk: Literal["none", "known", "fill", "published"] = "none"
+    """Use of the policy's own top ids: none, those where the anchor is known, all with the anchor filled in, or TROLL's
+    published selection, which fills in both sides."""
 
     projects: bool = False
     """True if the region differentiates through the whole support, not only through the sampled token."""
@@ -52,12 +53,21 @@ class Needs:
     sequences: bool = False
     """True if decisions depend on whole sequences, so that micro-batches may be split only between sequences."""
 
+    whole_call: bool = False
+    """True if decisions depend on all tokens of one `policy_loss` call, so that they change with the split into
+    micro-batches."""
+
     reduction: type | None = None
     """The only reduction that the region is defined with, if there is one."""
 
     penalty: str | None = None
     """Setting that adds a term to the loss (`Decision.penalty`), or None. The term does not depend on the advantage, so
     a trainer that scales advantages does not scale it."""
+
+    @property
+    def fills(self) -> bool:
+        """True if the region reads the policy's own top ids and fills in unrecorded values, so that no tail is left."""
+        return self.own_topk in ("fill", "published")
 
     def __post_init__(self) -> None:
         if self.anchor not in self.anchors:
@@ -173,7 +183,7 @@ def check_common(region: AnchoredRegion, max_ratio: float | None = None) -> None
     check_staleness(region)
     validators.one_of(f"{kind}.anchor", anchor, ANCHORS)
     if correction is not None:
-        validators.instance(f"{kind}.correction", correction, (TIS, IcePop, MIS))
+        validators.instance(f"{kind}.correction", correction, get_args(Correction))
         if anchor == "behavior":
             raise ConfigError(
                 f"{kind}.correction must be None with anchor='behavior', got {correction!r}. "
@@ -215,9 +225,16 @@ def needs_of(
         topk=statistic.k if isinstance(statistic, (TopKTV, TopKKL)) else 0,
         anchor=anchor,
         full=isinstance(statistic, (FullTV, FullKL)),
-        sequences=sequences or (isinstance(correction, MIS) and correction.level == "sequence"),
+        sequences=sequences or reads_sequences(correction),
         reduction=SequenceMeanTokenMean if isinstance(statistic, SequenceRatio) else None,
     )
+
+
+def differentiated(needs: Needs, *, k: int, tail_mass: float, full: bool) -> Needs:
+    """Returns the needs of a region that differentiates the anchor's top k ids, or the whole vocabulary."""
+    if full:
+        return replace(needs, projects=True, full=True)
+    return replace(needs, projects=True, topk=k, tail_mass=tail_mass)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from trustrl.config.statistics import STATISTICS, Statistic, settings_of
 from trustrl.config.terms import (
     MIS,
     TIS,
+    DivergenceGate,
     EntropyBonus,
     FixedLength,
     IcePop,
@@ -30,7 +31,7 @@ KINDS: Registry[type] = Registry("settings kind")
 """Every settings class by its `kind`. Registering a region adds its class."""
 
 _OTHERS = (
-    PrefixBudget, TIS, IcePop, MIS, KLPenalty, EntropyBonus,
+    PrefixBudget, TIS, IcePop, MIS, DivergenceGate, KLPenalty, EntropyBonus,
     TokenSum, TokenMean, SequenceMeanTokenMean, SequenceMeanTokenSum, FixedLength,
 )  # fmt: skip
 for _class in (*REGIONS, *STATISTICS, *_OTHERS):

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from trustrl.config.axes import Region
+from trustrl.config.axes import Region, TrustRegion
 from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
-from trustrl.config.regions import CISPO, DPPO, IPO, KPOP, PPO, TROLL, MiniRL, PolicyGradient
-from trustrl.config.sequence_regions import CPPO, GSPO, TRM
+from trustrl.config.regions import CISPO, DPPO, IPO, KPOP, M2PO, PPO, TROLL, MiniRL, PolicyGradient
+from trustrl.config.score_centering import ScoreCentering
+from trustrl.config.sequence_regions import CPPO, GMPO, GSPO, OPSM, TRM, VESPO
 from trustrl.config.soft_regions import DRPO, SAPO, SPO
-from trustrl.config.statistics import BinaryKL, BinaryTV, FullKL, FullTV, SampledK2, TopKKL, TopKTV
-from trustrl.config.terms import MIS, TIS, IcePop
+from trustrl.config.statistics import BinaryKL, BinaryTV, FullKL, FullTV, Ratio, SampledK2, TopKKL, TopKTV
+from trustrl.config.terms import MIS, TIS, DivergenceGate, IcePop
 from trustrl.registry import Registry
 
 PRESETS: Registry[Callable[[], Region]] = Registry("preset")
@@ -25,8 +26,14 @@ for _name, _make in {
     "dppo-full-kl": lambda: DPPO(FullKL()),
     # The ablation of the paper's figure 4: the mask uses π', the weight stays π/μ.
     "dppo-decoupled": lambda: DPPO(BinaryTV(), anchor="proximal", correction=TIS(max_ratio=math.inf)),
+    # The ablation of figure 5: masks only a token with A < 0 that has lost more than half of the probability mass.
+    "dppo-minimal": lambda: DPPO(BinaryTV(max_decrease=0.5, max_increase=math.inf)),
     "troll": TROLL,
+    "troll-gspo": lambda: TROLL(level="sequence"),
     "ppo": PPO,
+    # The relaxation of DPPO's section 6, at the smallest α that it studies.
+    "ppo-relaxed": lambda: PPO(relax_below=0.1),
+    "dis": lambda: TrustRegion(Ratio(max_increase=5.0, max_decrease=0.3), direction="symmetric"),
     "gspo": GSPO,
     "cispo": CISPO,
     "sapo": SAPO,
@@ -43,8 +50,20 @@ for _name, _make in {
     "icepop": lambda: PPO(anchor="proximal", correction=IcePop()),
     # MIS has no published bounds that hold at every level. These are our choice, per token.
     "mis": lambda: PPO(anchor="proximal", correction=MIS(min_ratio=0.5, max_ratio=2.0, level="token")),
+    # TRL's `sequence_truncate` and `sequence_mask` with its bound.
+    "tis-product": lambda: PPO(anchor="proximal", correction=TIS(max_ratio=3.0, level="sequence-product")),
+    "mis-product": lambda: PPO(
+        anchor="proximal", correction=MIS(min_ratio=0.0, max_ratio=3.0, level="sequence-product")
+    ),
+    "divergence-gate": lambda: PPO(anchor="proximal", correction=DivergenceGate()),
+    "flash-reinforce": lambda: TrustRegion(BinaryKL(max_increase=3e-3), direction="symmetric", level="sequence"),
+    "opsm": OPSM,
+    "gmpo": GMPO,
+    "vespo": VESPO,
+    "m2po": M2PO,
     "minirl": MiniRL,
     "pg-is": PolicyGradient,
+    "score-centering": ScoreCentering,
 }.items():
     PRESETS.register(_name)(_make)
 

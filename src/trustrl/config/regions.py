@@ -15,8 +15,11 @@ from trustrl.config.axes import (
     TrustRegion,
     check_common,
     check_staleness,
+    differentiated,
+    needs_of,
 )
-from trustrl.config.sequence_regions import CPPO, GSPO, TRM
+from trustrl.config.score_centering import ScoreCentering
+from trustrl.config.sequence_regions import CPPO, GMPO, GSPO, OPSM, TRM, VESPO
 from trustrl.config.soft_regions import DRPO, SAPO, SPO
 from trustrl.config.statistics import (
     Anchor,
@@ -25,7 +28,7 @@ from trustrl.config.statistics import (
     Ratio,
     SymmetricBinaryKL,
 )
-from trustrl.config.terms import MIS
+from trustrl.config.terms import SequenceMeanTokenMean
 from trustrl.errors import ConfigError
 
 
@@ -72,6 +75,10 @@ class PPO(AnchoredRegion):
     max_ratio: float | None = field(default=None, kw_only=True)
     """C: cap on the weight of unmasked tokens."""
 
+    relax_below: float | None = field(default=None, kw_only=True)
+    """α: tokens with an anchor probability below it are never clipped. Off by default; 0.1 to 0.7 in arXiv:2602.04879,
+    section 6, which shows by it that PPO's clip hinders improbable tokens."""
+
     def __post_init__(self) -> None:
         validators.instance("ppo.ratio", self.ratio, (Ratio,))
         validators.one_of("ppo.action", self.action, ("mask", "clip"))
@@ -79,6 +86,10 @@ class PPO(AnchoredRegion):
         self.axes()
         if self.dual_clip is not None:
             validators.real("ppo.dual_clip", self.dual_clip, rule="a ratio > 1, or None", low=1.0)
+        if self.relax_below is not None:
+            validators.real(
+                "ppo.relax_below", self.relax_below, rule="a probability in (0, 1], or None", low=0.0, high=1.0
+            )
 
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
@@ -193,6 +204,28 @@ class MiniRL(StalenessRegion):
 
 
 @dataclass(frozen=True, slots=True)
+class M2PO(AnchoredRegion):
+    """M2PO: masks the outward tokens with the largest log-ratios until their second moment is small. arXiv:2510.01161.
+
+    The second moment is that of the tokens in one call. Over a split batch it stays below the bound too, and at least
+    as many tokens are masked.
+    """
+
+    kind: ClassVar[str] = "m2po"
+
+    max_second_moment: float = 0.04
+    """τ: the largest mean of log² r over the kept tokens that the update pushes outward. The paper uses 0.04."""
+
+    def __post_init__(self) -> None:
+        validators.real("m2po.max_second_moment", self.max_second_moment, rule="nats squared, > 0", low=0.0)
+        check_common(self)
+
+    def needs(self) -> Needs:
+        """Returns the data that the records must carry for this region."""
+        return replace(needs_of(None, self.anchor, self.correction), whole_call=True)
+
+
+@dataclass(frozen=True, slots=True)
 class TROLL(AnchoredRegion):
     """TROLL: projects each token's distribution onto a KL ball around the anchor, differentiably. arXiv:2510.03817."""
 
@@ -217,11 +250,17 @@ class TROLL(AnchoredRegion):
     support: Literal["topk", "full"] = field(default="topk", kw_only=True)
     """`topk`: cells are the recorded ids, the sampled token and one bucket for the rest. `full`: the vocabulary."""
 
-    rest: Literal["bucket", "fill"] = field(default="bucket", kw_only=True)
-    """Treatment of unrecorded ids: `bucket` is one cell that carries gradient. `fill`, for comparison, sets the anchor
-    to 1e-12 at the policy's own top ids and ignores the others. Neither is the paper's sparse selection."""
+    rest: Literal["bucket", "fill", "published"] = field(default="bucket", kw_only=True)
+    """Treatment of unrecorded ids. `bucket` is one cell that carries gradient. The others are for comparison:
+    `published` keeps of each policy its own top ids up to a mass of 1 − tail_mass, joins both sets and sets a policy to
+    1e-12 at ids that only the other one keeps, as the paper does; `fill` sets only the anchor to 1e-12, at the policy's
+    own top ids. Both ignore all other ids."""
+
+    level: Literal["token", "sequence"] = field(default="token", kw_only=True)
+    """Ratio in the objective: `token` is π̂(a)/b(a); `sequence` is its geometric mean over the response, as in GSPO."""
 
     def __post_init__(self) -> None:
+        validators.one_of("troll.level", self.level, ("token", "sequence"))
         validators.real("troll.bound", self.bound, rule="nats in (0, 1e3]", low=0.0, high=1e3)
         validators.non_negative("troll.alpha", self.alpha)
         validators.non_negative("troll.tail_mass", self.tail_mass)
@@ -229,29 +268,27 @@ class TROLL(AnchoredRegion):
             raise ConfigError(f"troll.tail_mass must be a mass below 1, got {self.tail_mass!r}. The paper uses 1e-5.")
         validators.whole("troll.k", self.k, low=1)
         validators.one_of("troll.support", self.support, ("topk", "full"))
-        validators.one_of("troll.rest", self.rest, ("bucket", "fill"))
-        if self.support == "full" and self.rest == "fill":
+        validators.one_of("troll.rest", self.rest, ("bucket", "fill", "published"))
+        if self.support == "full" and self.rest != "bucket":
             raise ConfigError(
-                "troll.rest must be 'bucket' with support='full', got 'fill'. The full support has no unrecorded ids."
+                f"troll.rest must be 'bucket' with support='full', got {self.rest!r}. The full support has no "
+                "unrecorded ids."
             )
         check_common(self)
 
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""
-        sparse = self.support == "topk"
-        return Needs(
-            anchors=frozenset({self.anchor}) if self.correction is None else frozenset({"behavior", "proximal"}),
-            topk=self.k if sparse else 0,
-            anchor=self.anchor,
-            tail_mass=self.tail_mass if sparse else 0.0,
-            projects=True,
-            own_topk="none" if not sparse else "fill" if self.rest == "fill" else "known",
-            full=not sparse,
-            sequences=isinstance(self.correction, MIS) and self.correction.level == "sequence",
+        by_sequence, full = self.level == "sequence", self.support == "full"
+        found = needs_of(None, self.anchor, self.correction, sequences=by_sequence)
+        return replace(
+            differentiated(found, k=self.k, tail_mass=self.tail_mass, full=full),
+            own_topk="none" if full else "known" if self.rest == "bucket" else self.rest,
+            reduction=SequenceMeanTokenMean if by_sequence else None,
             penalty="alpha" if self.alpha else None,
         )
 
 
 REGIONS: tuple[type[Region], ...] = (
     TrustRegion, DPPO, TROLL, PPO, GSPO, CISPO, SAPO, SPO, DRPO, CPPO, IPO, KPOP, TRM, MiniRL, PolicyGradient,
+    GMPO, OPSM, VESPO, M2PO, ScoreCentering,
 )  # fmt: skip

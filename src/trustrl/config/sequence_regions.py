@@ -1,13 +1,26 @@
-"""Settings of the regions that decide on whole sequences: GSPO, CPPO and TRM."""
+"""Settings of the regions that decide on whole sequences: GSPO, GMPO, OPSM, VESPO, CPPO and TRM."""
 
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from trustrl.config import validators
-from trustrl.config.axes import AnchoredRegion, Needs, PrefixBudget, TrustRegion, check_common, needs_of
+from trustrl.config.axes import (
+    AnchoredRegion,
+    Needs,
+    PrefixBudget,
+    StalenessRegion,
+    TrustRegion,
+    check_common,
+    check_staleness,
+    needs_of,
+)
 from trustrl.config.statistics import (
+    ANCHORS,
+    Anchor,
     Divergence,
+    LogRatio,
+    Ratio,
     SampledK2,
     SampledK3,
     SequenceRatio,
@@ -15,6 +28,7 @@ from trustrl.config.statistics import (
     TopKKL,
     TopKTV,
 )
+from trustrl.config.terms import SequenceMeanTokenMean
 from trustrl.errors import ConfigError, TrustRLWarning
 
 
@@ -43,6 +57,87 @@ class GSPO(AnchoredRegion):
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
         return TrustRegion(self.ratio, anchor=self.anchor, level="sequence", correction=self.correction)
+
+
+@dataclass(frozen=True, slots=True)
+class GMPO(AnchoredRegion):
+    """Geometric-mean policy optimization: clips each log-ratio, then weights by their mean. arXiv:2507.20673."""
+
+    kind: ClassVar[str] = "gmpo"
+
+    log_ratio: LogRatio = field(default_factory=LogRatio)
+    """±0.4 nats, as in the paper: ratios in (e^-0.4, e^0.4)."""
+
+    def __post_init__(self) -> None:
+        validators.instance("gmpo.log_ratio", self.log_ratio, (LogRatio,))
+        check_common(self)
+
+    def needs(self) -> Needs:
+        """Returns the data that the records must carry for this region."""
+        found = needs_of(self.log_ratio, self.anchor, self.correction, sequences=True)
+        return replace(found, reduction=SequenceMeanTokenMean)
+
+
+@dataclass(frozen=True, slots=True)
+class OPSM(AnchoredRegion):
+    """Off-policy sequence masking: drops a sequence with A < 0 that became less likely. arXiv:2512.02556, eq. 9.
+
+    Sequences that are kept may have single tokens masked by a statistic: PPO's ratio by default.
+    """
+
+    kind: ClassVar[str] = "opsm"
+
+    max_drift: float = 0.5
+    """δ: the largest mean over the response of log μ − log π, in nats per token. The paper does not state its value."""
+
+    statistic: Statistic | None = field(
+        default_factory=lambda: Ratio(max_decrease=0.2, max_increase=0.28), kw_only=True
+    )
+    """Statistic that masks single tokens of kept sequences, measured from `anchor`; None masks none."""
+
+    def __post_init__(self) -> None:
+        validators.real("opsm.max_drift", self.max_drift, rule="nats per token, > 0", low=0.0)
+        check_common(self)
+        if self.statistic is not None:
+            validators.instance("opsm.statistic", self.statistic, (Statistic,))
+            TrustRegion(self.statistic, anchor=self.anchor, correction=self.correction)
+
+    def needs(self) -> Needs:
+        """Returns the data that the records must carry for this region."""
+        found = needs_of(self.statistic, self.anchor, self.correction, sequences=True)
+        return replace(found, anchors=found.anchors | {"behavior"})
+
+
+@dataclass(frozen=True, slots=True)
+class VESPO(StalenessRegion):
+    """VESPO: a smooth weight on the sequence's whole ratio, φ(w) = w^k e^(λ(1 − w)), w = Π r. arXiv:2602.10693."""
+
+    kind: ClassVar[str] = "vespo"
+
+    power_positive: float = 2.0
+    """k for A ≥ 0."""
+
+    decay_positive: float = 3.0
+    """λ for A ≥ 0."""
+
+    power_negative: float = 3.0
+    """k for A < 0."""
+
+    decay_negative: float = 2.0
+    """λ for A < 0."""
+
+    anchor: Anchor = field(default="behavior", kw_only=True)
+    """b in r = π/b. With `behavior`, w contains the mismatch between trainer and sampler."""
+
+    def __post_init__(self) -> None:
+        for name in ("power_positive", "decay_positive", "power_negative", "decay_negative"):
+            validators.real(f"vespo.{name}", getattr(self, name), rule="a finite number > 0", low=0.0, high=1e6)
+        validators.one_of("vespo.anchor", self.anchor, ANCHORS)
+        check_staleness(self)
+
+    def needs(self) -> Needs:
+        """Returns the data that the records must carry for this region."""
+        return needs_of(None, self.anchor, None, sequences=True)
 
 
 @dataclass(frozen=True, slots=True)

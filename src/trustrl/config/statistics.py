@@ -65,6 +65,15 @@ class Ratio(Statistic):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LogRatio(Statistic):
+    """D = |log r|, r = π/b: GMPO's statistic. It does not bound a divergence."""
+
+    kind: ClassVar[str] = "log-ratio"
+    unit: ClassVar[str] = "a distance of the log-ratio from 0, in nats, > 0"
+    default_bound: ClassVar[float] = 0.4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceRatio(Statistic):
     """D = |s − 1|, s = exp(mean over the sequence of log r): GSPO's statistic."""
 
@@ -198,6 +207,7 @@ class FullKL(Divergence):
 
 STATISTICS: tuple[type[Statistic], ...] = (
     Ratio,
+    LogRatio,
     SequenceRatio,
     SampledK2,
     SampledK3,

@@ -1,9 +1,11 @@
 """Settings next to a region: mismatch corrections, penalties and reductions."""
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trustrl.config import validators
+from trustrl.config.statistics import BinaryKL, BinaryTV
 from trustrl.errors import ConfigError
 
 # ── corrections of k = π'/μ, the mismatch between trainer and sampler ───────────────────────────────────────────────
@@ -18,8 +20,12 @@ class TIS:
     max_ratio: float = 2.0
     """C."""
 
+    level: Literal["token", "sequence-product"] = "token"
+    """`sequence-product` uses the product of k over the sequence's tokens, for all of them."""
+
     def __post_init__(self) -> None:
         validators.real("tis.max_ratio", self.max_ratio, rule="a ratio > 0", low=0.0)
+        validators.one_of("tis.level", self.level, ("token", "sequence-product"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +49,45 @@ class MIS:
 
     min_ratio: float
     max_ratio: float
-    level: Literal["token", "sequence"]
-    """`sequence` uses the geometric mean of k over the sequence's tokens."""
+    level: Literal["token", "sequence-mean", "sequence-product"]
+    """`sequence-mean` uses the geometric mean of k over the sequence's tokens, `sequence-product` their product. Each
+    is both the tested ratio and the factor."""
 
     def __post_init__(self) -> None:
         _ordered("mis", self.min_ratio, self.max_ratio)
-        validators.one_of("mis.level", self.level, ("token", "sequence"))
+        level: str = self.level
+        if level == "sequence":
+            warnings.warn(
+                "mis.level='sequence' is now called 'sequence-mean', because other libraries mean the product by it. "
+                "The old name will be removed in release 0.3.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "level", "sequence-mean")
+        validators.one_of("mis.level", self.level, ("token", "sequence-mean", "sequence-product"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceGate:
+    """Divergence gate: multiplies the weight by k, or by 0 if the divergence of π' from μ exceeds its bound."""
+
+    kind: ClassVar[str] = "divergence-gate"
+
+    divergence: BinaryKL | BinaryTV = field(default_factory=lambda: BinaryKL(max_increase=3e-3))
+    """Divergence of the sampled token under μ and π', and its bound. OpenRLHF's gate, whose bound has no default; 3e-3
+    is the value of its own test, and one of FlashREINFORCE's."""
+
+    level: Literal["token", "sequence"] = "sequence"
+    """`sequence` compares the mean over the sequence's tokens; each kept token has its own k either way."""
+
+    def __post_init__(self) -> None:
+        validators.instance("divergence-gate.divergence", self.divergence, (BinaryKL, BinaryTV))
+        validators.one_of("divergence-gate.level", self.level, ("token", "sequence"))
+        if self.divergence.max_increase != self.divergence.max_decrease or self.divergence.act_on != "lower":
+            raise ConfigError(
+                "divergence-gate.divergence must have equal bounds and act_on='lower', because the gate compares the "
+                f"divergence itself, got {self.divergence!r}. Give one bound."
+            )
 
 
 def _ordered(where: str, low: float, high: float) -> None:
@@ -61,7 +100,13 @@ def _ordered(where: str, low: float, high: float) -> None:
         )
 
 
-Correction = TIS | IcePop | MIS
+Correction = TIS | IcePop | MIS | DivergenceGate
+
+
+def reads_sequences(correction: Correction | None) -> bool:
+    """Returns whether a correction depends on whole sequences."""
+    return getattr(correction, "level", "token") != "token"
+
 
 # ── penalties: separate terms of the loss, logged separately ────────────────────────────────────────────────────────
 
@@ -84,11 +129,21 @@ class KLPenalty:
     only_kept: bool = False
     """True removes the penalty from masked tokens."""
 
+    unbiased: bool = False
+    """True multiplies the estimate by π/b, with gradient, where b is the region's anchor. If b sampled the tokens, k1
+    and k3 are then unbiased for KL(π‖π_ref), and their pathwise gradients for its gradient. arXiv:2512.02556, eq. 7."""
+
     def __post_init__(self) -> None:
         validators.non_negative("kl.coefficient", self.coefficient)
         validators.one_of("kl.estimator", self.estimator, ("k1", "k2", "k3"))
         validators.one_of("kl.gradient", self.gradient, ("pathwise", "score"))
         validators.truth("kl.only_kept", self.only_kept)
+        validators.truth("kl.unbiased", self.unbiased)
+        if self.unbiased and self.gradient == "score":
+            raise ConfigError(
+                "kl.gradient must be 'pathwise' with unbiased=True, got 'score'. The weighted estimate has the exact "
+                "gradient by itself. Remove one of the two."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -223,6 +223,11 @@ def _require_topk(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) ->
             f"RolloutTokens.topk must be the {needs.anchor} policy's, got the {rollout.topk.of} policy's. "
             "Record the top-K of the region's anchor, or change the region's anchor."
         )
+    if needs.own_topk == "published" and policy.topk is None:
+        raise MissingDataError(
+            f"PolicyTokens.topk must be given: this region reads the policy's own top {needs.topk} ids, got None. "
+            "Record them, or use rest='bucket'."
+        )
     width = rollout.topk.ids.shape[-1]
     if width < needs.topk and needs.tail_mass == 0:
         raise RecordError(

@@ -89,6 +89,10 @@ def _kl_to_reference(penalty: KLPenalty, policy: PolicyTokens, rollout: RolloutT
     representable = log_ratio.detach().abs() <= 80.0
     log_ratio = torch.where(representable, log_ratio, 0.0)
     estimate = {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](log_ratio)
+    if penalty.unbiased:
+        moved = tokens.logp - tokens.log_anchor.to(tokens.logp.dtype)
+        # A product above the largest term is dropped and counted; the exponent keeps its gradient finite until then.
+        estimate = estimate * torch.exp(moved.clamp(max=80.0))
     if penalty.gradient == "score":
         estimate = estimate.detach() * (tokens.logp - tokens.logp.detach() + 1.0)
     return torch.where(representable, estimate, torch.nan)

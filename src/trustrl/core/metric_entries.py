@@ -123,6 +123,11 @@ ENTRIES: tuple[Metric, ...] = (
         action="A cap that acts often biases the gradient. See ratio_max.", reads=("extra/capped", "measured"), compute=_share("extra/capped", "measured"),
     ),
     Metric(
+        name="sequence_dropped_share", formula="tokens in sequences that OPSM drops / measured tokens", unit="share", direction="high is bad", healthy="below 10%",
+        action="The sampler and the policy disagree on losing responses: sync weights more often, or raise max_drift.",
+        reads=("extra/sequence_dropped", "measured"), compute=_share("extra/sequence_dropped", "measured"),
+    ),
+    Metric(
         name="kl_k1", formula="mean of −log r, unbiased for KL(b‖π) when b sampled", unit="nats", direction="high is bad", healthy="near 0",
         action="A negative value means that more sampled tokens rose than fell.", reads=("log_ratio", "measured"), compute=lambda t: -t["log_ratio"] / t["measured"],
         elsewhere={"verl": "actor/ppo_kl", "openrlhf": "ppo_kl"},

@@ -1,6 +1,7 @@
 """Partitions of the vocabulary for Top-K, projected and exact regions, and the faults found in them."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ ANCHOR_NOISE = 0.5
 """Nats by which two passes of a sampler over one token may differ. bf16 decoding and prefill differ by up to 0.28."""
 
 FILL = 1e-12
-"""Anchor probability at the policy's own top ids with `rest="fill"`, where it is not recorded."""
+"""Probability of ids that are not recorded, with `rest="fill"` and `rest="published"`."""
 
 COARSE_ROUNDOFF, FINE_ROUNDOFF = 2.0**-8, 2.0**-24
 """Unit roundoff of bfloat16 and of float32, the finest dtype that engines compute in."""
@@ -61,6 +62,9 @@ class Partition(NamedTuple):
     resolution: float
     """Smallest meaningful tail: 1 − Σ is accurate only to the rounding of its summands. 0 if the tail is exact."""
 
+    recorded: Bool[Tensor, " n"] | None = None
+    """True where the sampled token is one of the recorded ids. None with the full vocabulary."""
+
     def tv(self) -> Float[Tensor, " n"]:
         """Returns Σ |b − π| over the known ids."""
         return (self.anchor - self.policy).detach().abs_().sum(-1)
@@ -88,6 +92,19 @@ class CellSums(NamedTuple):
     def kl(self) -> Float[Tensor, " n"]:
         """Returns the known ids' share of KL(b‖π)."""
         return self.sum_kl
+
+    def spread(self, logp: Float[Tensor, " n"], usable: Bool[Tensor, " n"]) -> Partition:
+        """Returns the partition, with gradient. `logp` is log π of the sampled token; unusable rows are empty."""
+        columns, double = self.columns, self.anchor_tail.dtype
+        sampled = columns.valid & (columns.ids == columns.token_ids.unsqueeze(-1))
+        known = columns.valid & ~sampled & usable.unsqueeze(-1)
+        log_b, log_p = (torch.where(known, x.to(double), -torch.inf) for x in (columns.anchor_logp, columns.own_logp))
+        p, tail = log_p.exp(), columns.own_tail_logp
+        if tail is None:
+            tail_p = (1 - logp.to(double).exp() - p.sum(-1)).clamp(min=0.0)
+        else:
+            tail_p = torch.where(usable, tail.to(double), -torch.inf).exp()
+        return Partition(log_b, log_p, log_b.exp(), p, self.anchor_tail, tail_p, None, self.resolution, sampled.any(-1))
 
 
 def vocabulary_partition(
@@ -183,7 +200,7 @@ def topk_partition(
         p = log_p.exp()
         mass_p = p.sum(-1)
     resolution = 0.0
-    if needs.own_topk == "fill":
+    if needs.fills:
         tail_b = tail_p = torch.zeros_like(log_anchor)
     elif tails is not None:
         tail_b, tail_p = tails[0].exp(), tails[1].exp()
@@ -191,7 +208,7 @@ def topk_partition(
         # Both by subtraction, even if one side knows better: unlike representations differ where policies agree.
         tail_b, tail_p = ((1 - x.exp() - y).clamp(min=0.0) for x, y in ((log_anchor, mass_b), (logp, mass_p)))
         resolution = resolution_of(topk.logp, own)
-    return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution), good
+    return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution, columns.has_sampled), good
 
 
 def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[TopK, Tensor, bool]:
@@ -202,14 +219,41 @@ def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs)
     if topk.ids.shape[-1] > needs.topk:
         topk, own = _narrow(topk, own, needs.topk)
     ends_early = topk.ids.shape[-1] < needs.topk
+    if needs.own_topk == "published":
+        topk, own, policy = _selected(topk, own, policy, rollout, needs.tail_mass)
     if needs.own_topk != "none" and policy.topk is not None:
-        topk, own = _join_own_topk(topk, own, policy, fill=needs.own_topk == "fill")
+        topk, own = _join_own_topk(topk, own, policy, fill=needs.fills)
     return topk, own, ends_early
 
 
 def reads_tails(topk: TopK, policy: PolicyTokens, needs: Needs) -> bool:
     """Returns True if both recorded tails are used: they must be computed alike."""
-    return topk.tail_logp is not None and policy.tail_logp is not None and needs.own_topk != "fill"
+    return topk.tail_logp is not None and policy.tail_logp is not None and not needs.fills
+
+
+def flat_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:
+    """Returns the recorded columns for kernels, the policy's with gradient, and the smallest meaningful tail."""
+    topk, own, ends_early = recorded_columns(policy, rollout, needs)
+    width = topk.ids.shape[-1]
+    tails, fills = reads_tails(topk, policy, needs), needs.fills
+    assert rollout.token_ids is not None  # `require_fields` has checked it
+    columns = Columns(
+        ids=topk.ids.reshape(-1, width),
+        valid=topk.valid.reshape(-1, width),
+        anchor_logp=topk.logp.detach().reshape(-1, width),
+        own_logp=own.reshape(-1, width),
+        token_ids=rollout.token_ids.reshape(-1),
+        anchor_tail_logp=topk.tail_logp.detach().reshape(-1) if tails and topk.tail_logp is not None else None,
+        own_tail_logp=policy.tail_logp.reshape(-1) if tails and policy.tail_logp is not None else None,
+        no_tail=fills,
+        left_out=needs.tail_mass if ends_early else None,
+    )
+    return columns, 0.0 if tails or fills else resolution_of(topk.logp, own)
+
+
+def column_faults(columns: Columns) -> list[str]:
+    """Returns the kinds of faults that recorded columns can have."""
+    return ["support", "mass", "column", *([] if columns.left_out is None else ["narrow"])]
 
 
 def _columns(topk: TopK, own: Tensor, token: Tensor, dtype: torch.dtype) -> _Columns:
@@ -309,6 +353,32 @@ def _narrow(topk: TopK, own: Tensor, k: int) -> tuple[TopK, Tensor]:
     keep = topk.logp.masked_fill(~topk.valid, -torch.inf).topk(k, dim=-1).indices
     # The recorded tail no longer fits, so both tails are derived from the columns.
     return TopK(topk.ids.gather(-1, keep), topk.logp.gather(-1, keep), topk.of), own.gather(-1, keep)
+
+
+def _selected(
+    topk: TopK, own: Tensor, policy: PolicyTokens, rollout: RolloutTokens, tail_mass: float
+) -> tuple[TopK, Tensor, PolicyTokens]:
+    """Returns both sides after TROLL's published selection: each policy's top ids up to a mass of 1 − tail_mass.
+
+    At ids that only the anchor keeps, the policy is a constant 1e-12 without gradient. The sampled token keeps its
+    value.
+    """
+    theirs = policy.topk
+    assert theirs is not None  # `require_fields` has checked it
+    assert rollout.token_ids is not None
+    theirs = TopK(theirs.ids.masked_fill(~_top_mass(theirs, tail_mass), -1), theirs.logp, theirs.of)
+    topk = TopK(topk.ids.masked_fill(~_top_mass(topk, tail_mass), -1), topk.logp, topk.of)
+    shared = (topk.ids.unsqueeze(-1) == theirs.ids.unsqueeze(-2)).any(-1)
+    kept = shared | (topk.ids == rollout.token_ids.unsqueeze(-1))
+    own = torch.where(kept, own, own.new_full((), math.log(FILL)))
+    return topk, own, replace(policy, topk=theirs, topk_anchor_logp=None)
+
+
+def _top_mass(topk: TopK, tail_mass: float) -> Bool[Tensor, "*batch k"]:
+    """Flags the most probable columns that hold a mass of 1 − tail_mass, or all of them if they hold less."""
+    p, order = topk.logp.detach().double().exp().masked_fill(~topk.valid, 0.0).sort(dim=-1, descending=True)
+    before = p.cumsum(-1) - p
+    return torch.zeros_like(topk.valid).scatter(-1, order, before < 1 - tail_mass) & topk.valid
 
 
 def _join_own_topk(topk: TopK, own: Tensor, policy: PolicyTokens, *, fill: bool) -> tuple[TopK, Tensor]:

@@ -63,6 +63,11 @@ def sequence_length(
     return sequence_sum(torch.ones_like(like), counted, sequences)
 
 
+def sequence_total(x: Float[Tensor, " n"], counted: Bool[Tensor, " n"], sequences: Sequences) -> Float[Tensor, " n"]:
+    """Returns, for each token, Σ x over the counted tokens of its sequence."""
+    return sequence_sum(x, counted, sequences)[sequences.of_token]
+
+
 def sequence_mean(x: Float[Tensor, " n"], counted: Bool[Tensor, " n"], sequences: Sequences) -> Float[Tensor, " n"]:
     """Returns, for each token, the mean of x over its sequence; 0 where no token counts."""
     length = sequence_length(counted, sequences, x).clamp(min=1.0)

@@ -13,16 +13,18 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from trustrl.config.axes import Needs, Region
 from trustrl.config.terms import Reduction
 from trustrl.config.validators import one_of
-from trustrl.core.clean import CleanTokens, clean_tokens
+from trustrl.core.clean import CleanTokens, OnNonFinite, clean_tokens
 from trustrl.core.diagnostics import Sums, collect
 from trustrl.core.losses import policy_terms
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.reductions import reduce_terms
 from trustrl.core.regions.decision import Decision
+from trustrl.core.regions.dispatch import decide
 
-Impl = Literal["auto", "eager", "triton"]
+Impl = Literal["auto", "eager", "triton", "compiled"]
 
 VARIABLE = "TRUSTRL_LOSS_IMPL"
 """Environment variable that decides for every call with `impl="auto"`."""
@@ -31,8 +33,8 @@ VARIABLE = "TRUSTRL_LOSS_IMPL"
 class Steps(NamedTuple):
     """One implementation of the three steps."""
 
-    clean: Callable[..., CleanTokens]
-    """(policy, rollout, needs, on_nonfinite=) → clean tokens, as `clean_tokens`."""
+    judge: Callable[[PolicyTokens, RolloutTokens, Region, Needs, OnNonFinite], tuple[CleanTokens, Decision]]
+    """Clean tokens and the region's decision, as `clean_tokens` and `decide`."""
 
     reduced_loss: Callable[[Decision, CleanTokens, Reduction], tuple[Tensor, Tensor]]
     """The loss and the overflow flags, as `policy_terms` and `reduce_terms`."""
@@ -46,16 +48,32 @@ def _reduced_loss(decision: Decision, tokens: CleanTokens, reduction: Reduction)
     return reduce_terms(term, tokens, reduction), overflow
 
 
-EAGER = Steps(clean_tokens, _reduced_loss, collect)
+def _judged_by(clean: Callable[..., CleanTokens]) -> Callable[..., tuple[CleanTokens, Decision]]:
+    def judge(
+        policy: PolicyTokens, rollout: RolloutTokens, region: Region, needs: Needs, on_nonfinite: OnNonFinite
+    ) -> tuple[CleanTokens, Decision]:
+        tokens = clean(policy, rollout, needs, on_nonfinite=on_nonfinite)
+        return tokens, decide(tokens, region)
+
+    return judge
 
 
-def steps_for(impl: Impl) -> Steps:
-    """Returns an implementation by name."""
+EAGER = Steps(_judged_by(clean_tokens), _reduced_loss, collect)
+
+
+def steps_for(impl: Impl, policy: PolicyTokens, rollout: RolloutTokens, region: Region, needs: Needs) -> Steps:
+    """Returns an implementation by name: the eager one where a compiled one does not cover the region."""
     if impl == "eager":
+        return EAGER
+    if impl == "compiled":
+        from trustrl.core import compiled_steps
+
+        if compiled_steps.covers(policy, rollout, region, needs) and compiled_steps.works():
+            return EAGER._replace(judge=compiled_steps.judge)
         return EAGER
     from trustrl.core import triton_steps  # imported on use, because only these steps need triton
 
-    return Steps(triton_steps.clean, triton_steps.reduced_loss, triton_steps.collect)
+    return Steps(_judged_by(triton_steps.clean), triton_steps.reduced_loss, triton_steps.collect)
 
 
 def resolved(impl: Impl, rollout: RolloutTokens) -> Impl:

@@ -23,9 +23,9 @@ from trustrl.core.partition import (
     FINE_ROUNDOFF,
     LARGEST_LOGP,
     CellSums,
+    column_faults,
+    flat_columns,
     largest_mass,
-    reads_tails,
-    recorded_columns,
     resolution_of,
 )
 from trustrl.core.records import PolicyTokens, RolloutTokens, check_pair
@@ -57,7 +57,7 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
     if policy.full_divergence is not None and needs.full:
         divergence, sound = clean_divergence(policy.full_divergence)
     elif needs.topk:
-        columns, resolution = _columns(policy, rollout, needs)
+        columns, resolution = flat_columns(policy, rollout, needs)
     versions = None
     if rollout.version is not None and policy.version is not None:
         versions = rollout.version.reshape(-1), policy.version
@@ -116,29 +116,8 @@ def _fault_names(needs: Needs, exact: bool, columns: Columns | None) -> list[str
     if exact:
         names.append("support")
     if columns is not None:
-        names += ["support", "mass", "column"]
-        names += [] if columns.left_out is None else ["narrow"]
+        names += column_faults(columns)
     return names
-
-
-def _columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:
-    topk, own, ends_early = recorded_columns(policy, rollout, needs)
-    width = topk.ids.shape[-1]
-    tails = reads_tails(topk, policy, needs)
-    exact = tails or needs.own_topk == "fill"
-    assert rollout.token_ids is not None  # `require_fields` has checked it
-    columns = Columns(
-        ids=topk.ids.reshape(-1, width),
-        valid=topk.valid.reshape(-1, width),
-        anchor_logp=topk.logp.detach().reshape(-1, width),
-        own_logp=own.reshape(-1, width),
-        token_ids=rollout.token_ids.reshape(-1),
-        anchor_tail_logp=topk.tail_logp.detach().reshape(-1) if tails and topk.tail_logp is not None else None,
-        own_tail_logp=policy.tail_logp.reshape(-1) if tails and policy.tail_logp is not None else None,
-        no_tail=needs.own_topk == "fill",
-        left_out=needs.tail_mass if ends_early else None,
-    )
-    return columns, 0.0 if exact else resolution_of(topk.logp, own)
 
 
 class _Blank(Function):

@@ -11,7 +11,7 @@ from trustrl.config.statistics import Anchor
 
 Kind = Literal["sampled", "topk", "exact", "projection"]
 """The part of the vocabulary that a region reads: the sampled token, the K most probable ids, or all of it; or a region
-that replaces the distribution (TROLL)."""
+that differentiates the distribution (TROLL, score centering)."""
 
 Tested = Literal["run", "called"]
 
@@ -67,7 +67,7 @@ class Engine:
 def kind_of(region: Region) -> Kind:
     """Returns the part of the vocabulary that a region reads."""
     needs = region.needs()
-    if region.kind == "troll":
+    if needs.projects:
         return "projection"
     return "topk" if needs.topk else "exact" if needs.full else "sampled"
 

@@ -19,6 +19,12 @@ ACCELERATOR_ROWS = 4096
 COLUMN_STEP = 256
 """Tiles of an accelerator are multiples of this many ids, for aligned products."""
 
+BUFFER_BYTES = 64 * 2**20
+"""Size of the Triton backward pass's buffer, unless `SLICES` asks for a larger one."""
+
+SLICES = 16
+"""Largest number of slices of the vocabulary in that pass; each reads and writes the hidden states' gradient once."""
+
 CPU_GATHERED_BYTES = 16 * 2**20
 """Bytes of the head rows that are gathered at once on a CPU, in float32. An accelerator gathers `TILE_BYTES`."""
 

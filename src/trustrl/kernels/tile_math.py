@@ -127,7 +127,9 @@ def divergence_terms(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (|m − p|, m (eˣ − 1 − x)) with x = log p − log m for each cell. Where m = 0, the second term is p."""
     p, m = torch.exp(log_p), torch.exp(log_m)
     x = torch.where(m > 0, log_p - log_m, 0.0)
-    return (m - p).abs(), torch.where(m > 0, m * (torch.expm1(x) - x), p)
+    # Beyond x = 2 the difference no longer cancels, and eˣ may overflow although m eˣ = p does not.
+    near = m * (torch.expm1(x.clamp(max=2.0)) - x)
+    return (m - p).abs(), torch.where(m > 0, torch.where(x > 2.0, p - m - m * x, near), p)
 
 
 def divergence_sums(

@@ -61,6 +61,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trustrl.kernels.devices import BUFFER_BYTES, SLICES
 from trustrl.kernels.triton_kernels import dz_kernel, given_kernel, known_kernel, rest_kernel
 from trustrl.kernels.triton_launch import (
     ID_LAUNCH,
@@ -77,12 +78,6 @@ from trustrl.kernels.triton_launch import (
     ordered_rows,
 )
 from trustrl.kernels.triton_tiles import FLOOR_VALUE
-
-BUFFER_BYTES = 64 * 2**20
-"""Size of the backward pass's buffer, unless `SLICES` asks for a larger one."""
-
-SLICES = 16
-"""Largest number of slices of the vocabulary in the backward pass; each reads and writes d_hidden once."""
 
 
 class PassResult(NamedTuple):

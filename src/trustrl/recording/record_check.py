@@ -1,23 +1,23 @@
 """Validator for records: compares a folder or file with docs/specification/token-record.md. No torch."""
 
-import json
-import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal, NamedTuple
 
-from trustrl.errors import ConfigError, RecordError
+from trustrl.errors import ConfigError, RecordError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.recording import storage
-from trustrl.recording.record_files import RECORDS, RUN, SEQUENCES, TEXTS, opened
+from trustrl.recording.checksums import checked_file, checked_json, parsed_footer
+from trustrl.recording.record_files import RECORDS, RUN, SEQUENCES, TEXTS, named_numbers, opened
 from trustrl.recording.run_file import violations
 from trustrl.recording.schema import STEP_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY
 from trustrl.recording.storage import Place, Remote
 from trustrl.recording.value_checks import breaches
+from trustrl.untrusted_files import parsed_json
 
-NAME = re.compile(r"step-(\d{8,})\.rank-(\d{4,})\.parquet")
 MAX_GROUP = 65_536
 """Largest row group of the token table."""
 
@@ -79,7 +79,7 @@ def check_record(address: str | PathLike[str] | Remote) -> CheckedRecord:
         elif not storage.is_folder(where):
             raise ConfigError(f"ADDRESS must be an existing folder or file, got `{where}`.")
         else:
-            inside = where / RECORDS
+            inside = storage.inside(where, RECORDS)
             _check_folder(found, inside if storage.is_folder(inside) else where)
     except OSError as error:
         raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
@@ -88,10 +88,11 @@ def check_record(address: str | PathLike[str] | Remote) -> CheckedRecord:
 
 def _table_of(file: Place) -> str:
     """Returns the table that the file's metadata names; tokens if it names none, as before version 3."""
-    pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
+    pa = need("pyarrow", extra="records")
     try:
         with storage.readable(file) as source:
-            named = (pq.read_schema(source).metadata or {}).get(TABLE_KEY, b"tokens").decode(errors="replace")
+            metadata = parsed_footer(checked_file(source)[1]).metadata or {}
+            named = metadata.get(TABLE_KEY, b"tokens").decode(errors="replace")
     except (pa.ArrowException, OSError):
         return "tokens"  # opening it again reports the error
     return named if named in TABLES else "tokens"
@@ -99,8 +100,8 @@ def _table_of(file: Place) -> str:
 
 def _check_folder(found: CheckedRecord, folder: Place) -> None:
     tokens = _check_parts(found, folder, "tokens")
-    sequences = _check_parts(found, folder / SEQUENCES, "sequences")
-    texts = _check_parts(found, folder / TEXTS, "texts")
+    sequences = _check_parts(found, storage.inside(folder, SEQUENCES), "sequences")
+    texts = _check_parts(found, storage.inside(folder, TEXTS), "texts")
     dumps = storage.entries(folder, "dump-*")
     for dump in dumps:
         _check_dump(found, dump)
@@ -125,35 +126,39 @@ def _check_parts(found: CheckedRecord, folder: Place, table: str) -> dict[str, d
 
 def _check_part(found: CheckedRecord, file: Place, table: str) -> dict[int, str | None]:
     found.files += 1
-    named = NAME.fullmatch(file.name)
+    named = named_numbers(file.name)
     if not named:
         found.error(file, "must be named step-XXXXXXXX.rank-XXXX.parquet.")
     ids: dict[int, str | None] = {}
     counted: Counter[tuple[bool, str]] = Counter()
     filled: dict[str, int] = {}
     try:
-        with opened(file, table) as (parquet, region):
-            found.versions.add(int(parquet.schema_arrow.metadata[VERSION_KEY]))
-            rows = parquet.metadata.num_rows
-            found.rows[table] += rows
-            for at in range(parquet.metadata.num_row_groups):
-                if table == "tokens" and (size := parquet.metadata.row_group(at).num_rows) > MAX_GROUP:
-                    found.error(file, f"must have row groups of at most {MAX_GROUP} rows, got {size}.")
-            for batch in parquet.iter_batches(batch_size=MAX_GROUP, use_threads=False):
-                for rule, num in breaches(batch, table):
-                    counted[rule.is_error, rule.text] += num
-                for name in batch.schema.names:
-                    filled[name] = filled.get(name, 0) + len(batch) - batch.column(name).null_count
-                for text in _misplaced(batch, named):
-                    counted[True, text] += 1
-                repeated = _take_in(ids, batch, table)
-                if repeated:
-                    counted[True, "have each sequence once"] += repeated
-            if table == "tokens":
-                _check_tokens(found, file, parquet, filled, region)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", TrustRLWarning)
+            with opened(file, table) as (parquet, region):
+                found.versions.add(int(parquet.schema_arrow.metadata[VERSION_KEY]))
+                rows = parquet.metadata.num_rows
+                found.rows[table] += rows
+                for at in range(parquet.metadata.num_row_groups):
+                    if table == "tokens" and (size := parquet.metadata.row_group(at).num_rows) > MAX_GROUP:
+                        found.error(file, f"must have row groups of at most {MAX_GROUP} rows, got {size}.")
+                for batch in parquet.iter_batches(batch_size=MAX_GROUP, use_threads=False):
+                    for rule, num in breaches(batch, table):
+                        counted[rule.is_error, rule.text] += num
+                    for name in batch.schema.names:
+                        filled[name] = filled.get(name, 0) + len(batch) - batch.column(name).null_count
+                    for text in _misplaced(batch, named):
+                        counted[True, text] += 1
+                    repeated = _take_in(ids, batch, table)
+                    if repeated:
+                        counted[True, "have each sequence once"] += repeated
+                if table == "tokens":
+                    _check_tokens(found, file, parquet, filled, region)
     except RecordError as error:
         found.findings.append(Finding("error", str(file), str(error)))
         return ids
+    if said:
+        found.warn(file, "must have checksums, got none. Damage may go unnoticed. trustrl 0.1 wrote such files.")
     for (is_error, text), num in sorted(counted.items()):
         (found.error if is_error else found.warn)(file, f"must {text}, got {num} rows that do not.")
     for column in TABLES[table]:
@@ -162,12 +167,12 @@ def _check_part(found: CheckedRecord, file: Place, table: str) -> dict[int, str 
     return ids
 
 
-def _misplaced(batch: Any, named: re.Match[str] | None) -> Iterator[str]:
+def _misplaced(batch: Any, named: tuple[int, int] | None) -> Iterator[str]:
     """Yields a rule for each column that does not have the number in the file's name."""
     pc = need("pyarrow.compute", extra="records")
     for at, name in enumerate(("step", "rank")):
         if named and name in batch.schema.names and len(batch):
-            value = int(named[at + 1])
+            value = named[at]
             if not pc.all(pc.equal(batch.column(name), value)).as_py():
                 yield f"have the {name} of its name ({value}) in the column {name}"
 
@@ -196,7 +201,7 @@ def _check_tokens(
             has = "without" if region is None else "with"
             found.error(file, f"must have {name} exactly if a region decided, got a file {has} a region.")
     try:
-        counts = json.loads(parquet.metadata.metadata[STEP_KEY])
+        counts = parsed_json(parquet.metadata.metadata[STEP_KEY])
         fits = counts["rows"] == rows <= counts["tokens_in_loss"]
     except (KeyError, ValueError, TypeError):
         found.error(file, f"must have its counts of tokens in the metadata `{STEP_KEY.decode()}`.")
@@ -217,8 +222,7 @@ def _check_dump(found: CheckedRecord, dump: Place) -> None:
     about = storage.entries(dump, "trigger.rank-*.json")
     for file in about:
         try:
-            if not isinstance(json.loads(storage.read_bytes(file)), dict):
-                raise ValueError("no object")
+            checked_json(storage.read_bytes(file))
         except ValueError as error:
             found.error(file, f"must be a JSON object, got: {error}.")
     ranks = {name.split(".")[1] for name in parts} - {file.name.split(".")[1] for file in about}
@@ -232,7 +236,7 @@ def _check_run(found: CheckedRecord, file: Place) -> None:
             found.error(file, f"must exist since version {WITH_RUN}.")
         return
     try:
-        run = json.loads(storage.read_bytes(file))
+        run = checked_json(storage.read_bytes(file))
     except ValueError as error:
         found.error(file, f"must be JSON, got: {error}.")
         return

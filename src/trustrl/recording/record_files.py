@@ -1,6 +1,7 @@
 """Files of a record: their names, cleanup before a process writes, and opening them with pyarrow. No torch."""
 
-import json
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -8,11 +9,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import RecordError
+from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.recording import storage
+from trustrl.recording.checksums import checked_file, parsed_footer
 from trustrl.recording.schema import COLUMNS, REGION_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY, arrow_schema
 from trustrl.recording.storage import Place, Remote, SamePlace
+from trustrl.recording.value_checks import first_breach
+from trustrl.untrusted_files import parsed_json
 
 RECORDS = "records"
 """Name of the records directory inside a run directory."""
@@ -25,6 +29,14 @@ SEQUENCES, TEXTS = "sequences", "texts"
 
 NAMES = tuple(column.name for column in COLUMNS)
 
+NAME = re.compile(r"step-([0-9]{8,18})\.rank-([0-9]{4,9})\.parquet")
+"""Rule for the names of part files."""
+
+WITHOUT_CHECKSUMS = "have no checksums, so damage may go unnoticed. trustrl 0.1, or another program, wrote them."
+
+LARGEST_GROUP = 4 * 2**30
+"""Bytes of the largest row group, uncompressed."""
+
 _FIRST_WITHOUT_REGION = 3
 """Version that introduced records without a region."""
 
@@ -34,9 +46,31 @@ def part_name(step: int, rank: int) -> str:
     return f"step-{step:08d}.rank-{rank:04d}.parquet"
 
 
-def parts_in(folder: SamePlace) -> list[SamePlace]:
-    """Returns the part files directly in a directory, by step and rank. Dumps are subdirectories."""
-    return storage.entries(folder, "step-*.parquet")
+def parts_in(folder: SamePlace, inside: str = "") -> list[SamePlace]:
+    """Returns the part files directly in a directory, by step and rank. Dumps are subdirectories.
+
+    Args:
+        folder: The folder of a record.
+        inside: Name of a folder in it, for another table than the tokens.
+
+    Raises:
+        RecordError: If a file has another name, or is a link that leads out of the folder.
+    """
+    where = storage.inside(folder, inside) if inside else folder
+    found = storage.entries(where, "step-*.parquet")
+    for file in found:
+        if not NAME.fullmatch(file.name):
+            raise RecordError(
+                f"`{file}` must be named step-XXXXXXXX.rank-XXXX.parquet, with digits for step and rank. Rename it, or "
+                "move it out of the folder."
+            )
+    return sorted(found, key=lambda file: tuple(map(int, named_numbers(file.name) or ())))
+
+
+def named_numbers(name: str) -> tuple[int, int] | None:
+    """Returns the step and rank in the name of a part file, or None if it is not such a name."""
+    found = NAME.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
@@ -51,8 +85,9 @@ def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
     """
     where = storage.place(path)
     try:
-        files = parts_in(where) if storage.is_folder(where) else [where]
-        found = bool(files) and (len(files) > 1 or storage.is_file(files[0]))
+        is_folder = storage.is_folder(where)
+        files = parts_in(where) if is_folder else [where]
+        found = bool(files) if is_folder else storage.is_file(where)
     except OSError as error:
         raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
     if not found:
@@ -105,8 +140,34 @@ def read_table(file: Place, columns: Sequence[str] = NAMES) -> tuple[Any, dict[s
         MissingPackageError: If pyarrow is not installed.
     """
     with opened(file) as (parquet, region):
-        table = parquet.read([name for name in columns if name in parquet.schema_arrow.names])
+        table = whole(parquet, file, "tokens", [name for name in columns if name in parquet.schema_arrow.names])
     return in_todays_schema(table, "tokens", columns), region
+
+
+def whole(parquet: Any, file: Place, table: str, columns: Sequence[str] | None = None) -> Any:
+    """Returns the rows of an opened file as a `pyarrow.Table`, checked.
+
+    Raises:
+        RecordError: If a row breaks a rule of the specification.
+    """
+    found = parquet.read(None if columns is None else list(columns), use_threads=False)  # apache/arrow#34314
+    first = 0
+    for batch in found.to_batches():
+        check_rows(batch, file, table, first)
+        first += len(batch)
+    return found
+
+
+def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
+    """Checks the values of a record batch: nulls, ranges, and the step and rank of the file's name.
+
+    Raises:
+        RecordError: If a row breaks a rule of the specification. It names the file and the row.
+    """
+    broken = first_breach(batch, table, named_numbers(file.name))
+    if broken is not None:
+        rule, row = broken
+        raise RecordError(f"`{file}` must {rule}, got row {first + row:,}. Check it with `trustrl records check`.")
 
 
 def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
@@ -124,7 +185,8 @@ def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
 def opened(file: Place, table: str = "tokens") -> Iterator[tuple[Any, dict[str, Any] | None]]:
     """Opens a part file as a `pyarrow.parquet.ParquetFile` and yields it with its region's settings, if it has any.
 
-    Reads only the footer. A remote file fetches the columns of a later read in few large requests.
+    Reads only the footer. A remote file fetches the columns of a later read in few large requests. Each column chunk is
+    compared with its checksum when it is read. Warns if the file has no checksums, as before release 0.2.
 
     Raises:
         RecordError: If trustrl did not write the file, a newer trustrl wrote it, or it proves broken while being read.
@@ -132,16 +194,36 @@ def opened(file: Place, table: str = "tokens") -> Iterator[tuple[Any, dict[str, 
     """
     pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
     try:
-        with (
-            storage.readable(file) as source,
-            pq.ParquetFile(source, pre_buffer=isinstance(file, Remote)) as parquet,
-        ):
-            yield parquet, _checked_region(file, parquet.schema_arrow, table)
-    except (pa.ArrowException, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        got = str(error).rstrip(".")
+        with storage.readable(file) as opened_file:
+            source, footer, has_checksums = checked_file(opened_file)
+            metadata = parsed_footer(footer)
+            with pq.ParquetFile(
+                source, metadata=metadata, pre_buffer=isinstance(file, Remote), page_checksum_verification=True
+            ) as parquet:
+                region = _checked_region(file, parquet.schema_arrow, table)
+                _check_layout(file, metadata)
+                if not has_checksums:
+                    _warn_without_checksums(file)
+                yield parquet, region
+    except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
+        got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise RecordError(
             f"`{file}` must be a complete Parquet file written by trustrl.recording, got: {got}."
         ) from error
+
+
+def _check_layout(file: Place, metadata: Any) -> None:
+    """Checks the numbers of rows and bytes that the footer states."""
+    groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+    if sum(group.num_rows for group in groups) != metadata.num_rows or any(group.num_rows < 0 for group in groups):
+        raise RecordError(f"`{file}` must have row groups of {metadata.num_rows} rows in all. The file is damaged.")
+    if any(not 0 <= group.total_byte_size <= LARGEST_GROUP for group in groups):
+        raise RecordError(f"`{file}` must have row groups of at most {LARGEST_GROUP:,} bytes.")
+
+
+def _warn_without_checksums(file: Place) -> None:
+    folder = file.parent if isinstance(file, Path) else str(file).rpartition("/")[0]
+    warnings.warn(f"The records in `{folder}` {WITHOUT_CHECKSUMS}", TrustRLWarning, stacklevel=5)
 
 
 def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | None:
@@ -159,14 +241,17 @@ def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | Non
             raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {got}.")
     if table != "tokens":
         return None
-    region = json.loads(metadata.get(REGION_KEY, b""))
+    try:
+        region = parsed_json(metadata.get(REGION_KEY, b""))
+    except ValueError as error:
+        raise RecordError(f"`{file}` must contain its region's settings as JSON, got: {error}.") from None
     if not isinstance(region, dict) and (region is not None or version < _FIRST_WITHOUT_REGION):
         raise RecordError(f"`{file}` must contain its region's settings as a JSON object, got {region!r}.")
     return region
 
 
 def _checked_version(file: Place, given: bytes | None) -> int:
-    if given is None or not given.isdigit():
+    if given is None or not given.isdigit() or len(given) > 9:
         got = "a Parquet file without a schema version" if given is None else f"schema version {given!r}"
         raise RecordError(f"`{file}` must be written by trustrl.recording, got {got}.")
     if int(given) > VERSION:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trustrl.config.loading import config_from_dict, config_to_dict
 from trustrl.errors import RecordError, TrustRLError
 from trustrl.optional_imports import need
-from trustrl.recording.record_files import opened, part_files, read_table
+from trustrl.recording.record_files import check_rows, opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
 from trustrl.recording.storage import Place, Remote, place
 
@@ -184,7 +184,10 @@ def _batches(parquet: Any, names: list[str], rows: int, file: Place) -> Iterator
     present: list[str] | None = None
     known = set(parquet.schema_arrow.names)
     names = [name for name in names if name in known]  # older files lack some
+    first = 0
     for batch in parquet.iter_batches(batch_size=rows, columns=names, use_threads=False):
+        check_rows(batch, file, "tokens", first)
+        first += len(batch)
         filled = [name for name in names if batch.column(name).null_count < len(batch)]
         if present is None:
             present = filled

@@ -34,7 +34,7 @@ class PartWriter:
         self._file = pq.ParquetWriter(
             self._whole.target, self._schema, compression="zstd",
             use_dictionary=_DICTIONARY, use_byte_stream_split=_SPLIT,
-            write_statistics=["step", "update", "rank", "sequence"],
+            write_statistics=["step", "update", "rank", "sequence"], write_page_checksum=True,
         )  # fmt: skip
         self._waiting: list[Any] = []
         self._num_waiting = 0
@@ -58,6 +58,7 @@ class PartWriter:
         counts = {"tokens_in_loss": num_tokens, "rows": self.num_rows}
         self._file.add_key_value_metadata({schema.STEP_KEY.decode(): json.dumps(counts)})
         self._file.close()
+        self._whole.seal()
         self._whole.publish()
         return self._path
 

@@ -1,6 +1,5 @@
 """Recorder for one rank: writes a sample of each step, and the last steps in full when a trigger fires."""
 
-import json
 import warnings
 from collections import deque
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.recording import storage
+from trustrl.recording.checksums import sealed_json
 from trustrl.recording.record_files import about_name, dump_name, remove_from, remove_unfinished
 from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
@@ -277,7 +277,7 @@ class Recorder:
                 raise
             kept[at] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(at, 0)}
         about = {"step": step, "fired": fired, "steps": kept, "ring_bytes": self.ring.nbytes, "region": self._region}
-        storage.write_text(folder / about_name(self._rank), json.dumps(about, indent=1) + "\n")
+        storage.write_text(folder / about_name(self._rank), sealed_json(about))
         return folder
 
     def _stop(self, error: OSError | RecordError) -> None:

@@ -1,6 +1,5 @@
 """run.json of a record: versions, model, sampling settings and region of the run. No torch."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -10,6 +9,7 @@ from typing import Any
 from trustrl import __version__
 from trustrl.errors import ConfigError, RecordError
 from trustrl.recording import storage
+from trustrl.recording.checksums import checked_json, sealed_json
 from trustrl.recording.record_files import RUN
 from trustrl.recording.schema import VERSION
 from trustrl.recording.storage import Place, Remote
@@ -62,6 +62,7 @@ RUN_SCHEMA: dict[str, Any] = {
         "region_role": {"description": "'observed' if another loss trained; null if the region did", **_TEXT},
         "recording": {"description": "settings of the recording, without its folder", "type": "object"},
         "started": {"description": "time at which the process started recording, ISO 8601 in UTC", "type": "string"},
+        "checksum": {"description": "CRC-32 of the other keys, as `crc32:` and 8 digits", **_TEXT},
     },
 }  # fmt: skip
 """JSON Schema of run.json. Other keys are allowed, and a reader ignores them."""
@@ -107,7 +108,7 @@ def installed(names: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 def write_run(folder: Place, description: Mapping[str, Any]) -> None:
     """Writes run.json atomically."""
-    storage.write_text(folder / RUN, json.dumps(description, indent=1) + "\n")
+    storage.write_text(folder / RUN, sealed_json(description))
 
 
 def read_run(path: str | PathLike[str] | Remote) -> dict[str, Any] | None:
@@ -116,9 +117,9 @@ def read_run(path: str | PathLike[str] | Remote) -> dict[str, Any] | None:
     Raises:
         RecordError: If the file is not as the specification says, or a newer trustrl wrote it.
     """
-    file = storage.place(path) / RUN
+    file = storage.inside(storage.place(path), RUN)
     try:
-        found = json.loads(storage.read_bytes(file))
+        found = checked_json(storage.read_bytes(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

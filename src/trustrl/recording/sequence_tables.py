@@ -8,7 +8,7 @@ from typing import Any
 from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
-from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, part_name, parts_in
+from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, part_name, parts_in, whole
 from trustrl.recording.schema import TABLES, arrow_schema, metadata
 from trustrl.recording.storage import Place, Remote, WholeFile
 
@@ -95,7 +95,9 @@ def _write(folder: Place, name: str, table: str, rows: Collection[dict[str, Any]
     storage.make_folder(folder)
     whole = WholeFile(folder / name)
     try:
-        pq.write_table(pa.Table.from_arrays(arrays, schema=schema), whole.target, compression="zstd")
+        table = pa.Table.from_arrays(arrays, schema=schema)
+        pq.write_table(table, whole.target, compression="zstd", write_page_checksum=True)
+        whole.seal()
         whole.publish()
     except BaseException:
         whole.abandon()
@@ -126,7 +128,7 @@ def read_sequences(path: str | PathLike[str] | Remote) -> Any:
         RecordError: If a file cannot be read, or a newer trustrl wrote it.
         MissingPackageError: If pyarrow is not installed.
     """
-    return _read(storage.place(path) / SEQUENCES, "sequences")
+    return _read(storage.place(path), SEQUENCES, "sequences")
 
 
 def read_texts(path: str | PathLike[str] | Remote) -> Any:
@@ -136,17 +138,17 @@ def read_texts(path: str | PathLike[str] | Remote) -> Any:
         RecordError: If a file cannot be read, or a newer trustrl wrote it.
         MissingPackageError: If pyarrow is not installed.
     """
-    return _read(storage.place(path) / TEXTS, "texts")
+    return _read(storage.place(path), TEXTS, "texts")
 
 
-def _read(folder: Place, table: str) -> Any:
+def _read(folder: Place, inside: str, table: str) -> Any:
     pa, names = need("pyarrow", extra="records"), [column.name for column in TABLES[table]]
     try:
-        files = parts_in(folder)
+        files = parts_in(folder, inside)
     except OSError as error:
         raise RecordError(f"Cannot read `{folder}`: {str(error).rstrip('.')}.") from error
     tables = []
     for file in files:
         with opened(file, table) as (parquet, _):
-            tables.append(in_todays_schema(parquet.read(), table, names))
+            tables.append(in_todays_schema(whole(parquet, file, table), table, names))
     return pa.concat_tables(tables) if tables else arrow_schema(table=table).empty_table()

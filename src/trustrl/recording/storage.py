@@ -18,11 +18,16 @@ from typing import IO, Any, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from trustrl.errors import ConfigError, MissingPackageError
+from trustrl.errors import ConfigError, MissingPackageError, RecordError
 from trustrl.optional_imports import need
+from trustrl.recording import checksums
+from trustrl.untrusted_files import leads_out, open_regular, read_regular
 
 IN_MEMORY = 16 * 2**20
 """Bytes of an unfinished remote file that memory holds. A larger one continues in a temporary file."""
+
+LARGEST_TEXT = 16 * 2**20
+"""Bytes of the largest JSON file of a record."""
 
 _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
 """Filesystems of pyarrow in which a name may contain a slash without a folder. They need no request to create one."""
@@ -152,12 +157,33 @@ def entries(folder: SamePlace, pattern: str) -> list[SamePlace]:
     """Returns the files and folders directly in a folder whose names match, sorted by name. One request if remote.
 
     Returns an empty list if the folder does not exist.
+
+    Raises:
+        RecordError: If an entry is a link that leads out of the folder.
     """
     return cast("list[SamePlace]", _local(folder, pattern) if isinstance(folder, Path) else _remote(folder, pattern))
 
 
 def _local(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(pattern))
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as listed:
+        found = sorted((one.name, one.is_symlink()) for one in listed if fnmatchcase(one.name, pattern))
+    return [inside(folder, name) if is_link else folder / name for name, is_link in found]
+
+
+def inside(folder: SamePlace, name: str) -> SamePlace:
+    """Returns the place of an entry of a folder.
+
+    Raises:
+        RecordError: If the entry is a link that leads out of the folder.
+    """
+    found = folder / name
+    if isinstance(found, Path) and isinstance(folder, Path) and found.is_symlink() and leads_out(found, folder):
+        raise RecordError(
+            f"`{found}` must be in the folder itself, got a link to `{found.readlink()}`. Pass its target."
+        )
+    return cast("SamePlace", found)
 
 
 def _remote(folder: Remote, pattern: str) -> list[Remote]:
@@ -187,9 +213,10 @@ def _kind(where: Remote) -> str:
 
 @contextmanager
 def readable(where: Place) -> Iterator[Any]:
-    """Context manager that yields a source for `pyarrow.parquet.ParquetFile`: the path, or an open remote file."""
+    """Context manager that yields a file that is open for reading."""
     if isinstance(where, Path):
-        yield where
+        with open_regular(where) as file:
+            yield file
         return
     with _os_errors():
         file = where.filesystem.open_input_file(where.path)
@@ -201,12 +228,15 @@ def read_bytes(where: Place) -> bytes:
     """Returns the content of a small file.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If it cannot be read, is not a regular file, or is larger than `LARGEST_TEXT`.
     """
     if isinstance(where, Path):
-        return where.read_bytes()
+        return read_regular(where, LARGEST_TEXT)
     with _os_errors(), where.filesystem.open_input_file(where.path) as file:
-        return file.read()
+        found = file.read(LARGEST_TEXT + 1)
+    if len(found) > LARGEST_TEXT:
+        raise OSError(f"larger than {LARGEST_TEXT:,} bytes")
+    return found
 
 
 def write_text(where: Place, text: str) -> None:
@@ -271,6 +301,14 @@ class WholeFile:
                 yield file
         else:
             yield self.target
+
+    def seal(self) -> None:
+        """Adds checksums to a complete Parquet file."""
+        if isinstance(self.target, Path):
+            with self.target.open("r+b") as file:
+                checksums.seal(file)
+        else:
+            checksums.seal(self.target)
 
     def publish(self) -> None:
         """Gives the complete file its name.

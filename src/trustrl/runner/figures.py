@@ -1,19 +1,21 @@
 """Figures: one for a run, and two for a comparison, drawn from its `table.json` alone."""
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from trustrl.core.histograms import PROBABILITY_EDGES, bin_names
-from trustrl.errors import MissingDataError
+from trustrl.errors import MissingDataError, RecordError
 from trustrl.optional_imports import need
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.run_rows import checked_rows
 from trustrl.runner.run_verdict import mean_of, rewards_of, rollouts, windows
+from trustrl.untrusted_files import parsed_json, read_regular
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", "-.", ":")
+MOST_REGIONS = 200
 FEW_ROLLOUTS = 24
 """Largest number of rollouts that are drawn as separate markers."""
 
@@ -23,14 +25,20 @@ def draw(folder: Path) -> list[Path]:
 
     Raises:
         MissingDataError: If the directory has no `table.json`.
+        RecordError: If `table.json` is not such a table.
         MissingPackageError: If matplotlib is not installed.
     """
     file = folder / "table.json"
     if not file.is_file():
         raise MissingDataError(f"{folder} must contain a table.json, got none. Run `trustrl compare` first.")
-    found = json.loads(file.read_text(encoding="utf-8"))
     need("matplotlib", extra="plots").use("Agg")
-    return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
+    try:
+        found = parsed_json(read_regular(file))
+        if len(found["regions"]) > MOST_REGIONS:
+            raise ValueError(f"more than {MOST_REGIONS} regions")
+        return [_curves(found, folder / "curves.png"), _accuracies(found, folder / "accuracy.png")]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise RecordError(f"{file} must be a table as `trustrl compare` writes it, got: {error!r:.200}.") from error
 
 
 def draw_run(directory: RunDirectory, updates_per_batch: int = 1) -> Path:
@@ -44,7 +52,7 @@ def draw_run(directory: RunDirectory, updates_per_batch: int = 1) -> Path:
         MissingDataError: If the run has no metrics.
         MissingPackageError: If matplotlib is not installed.
     """
-    rows = directory.rows()
+    rows = checked_rows(directory)
     if not rows:
         raise MissingDataError(
             f"{directory.path} must contain metrics of at least one step, got none. Run `trustrl run` first."
@@ -56,7 +64,7 @@ def draw_run(directory: RunDirectory, updates_per_batch: int = 1) -> Path:
     sampled = rollouts(rows, updates_per_batch)
     rewarded = [row for row in sampled if row["reward"] is not None]
     _rewards(learned, [row["step"] for row in rewarded], rewards_of(rewarded), "-", COLOURS[0], "reward of the rollout")
-    evaluations = directory.rows("evaluation")
+    evaluations = checked_rows(directory, "evaluation")
     marks = {"color": COLOURS[1], "marker": "o", "linestyle": "none", "label": "held-out accuracy"}
     learned.plot([row["step"] for row in evaluations], [row["accuracy"] for row in evaluations], **marks)
     learned.set_ylim(0, 1.02)

@@ -19,6 +19,7 @@ from trustrl.runner.plan import plan
 from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.recipe import Recipe, load
 from trustrl.runner.recipe_tables import folder_name
+from trustrl.untrusted_files import read_regular
 
 POLLING_SECONDS = 0.2
 LAST_WORDS = 5
@@ -158,6 +159,6 @@ def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], report: Callab
             before, after = (f"{result[f'accuracy_{when}'] or 0:.3f}" for when in ("before", "after"))
             report(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
             continue
-        log = cell.folder.with_suffix(".log").read_text(encoding="utf-8", errors="replace").splitlines()
+        log = read_regular(cell.folder.with_suffix(".log")).decode("utf-8", errors="replace").splitlines()
         report(f"{cell.region}, seed {cell.seed}: failed with code {process.returncode}")
         yield Failure(cell.region, cell.seed, process.returncode, "\n".join(log[-LAST_WORDS:]))

@@ -1,12 +1,12 @@
 """Sizes of a model that a plan needs: from the recipe or from the model's files."""
 
-import json
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from trustrl.errors import ConfigError
 from trustrl.runner.recipe_tables import Model
+from trustrl.untrusted_files import LARGEST_HEADER, parsed_json, read_regular, safetensors_header
 
 KNOWN = {
     "tiny": (722_304, 128, 512),
@@ -36,8 +36,7 @@ def shape_of(model: Model) -> Shape:
     folder = Path(model.name)
     parameters, hidden, vocabulary = KNOWN.get(model.name, (None, None, None))
     if model.name not in KNOWN and (folder / "config.json").is_file():
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        hidden, vocabulary = config.get("hidden_size"), config.get("vocab_size")
+        hidden, vocabulary = _sizes(folder / "config.json")
         files = sorted(folder.glob("*.safetensors"))
         parameters = sum(map(_count, files)) if files else None
     return Shape(
@@ -48,9 +47,26 @@ def shape_of(model: Model) -> Shape:
     )
 
 
+def _sizes(file: Path) -> tuple[int | None, int | None]:
+    """Returns the hidden size and the vocabulary's size in a model's configuration."""
+    try:
+        config = parsed_json(read_regular(file, LARGEST_HEADER))
+        hidden, vocabulary = (config.get(name) for name in ("hidden_size", "vocab_size"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"model.name must be a folder with a model, got {file}: {error!r:.200}.") from None
+    if not all(one is None or (type(one) is int and one > 0) for one in (hidden, vocabulary)):
+        raise ConfigError(
+            f"{file} must have sizes that are integers from 1, got {hidden!r:.40} and {vocabulary!r:.40}."
+        )
+    return hidden, vocabulary
+
+
 def _count(file: Path) -> int:
     """Counts the parameters in a safetensors file from its header."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    try:
+        found = sum(math.prod(entry["shape"]) for entry in safetensors_header(file)[1].values())
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"model.name must be a folder with a model, got {file}: {error!r:.200}.") from None
+    if type(found) is not int or not 0 <= found < 10**15:
+        raise ConfigError(f"{file} must have tensors with sizes from 0, got {found!r:.40} parameters.")
+    return found

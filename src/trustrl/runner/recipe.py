@@ -1,7 +1,6 @@
 """Recipe of a training run: all its settings, on any engine. See docs/reference/recipe.md."""
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from trustrl.runner.recipe_tables import (
     Schedule,
     TaskChoice,
 )
+from trustrl.untrusted_files import LARGEST_TOML, parsed_toml, read_regular
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
@@ -182,10 +182,12 @@ def load_arms(path: str | Path) -> dict[str, Region]:
 
 def _read(what: str, path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return parsed_toml(read_regular(Path(path), LARGEST_TOML))
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"{what} must be a TOML file, got {str(path)!r}, which does not exist.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{what} must be a TOML file, got {str(path)!r}: {error.strerror}.") from None
+    except ValueError as error:
         raise ConfigError(f"{path} must be TOML, got: {error}.") from None
 
 

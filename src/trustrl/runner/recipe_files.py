@@ -5,7 +5,6 @@ alone. Writing needs tomli-w, which `pip install "trustrl[run]"` brings.
 """
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from trustrl.errors import ConfigError, UnknownNameError
 from trustrl.optional_imports import need, shipped_folder
 from trustrl.registry import nearest
+from trustrl.untrusted_files import parsed_toml
 
 WORD = re.compile(r"[A-Za-z_.~/][\w.:/~+-]*")  # on a command line, such words need no quotes
 
@@ -95,8 +95,8 @@ def read_override(text: str) -> tuple[tuple[str, ...], Any]:
             f"An override must have the form <table>.<key>=<value>, got {text!r}. Write for example schedule.steps=50."
         )
     try:
-        return where, tomllib.loads(f"x = {right}")["x"]
-    except tomllib.TOMLDecodeError:
+        return where, parsed_toml(f"x = {right}".encode("utf-8", "replace"))["x"]
+    except ValueError:
         if WORD.fullmatch(right):
             return where, right
         raise ConfigError(

@@ -280,9 +280,11 @@ TABLES: dict[str, type] = {
 
 
 def text(where: str, value: Any) -> None:
-    """Raises if the value is not a non-empty string."""
+    """Raises if the value is not a non-empty string of printable characters."""
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where} must be a non-empty string, got {value!r}.")
+    if not value.isprintable():
+        raise ConfigError(f"{where} must not contain control characters, got {value!r:.200}.")
 
 
 def folder_name(where: str, value: Any) -> None:

@@ -3,10 +3,14 @@
 N: tokens of a micro-batch on a rank, K: ids that the region reads, D: hidden size, V: vocabulary ids on a rank, w:
 bytes of a weight. Sizes are estimates for a rank of the last pipeline stage, the only one with the output layer.
 
-    vocabulary pass ≈ w V D + N ((4 + w) D + 31 K) + 1,024 × 4,096 w   (+ 4 · 4,096 D beyond 1,024 tokens)
+    vocabulary pass ≈ w V D + N ((4 + w) D + 31 K) + buffer
+    buffer, on a CPU: 1,024 × 4,096 w   (+ 4 · 4,096 D beyond 1,024 tokens)
+    buffer, on a GPU: max(64 MB, w N V / 16) + w N D
 
-This is the fit of docs/vocabulary-cost.md, measured on a CPU in bfloat16: the gradients of the output layer and of the
-hidden states, and a tile of logits. In float32 the second term is N (4 D + 31 K). Exact divergences use two tiles.
+The first line is the fit of docs/vocabulary-cost.md, measured on a CPU in bfloat16: the gradients of the output layer
+and of the hidden states. In float32 its second term is N (4 D + 31 K). On a CPU the buffer is a tile of logits, and
+exact divergences use two. On a GPU it is the Triton pass's slice of their gradient and its copy of the hidden states,
+counted in docs/guides/vocabulary.md.
 
     sent per token = 4 (K + 3) + 12 T + 8 E   forward,   4 D   backward
 
@@ -26,7 +30,10 @@ from trustrl.runner.recipe import Recipe
 from trustrl.runner.verl_command import MAX_TOKENS, engine_settings
 
 TILE_ROWS, TILE_COLUMNS = 1024, 4096
-"""Block sizes of the chunked pass. `trustrl.kernels.chunked_pass` needs torch; a test compares them."""
+"""Block sizes of the chunked pass on a CPU. `trustrl.kernels.chunked_pass` needs torch; a test compares them."""
+
+SLICE_BYTES, SLICES = 64 * 2**20, 16
+"""Smallest slice of the Triton pass, and the largest number of slices. A test compares them too."""
 
 BYTES_PER_ID = 31
 """Bytes that the pass holds for each token and given id (fitted, docs/vocabulary-cost.md)."""
@@ -133,9 +140,12 @@ def vocabulary_pass(recipe: Recipe, layout: Layout, shape: Shape) -> int | None:
         return None
     narrow = width if width < 4 else 0  # the gradient is summed in float32, and then rounded
     per_token = (4 + narrow) * shape.hidden_size + BYTES_PER_ID * needs.topk
-    tile = min(tokens, TILE_ROWS) * min(columns, TILE_COLUMNS) * width * (2 if needs.full else 1)
-    sums = 4 * min(columns, TILE_COLUMNS) * shape.hidden_size if tokens > TILE_ROWS else 0
-    return head + tokens * per_token + tile + sums
+    if recipe.engine.device == "cuda":
+        buffer = max(SLICE_BYTES, tokens * columns * width // SLICES) + tokens * shape.hidden_size * width
+    else:
+        buffer = min(tokens, TILE_ROWS) * min(columns, TILE_COLUMNS) * width * (2 if needs.full else 1)
+        buffer += 4 * min(columns, TILE_COLUMNS) * shape.hidden_size if tokens > TILE_ROWS else 0
+    return head + tokens * per_token + buffer
 
 
 def words(layout: Layout, shape: Shape) -> int | None:
@@ -153,7 +163,7 @@ def _sent(needs: Needs, layout: Layout, hidden: int | None) -> tuple[int, int | 
     if layout.tensor_parallel == 1 or not (needs.topk or needs.full):
         return 0, 0
     anchor = 4 * 3 + 12 * needs.topk if needs.anchor == "proximal" else 0
-    own = needs.topk if needs.own_topk == "fill" else 0
+    own = needs.topk if needs.fills else 0
     forward = 4 * (needs.topk + 3) + 12 * own + (8 if needs.full else 0)
     if not layout.sums_hidden_gradient:
         return anchor, forward

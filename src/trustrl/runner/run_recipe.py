@@ -1,12 +1,16 @@
 """Runs a recipe in a run directory, on the engine it names."""
 
+import errno
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trustrl.config.loading import config_to_dict
+from trustrl.errors import EngineError
 from trustrl.optional_imports import require
 from trustrl.runner.checkpoints import only_the_owner_writes
 from trustrl.runner.directory import RunDirectory
@@ -17,6 +21,9 @@ from trustrl.runner.run_verdict import summary
 
 Engine = Callable[[Recipe, RunDirectory, Progress], None]
 """Trains in the directory, from its last checkpoint if any, and appends metrics and evaluations to it."""
+
+ROOM = 1 << 20
+"""Bytes that a disk must have left. With less, an engine's error is reported as a full disk."""
 
 ENGINES = {"trl": "trustrl.runner.trl_run", "verl": "trustrl.runner.verl_run"}
 
@@ -35,16 +42,16 @@ def run(
         recipe: The recipe to run.
         folder: The run directory. Created if missing.
         resume: Resumes from the last checkpoint if the directory contains a run. A finished run is left unchanged.
-        trust_checkpoint: Loads a checkpoint that other users own or can write to. Loading one can execute code.
+        trust_checkpoint: Loads a checkpoint that others wrote, own or can write to. Loading one can execute code.
         engine: Replaces the engine that the recipe names.
 
     Returns:
         The content of `result.json`. Empty on ranks other than the first, which write no files.
 
     Raises:
-        ConfigError: If the directory contains another run or is in use, if others can write to its checkpoint, or if
-            the engine cannot execute the recipe.
-        EngineError: If the engine failed, or all checkpoints of the run are damaged.
+        ConfigError: If the directory contains another run or is in use, if others wrote its checkpoint or can write to
+            it, if there is no key to sign checkpoints with, or if the engine cannot execute the recipe.
+        EngineError: If the engine failed, the disk is full, or all checkpoints of the run are damaged.
         MissingPackageError: If the engine, the sampler or tomli-w is not installed.
     """
     directory = RunDirectory(folder, trust_checkpoint)
@@ -52,17 +59,36 @@ def run(
         return directory.result()
     plan(recipe, folder)  # raises before anything is written or loaded
     train = engine or _engine(recipe)
-    began = time.time()
+    began = time.monotonic()
     with only_the_owner_writes(), Progress(recipe.name, recipe.schedule.steps) as progress:
         if not is_main_process():
             train(recipe, directory, progress)
             return {}
         require("tomli_w", advice='Run `pip install "trustrl[run]"`.')  # for recipe.toml
-        with directory.held():
+        with directory.held(), _full_disk_named(folder):
             directory.begin(recipe, resume=resume)
             train(recipe, directory, progress)
-            directory.finish(_result(recipe, directory, time.time() - began))
+            directory.finish(_result(recipe, directory, time.monotonic() - began))
     return directory.result()
+
+
+@contextmanager
+def _full_disk_named(folder: Path) -> Iterator[None]:
+    """Raises an error that names a full disk. torch reports one only as an unexpected position in a file.
+
+    Raises:
+        EngineError: If the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        named = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+        if not named and shutil.disk_usage(folder).free >= ROOM:
+            raise
+        raise EngineError(
+            f"The disk must have room for the run, got a full one at {folder} ({str(error).rstrip('.')}). Free some "
+            "space, then run the same command with --resume to continue from the last checkpoint."
+        ) from error
 
 
 def _engine(recipe: Recipe) -> Engine:

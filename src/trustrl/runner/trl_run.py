@@ -1,27 +1,22 @@
 """Runs a recipe on TRL in this process, with `TrustRegionGRPOTrainer` and trustrl's metrics file."""
 
+import json
 import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, TrustRLError
 from trustrl.optional_imports import need, require
 from trustrl.runner import trackers
-from trustrl.runner.checkpoints import (
-    Survey,
-    checkpoints_in,
-    fault_of,
-    is_marked,
-    refuse_foreign,
-    rotate,
-    write_manifest,
-)
+from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign, rotate
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.plan import launcher
 from trustrl.runner.processes import Progress, is_main_process, take_a_port
 from trustrl.runner.recipe import Recipe
+from trustrl.runner.signing import load_key
 from trustrl.runner.trl_arguments import grpo_fields, trainer_arguments
 from trustrl.world import models, tasks
 
@@ -75,7 +70,8 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
 
 def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> None:
     need("transformers.utils.logging", extra="trl").disable_progress_bar()  # `progress` replaces it
-    done, checkpoint = last_checkpoint(recipe, directory, progress)
+    args = _arguments(recipe, directory)  # transformers joins the ranks here
+    seal, (done, checkpoint) = _agreed(recipe, directory, progress, main)
     if main:
         directory.forget_after(done)
     if done and main:
@@ -84,7 +80,7 @@ def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bo
         if main:
             _evaluate(recipe, directory, progress, done, _loaded(str(checkpoint)))
         return
-    trainer = _trainer(recipe, directory, progress, main)
+    trainer = _trainer(recipe, directory, progress, args, seal)
     if main and not directory.rows("evaluation"):
         _evaluate(recipe, directory, progress, 0, trainer.model)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -92,25 +88,42 @@ def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bo
         _evaluate(recipe, directory, progress, recipe.schedule.steps, trainer.model)
 
 
-def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress) -> tuple[int, Path | None]:
+def _agreed(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> tuple[Seal | None, Any]:
+    """Returns the seal, which only the first rank has, and the checkpoint that the first rank chose.
+
+    One rank reads the files: a thousand ranks would each read a whole checkpoint.
+    """
+    seal, found = None, [None]
+    if main:
+        try:
+            seal = Seal(load_key(progress.log), directory.run_id)
+            found = [last_checkpoint(recipe, directory, progress, seal)]
+        except TrustRLError as error:
+            found = [error]
+    if recipe.engine.ranks > 1:
+        need("torch.distributed", extra="trl").broadcast_object_list(found, src=0)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return seal, found[0]
+
+
+def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress, seal: Seal) -> tuple[int, Path | None]:
     """Returns the step and path of the newest intact checkpoint, or (0, None) if the run has not saved one.
 
-    Every rank examines all files, so all ranks choose the same checkpoint. The first rank renames the rejected ones.
-
     Raises:
-        ConfigError: If other users own the checkpoint or can write to it.
+        ConfigError: If others wrote the checkpoint, own it or can write to it.
         EngineError: If all checkpoints of the run are damaged.
     """
 
     def fault(checkpoint: Path) -> str | None:
         if not directory.trust_checkpoints:
             refuse_foreign(directory.path, checkpoint)
-        return _missing(checkpoint, recipe.engine.ranks) or fault_of(checkpoint)
+        wrong = fault_of(checkpoint, None if directory.trust_checkpoints else seal)
+        return wrong or _missing(checkpoint, recipe.engine.ranks) or _step_fault(checkpoint)
 
     found = Survey(checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault)
     found.refuse_if_none_is_left()
-    if is_main_process():
-        found.set_aside(progress.log)
+    found.set_aside(progress.log)
     return found.step, found.chosen
 
 
@@ -125,6 +138,16 @@ def _missing(checkpoint: Path, ranks: int) -> str | None:
     return next((f"{state} is missing" for state in states if state not in names), None)
 
 
+def _step_fault(checkpoint: Path) -> str | None:
+    """Returns the fault if the trainer's state is not of the step in the directory's name."""
+    try:
+        step = json.loads((checkpoint / "trainer_state.json").read_bytes().decode())["global_step"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return "trainer_state.json has no global_step"
+    fits = isinstance(step, int) and f"{PREFIX}{step}" == checkpoint.name
+    return None if fits else f"its trainer_state.json is of step {step!r:.20}"
+
+
 def _checked_rank(recipe: Recipe) -> bool:
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != recipe.engine.ranks:
@@ -135,19 +158,23 @@ def _checked_rank(recipe: Recipe) -> bool:
     return is_main_process()
 
 
-def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> Any:
-    from transformers.trainer_callback import PrinterCallback
+def _arguments(recipe: Recipe, directory: RunDirectory) -> Any:
     from trl import GRPOConfig  # pyright: ignore[reportAttributeAccessIssue]
-
-    from trustrl.engines.trl import TrustRegionGRPOTrainer
 
     fields = grpo_fields(recipe, str(directory.checkpoints))
     try:
-        args = GRPOConfig(**fields)
+        return GRPOConfig(**fields)
     except TypeError as error:
         raise ConfigError(f"engine.settings must be fields of TRL's GRPOConfig, got: {error}.") from None
     except ValueError as error:
         raise ConfigError(f"TRL refuses the recipe's settings: {error}") from None
+
+
+def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, args: Any, seal: Seal | None) -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    from trustrl.engines.trl import TrustRegionGRPOTrainer
+
     keep, args.save_total_limit = args.save_total_limit, None  # transformers would delete any directory `checkpoint-*`
     if args.use_cpu:
         need("torch", extra="trl").set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -159,7 +186,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
         args=args,
         train_dataset=task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat),
         processing_class=_tokenizer(folder),
-        callbacks=[*([_watcher(recipe, directory, progress)] if main else []), _keeper(keep, main)],
+        callbacks=[*([_watcher(recipe, directory, progress)] if seal else []), _keeper(keep, seal)],
         region=recipe.region,
         recording=recipe.recording(directory.path),
         **trainer_arguments(recipe),
@@ -171,7 +198,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, main: 
 def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any:
     from transformers.trainer_callback import TrainerCallback
 
-    began = time.time()
+    began = time.monotonic()
     every = recipe.evaluation.every
 
     class Watcher(TrainerCallback):
@@ -193,14 +220,14 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
             # TRL logs the metrics of a rollout only at its first update; the later updates train on the same rollout.
             if "reward" in row:
                 self.reward = {name: row[name] for name in (*OF_ROLLOUT, CUT, "completion_length") if name in row}
-            row = {**row, **self.reward, "seconds": round(time.time() - began, 2)}
+            row = {**row, **self.reward, "seconds": round(time.monotonic() - began, 2)}
             directory.append("metrics", row)
             progress.step(row)
 
     return Watcher()
 
 
-def _keeper(keep: int | None, main: bool) -> Any:
+def _keeper(keep: int | None, seal: Seal | None) -> Any:
     from transformers.trainer_callback import TrainerCallback
 
     distributed = need("torch.distributed", extra="trl")
@@ -211,9 +238,9 @@ def _keeper(keep: int | None, main: bool) -> Any:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if distributed.is_available() and distributed.is_initialized():
                 distributed.barrier()
-            if main:
+            if seal is not None:
                 folder = Path(args.output_dir)
-                write_manifest(folder / f"{PREFIX}{state.global_step}")
+                write_manifest(folder / f"{PREFIX}{state.global_step}", seal)
                 if keep is not None and keep > 0:
                     rotate(folder, PREFIX, keep, protected=state.best_model_checkpoint)
 

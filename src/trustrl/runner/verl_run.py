@@ -6,24 +6,29 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import EngineError
+from trustrl.errors import ConfigError, EngineError
 from trustrl.optional_imports import require
 from trustrl.runner import trackers
-from trustrl.runner.checkpoints import Survey, checkpoints_in, fault_of, is_marked, refuse_foreign, write_manifest
+from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign
 from trustrl.runner.directory import RunDirectory, write_whole
+from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.processes import Progress, ends_with_its_parent
 from trustrl.runner.recipe import Recipe
+from trustrl.runner.signing import load_key
 from trustrl.runner.verl_command import HELD_OUT, TRAIN, command, hydra
 from trustrl.world import models
 from trustrl.world.tasks import load
 from trustrl.world.verl_dataset import write_parquet
 
 POLLING_SECONDS = 0.5
+QUIET_SECONDS = 600.0
+"""Seconds without a step after which a run warns. Three times its longest step, if that is longer."""
+
 PREFIX, TRACKER = "global_step_", "latest_checkpointed_iteration.txt"
 NEEDED = ("actor", "data.pt")
 """Parts of a checkpoint. Without `data.pt`, verl restarts the data from the beginning without an error."""
@@ -54,12 +59,13 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     """Writes the data, starts verl from the newest intact checkpoint, and translates its log line by line.
 
     Raises:
-        ConfigError: If other users own the checkpoint or can write to it.
+        ConfigError: If others wrote the checkpoint, own it or can write to it.
         EngineError: If verl exits with an error, which is in `verl.log`, or if all checkpoints are damaged.
     """
     folder = directory.path.resolve()
     model = models.path(recipe.model.name)
-    batches, checkpoint = last_checkpoint(directory, progress)
+    seal = Seal(load_key(progress.log), directory.run_id)
+    batches, checkpoint = last_checkpoint(directory, progress, seal)
     done = batches * recipe.schedule.updates_per_batch
     _write_data(recipe, folder)
     directory.forget_after(done)
@@ -74,7 +80,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
             env=environment, cwd=folder, start_new_session=True, preexec_fn=ends_with_its_parent,
         )  # fmt: skip
         try:
-            _follow(process, log, recipe, directory, progress)
+            _follow(process, log, recipe, directory, progress, lambda: _mark(directory.checkpoints, batches, seal))
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -99,26 +105,30 @@ def _write_data(recipe: Recipe, folder: Path) -> None:
             )  # fmt: skip
 
 
-def last_checkpoint(directory: RunDirectory, progress: Progress) -> tuple[int, Path | None]:
+def last_checkpoint(directory: RunDirectory, progress: Progress, seal: Seal) -> tuple[int, Path | None]:
     """Returns the batches and path of the newest intact checkpoint, or (0, None) if the run has not saved one.
 
-    verl records the number of its newest complete checkpoint. A manifest also marks it, and lists its files.
+    verl records the number of its newest complete checkpoint. Then `_mark` writes the manifest. trustrl 0.1.0 wrote
+    none, so in its runs verl's number decides which checkpoints are complete.
 
     Raises:
-        ConfigError: If other users own the checkpoint or can write to it.
+        ConfigError: If others wrote the checkpoint, own it or can write to it.
         EngineError: If all checkpoints of the run are damaged.
     """
     folder = directory.checkpoints
-    saved = _saved_batches(folder)
+    saved, trusted = _saved_batches(folder), directory.trust_checkpoints
+    saved_without_manifest = saved if trusted or seal.run is None else 0
 
     def complete(checkpoint: Path) -> bool:
-        return is_marked(checkpoint) or int(checkpoint.name.removeprefix(PREFIX)) <= saved
+        return is_marked(checkpoint) or _batches(checkpoint) <= saved_without_manifest or not checkpoint.is_dir()
 
     def fault(checkpoint: Path) -> str | None:
-        if not directory.trust_checkpoints:
+        if not trusted:
             refuse_foreign(directory.path, checkpoint)
-        missing = next((name for name in NEEDED if not (checkpoint / name).exists()), None)
-        return fault_of(checkpoint) if missing is None else f"{missing} is missing"
+        wrong = fault_of(checkpoint, None if trusted else seal)
+        if wrong is None and not trusted:
+            _refuse_files_elsewhere(checkpoint)
+        return wrong or next((f"{name} is missing" for name in NEEDED if not (checkpoint / name).exists()), None)
 
     found = checkpoints_in(folder, PREFIX)
     if saved > 0:
@@ -146,16 +156,42 @@ def _saved_batches(folder: Path) -> int:
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
 
 
-def _mark(folder: Path) -> None:
-    """Writes the manifest of verl's newest complete checkpoint, unless it has one."""
-    newest = folder / f"{PREFIX}{_saved_batches(folder)}"
-    if newest.is_dir() and not is_marked(newest):
-        with suppress(FileNotFoundError):  # verl has just replaced it
-            write_manifest(newest)
+def _batches(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
-def _follow(process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
-    read, began = 0, time.time()
+def _refuse_files_elsewhere(checkpoint: Path) -> None:
+    """Raises if files of a rank are on another node's disk, where verl would load them unverified.
+
+    Raises:
+        ConfigError: If FSDP's files of a rank are not here.
+    """
+    for file in sorted((checkpoint / "actor").glob("*_world_size_*_rank_0.pt")):
+        start, _, world = file.name.removesuffix("_rank_0.pt").rpartition("_")
+        for rank in range(int(world) if world.isdecimal() and len(world) < 8 else 0):
+            name = f"{start}_{world}_rank_{rank}.pt"
+            if not (checkpoint / "actor" / name).is_file():
+                raise ConfigError(
+                    f"All files of a checkpoint must be in the run's directory, got {checkpoint} without actor/{name}. "
+                    "Put the run on a file system that all nodes share. trustrl cannot verify files on other nodes, "
+                    "and verl unpickles them. If you trust all nodes, add --trust-checkpoint."
+                )
+
+
+def _mark(folder: Path, began_at: int, seal: Seal) -> None:
+    """Writes the manifests of the checkpoints that verl has completed in this process, and of no others."""
+    saved = _saved_batches(folder)
+    for batches, checkpoint in checkpoints_in(folder, PREFIX).items():
+        if began_at < batches <= saved and not is_marked(checkpoint) and all((checkpoint / x).exists() for x in NEEDED):
+            with suppress(FileNotFoundError):  # verl has just deleted it
+                write_manifest(checkpoint, seal)
+
+
+def _follow(
+    process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress, mark: Callable[[], None]
+) -> None:
+    read, began = 0, time.monotonic()
+    stepped, patience = began, QUIET_SECONDS
     while True:
         ended = process.poll() is not None
         text = log.read_bytes()[read:] if log.exists() else b""
@@ -163,10 +199,20 @@ def _follow(process: Any, log: Path, recipe: Recipe, directory: RunDirectory, pr
         read += len(whole)
         for line in whole.splitlines():
             found = json.loads(line)
-            _translate(found["step"], found["data"], recipe, directory, progress, time.time() - began)
-        _mark(directory.checkpoints)
+            _translate(found["step"], found["data"], recipe, directory, progress, time.monotonic() - began)
+        mark()
         if ended:
             return
+        quiet = time.monotonic() - stepped
+        if whole:
+            stepped, patience = time.monotonic(), max(patience, 3 * quiet)
+        elif quiet > patience:
+            patience *= 2
+            progress.log(
+                f"warning: verl has finished no step for {quiet:.0f} s. It may wait for a process that has died: "
+                f"see {directory.path / 'verl.log'}. To continue from the last checkpoint, stop this command and run "
+                "it again with --resume."
+            )
         time.sleep(POLLING_SECONDS)
 
 

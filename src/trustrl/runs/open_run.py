@@ -4,6 +4,7 @@ Several readers may contribute to one folder: metrics from a trainer state, comp
 tracker. `Run.source` and `Run.found` list them.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,9 @@ READERS: tuple[Any, ...] = (
 )  # fmt: skip
 """Readers of a folder or file, in order of preference. Each has a NAME, a phrase in LOOKS_FOR, and `read`."""
 
+MOST_FAULTS = 20
+"""Entries of a folder that are named as unfit to be read."""
+
 _INNER = ("*/recipe.toml", "*/trainer_state.json", "*/checkpoint-*/trainer_state.json")
 
 
@@ -55,14 +59,23 @@ def open_run(path: str | Path) -> Run:
     """
     address, _, run = str(path).partition("::")
     folder = Path(address)
-    if not folder.exists():
-        raise ConfigError(f"RUN must be a folder or file that exists, got {path}.")
+    if not (folder.is_dir() or folder.is_file()):
+        got = "another kind of file" if folder.exists() else "nothing there"
+        raise ConfigError(f"RUN must be a folder or file that exists, got {path}: {got}.")
     files = files_of(folder, run or None)
     parts = _parts(files)
+    if files.faults and parts:
+        parts[0].faults += [*files.faults[:MOST_FAULTS], *_further(files.faults)]
     if not any(part.rows or part.evaluations or part.completions or part.records or part.recipe for part in parts):
         raise ConfigError(_nothing(path, files, parts))
     resolved = folder.resolve()
     return merged(parts, str(path), resolved.stem if folder.is_file() else resolved.name)
+
+
+def _further(faults: Sequence[str]) -> list[str]:
+    return [f"{len(faults) - MOST_FAULTS:,} other entries are not regular files; left out"] * (
+        len(faults) > MOST_FAULTS
+    )
 
 
 def _parts(files: Files) -> list[Part]:
@@ -98,7 +111,7 @@ def _counting_updates(completions: Any, updates: int) -> Callable[[], Any]:
 
 
 def _nothing(path: str | Path, files: Files, parts: Sequence[Part]) -> str:
-    faults = [fault for part in parts for fault in part.faults]
+    faults = [*files.faults, *(fault for part in parts for fault in part.faults if fault not in files.faults)]
     if faults:
         return f"RUN must contain metrics, completions or token records, got {path}: {'; '.join(faults[:3])}."
     inner = sorted({files.short(file).split("/")[0] for file in files.matching(*_INNER)})
@@ -115,9 +128,9 @@ def open_runs(paths: Sequence[str | Path]) -> list[tuple[str, Run]]:
         ConfigError: If a path is not a run, or is given twice.
         RecordError: If a file of `trustrl run` cannot be read.
     """
-    resolved = [Path(path).resolve() for path in paths]
+    resolved = [os.path.realpath(path) for path in paths]  # Path.resolve would raise on a loop of links
     for path in paths:
-        if resolved.count(Path(path).resolve()) > 1:
+        if resolved.count(os.path.realpath(path)) > 1:
             raise ConfigError(f"Each RUN must be given once, got {path} twice.")
     runs = [open_run(path) for path in paths]
     labels = short_labels([run.name for run in runs], [Path(path) for path in paths])

@@ -1,1 +1,1 @@
-"""Tools for runs and records, one package each: audit, calibrate, conformance, doctor, explain, probe, report."""
+"""Tools for runs and records, one package each, such as audit, bound, calibrate, explain and report."""

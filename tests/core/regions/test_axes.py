@@ -18,7 +18,7 @@ def on_the_axes(region):
         return None
 
 
-PRESETS = {name: trustrl.preset(name) for name in trustrl.presets()}
+PRESETS = {name: trustrl.preset(name) for name in trustrl.presets() if name != "ppo-relaxed"}  # a rule beside the axes
 VARIANTS = {
     **PRESETS,
     "dppo, capped": trustrl.DPPO(trustrl.BinaryTV(max_increase=0.05), max_ratio=1.2),
@@ -42,7 +42,7 @@ def test_most_presets_are_points_on_the_axes():
 def test_a_region_decides_as_its_point_on_the_axes(name, drift):
     w = world(3, drift=drift, rows=8)
     region = POINTS[name]
-    reduction = reduction_for(region.kind, w)
+    reduction = reduction_for(region, w)
     (ours, policy), (point, other) = (run(one, w, reduction=reduction) for one in (region, region.axes()))
     assert torch.equal(ours.decision.keep, point.decision.keep)
     torch.testing.assert_close(ours.decision.weight, point.decision.weight, rtol=0, atol=0)
@@ -75,7 +75,7 @@ CORRECTED = sorted(
 def test_a_correction_multiplies_the_weight_of_every_region_by_the_capped_mismatch(name):
     w, cap = world(3, drift=0.2, rows=8), 1.05
     plain = replace(PRESETS[name], anchor="proximal", correction=None)
-    reduction = reduction_for(plain.kind, w)
+    reduction = reduction_for(plain, w)
     (before, _), (after, _) = (
         run(one, w, reduction=reduction) for one in (plain, replace(plain, correction=trustrl.TIS(max_ratio=cap)))
     )

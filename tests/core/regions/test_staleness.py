@@ -18,6 +18,7 @@ PRESETS = sorted(trustrl.presets())
 DROPPING = {name: trustrl.preset(name) for name in PRESETS} | {
     # The presets' bounds mask every sequence of this batch.
     "trm": trustrl.TRM(trustrl.TopKKL(max_increase=2.0)),
+    "flash-reinforce": trustrl.preset("flash-reinforce", max_increase=2.0),
     "trm-full-kl": trustrl.TRM(trustrl.FullKL(max_increase=2.0)),
     "trm-sampled": trustrl.TRM(trustrl.SampledK2(max_increase=2.0)),
 }
@@ -40,7 +41,7 @@ def run(region, *, version=VERSION, now=NOW):
     if needs.topk > 48:
         region = replace(region, k=48)
     policy = replace(W.policy_tokens(rollout), version=now)
-    out = trustrl.policy_loss(policy, rollout, region, reduction=reduction_for(region.kind, W))
+    out = trustrl.policy_loss(policy, rollout, region, reduction=reduction_for(region, W))
     out.loss.backward()
     return out, [grad_of(x) for x in (policy.logp, policy.topk_logp, policy.full_logp)]
 
@@ -156,7 +157,8 @@ def test_a_missing_version_is_an_error_that_names_both_fields(version, now):
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if trustrl.preset(name).kind in {
-    "troll", "gspo", "cispo", "sapo", "spo", "drpo", "cppo", "trm", "pg-is",
+    "troll", "gspo", "cispo", "sapo", "spo", "drpo", "cppo", "trm", "pg-is", "opsm", "gmpo",
+    "vespo", "m2po",
 }])  # fmt: skip
 def test_a_region_without_a_bound_per_token_cannot_be_tightened(name):
     with pytest.raises(ConfigError, match="when_stale must be 'drop', got 'tighten'"):

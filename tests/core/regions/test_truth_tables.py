@@ -126,7 +126,9 @@ def test_undecided_tokens_keep_their_gradient():
         pytest.param(trustrl.IcePop(), 0.6, 0.6, id="icepop inside its band"),
         pytest.param(trustrl.IcePop(), 6.0, 0.0, id="icepop above its band"),
         pytest.param(trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="token"), 2.5, 0.0, id="mis above its band"),
-        pytest.param(trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence"), 1.9, 1.9, id="mis inside its band"),
+        pytest.param(
+            trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean"), 1.9, 1.9, id="mis inside its band"
+        ),
     ],
 )
 def test_corrections_multiply_the_weight(correction, k, factor):
@@ -142,7 +144,7 @@ def test_sequence_level_mis_uses_the_geometric_mean():
         behavior_logp=torch.tensor([[log(0.05), log(0.8)]], dtype=torch.float64), proximal_logp=logp.detach(),
         advantage=torch.ones(1), in_loss=torch.ones(1, 2, dtype=torch.bool),
     )  # fmt: skip
-    for level, want in (("token", 0.0), ("sequence", -1.0)):
+    for level, want in (("token", 0.0), ("sequence-mean", -1.0), ("sequence-product", -1.0)):
         logp.grad = None
         region = trustrl.PPO(anchor="proximal", correction=trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level=level))
         trustrl.policy_loss(

@@ -31,7 +31,7 @@ def test_some_tokens_are_stopped_and_some_are_not(name):
     case = parity.read(name)
     at = case.batch.in_loss & (case.batch.advantage != 0)
     stopped = (case.factors == 0)[at].double().mean().item()
-    weighted = name in ("cispo", "sapo", "spo", "drpo", "pg-is")
+    weighted = name in ("cispo", "sapo", "spo", "drpo", "pg-is", "vespo")
     assert stopped == 0 if weighted else 0.01 < stopped < 0.95
 
 
@@ -77,6 +77,8 @@ def test_a_missing_anchor_is_named_as_the_engine_names_it(anchor, said):
 def test_regions_that_the_engine_cannot_feed_are_refused():
     with pytest.raises(ConfigError, match="only sampled tokens in Example, got dppo, which needs the 20 most probable"):
         SEAM.check(trustrl.preset("dppo-topk-tv"))
+    with pytest.raises(ConfigError, match="got score-centering, which needs the 128 most probable"):
+        SEAM.check(trustrl.preset("score-centering"))
     one = SampledLoss("Example", {"behavior": ("rollout_logps", "Record them.")})
     one.check(trustrl.preset("dppo-binary-tv"))
     with pytest.raises(ConfigError, match=r"must not read the proximal log-probs in Example.*passes only behavior"):

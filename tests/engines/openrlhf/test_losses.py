@@ -73,8 +73,34 @@ def test_a_preset_in_openrlhfs_training_step_on_a_stub_network_has_the_parity_fi
             "mis",
             {"correction": {"kind": "mis", "min_ratio": 0.95, "max_ratio": 1.05}},
         ),
+        (
+            {"clip_eps_high": 0.28, "is_correction_level": "seq", "is_correction_gating": "binary_kl",
+             "is_correction_threshold": (0.0, 5e-4)},
+            "divergence-gate",
+            {"correction": {"kind": "divergence-gate", "divergence": {"kind": "binary-kl", "max_increase": 5e-4}}},
+        ),
+        (
+            {"clip_eps_high": 0.28, "is_correction_level": "seq", "is_correction_gating": "tv",
+             "is_correction_threshold": (0.0, 0.011)},
+            "divergence-gate",
+            {"correction": {"kind": "divergence-gate", "divergence": {"kind": "binary-tv", "max_increase": 0.011}}},
+        ),
+        (
+            {"clip_eps_high": 0.28, "is_correction_level": "token", "is_correction_gating": "binary_kl",
+             "is_correction_threshold": (0.0, 5e-4)},
+            "divergence-gate",
+            {"correction": {"kind": "divergence-gate", "level": "token",
+                            "divergence": {"kind": "binary-kl", "max_increase": 5e-4}}},
+        ),
+        (
+            {"clip_eps_high": 0.28, "is_correction_level": "token", "is_correction_gating": "tv",
+             "is_correction_threshold": (0.0, 0.011)},
+            "divergence-gate",
+            {"correction": {"kind": "divergence-gate", "level": "token",
+                            "divergence": {"kind": "binary-tv", "max_increase": 0.011}}},
+        ),
     ],
-    ids=["ppo", "dual-clip", "gspo", "tis", "token-mask"],
+    ids=["ppo", "dual-clip", "gspo", "tis", "token-mask", "gate-kl", "gate-tv", "token-gate-kl", "token-gate-tv"],
 )  # fmt: skip
 @pytest.mark.parametrize(
     "counts",
@@ -94,6 +120,10 @@ def test_a_region_is_openrlhfs_own_loss(theirs, preset, region, counts):
     torch.testing.assert_close(found[2], wanted[2])  # ppo_kl
     if wanted[3] is not None:
         torch.testing.assert_close(found[3], wanted[3])  # vllm_kl
+    if preset == "divergence-gate":  # some are gated, some are not
+        gated = (found_logp.grad == 0)[batch.in_loss & (batch.advantage != 0)]
+        assert gated.any()
+        assert not gated.all()
     if preset == "mis":
         torch.testing.assert_close(found[4], wanted[4])
         assert found[4] > 0.05

@@ -21,7 +21,8 @@ from trustrl.errors import ConfigError, EngineError
 
 PATH = "trustrl.engines.prime_rl.region_loss"
 BOTH_ANCHORS = [name for name in parity.PRESETS if "proximal" in trustrl.preset(name).needs().anchors]
-FED = [name for name in parity.PRESETS if name not in BOTH_ANCHORS + parity.PER_SEQUENCE]
+PER_CALL = [name for name in parity.PRESETS if trustrl.preset(name).needs().whole_call]  # a call is one sequence here
+FED = [name for name in parity.PRESETS if name not in BOTH_ANCHORS + parity.PER_SEQUENCE + PER_CALL]
 LARGEST_ERROR = 1e-6
 
 

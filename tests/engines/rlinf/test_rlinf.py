@@ -57,7 +57,7 @@ def test_a_region_has_the_oracles_verdicts_and_gradient(name, mode):
         return batch.logp.grad
 
     if name in parity.PER_SEQUENCE and mode != "seq-mean-token-mean":
-        with pytest.raises(ConfigError, match="reduction must be SequenceMeanTokenMean with gspo"):
+        with pytest.raises(ConfigError, match=f"reduction must be SequenceMeanTokenMean with {name}"):
             gradient(parity.read(name).batch)
         return
     parity.check(name, gradient, MODES[mode])

@@ -52,7 +52,7 @@ def gradient_by(loss):
 @pytest.mark.parametrize("name", BEHAVIOR_ONLY)
 def test_a_region_on_the_samplers_record_has_the_oracles_verdicts_and_gradient(name, mode):
     if name in parity.PER_SEQUENCE and mode != "seq-mean-token-mean":
-        with pytest.raises(ConfigError, match="loss_agg_mode must be seq-mean-token-mean with gspo"):
+        with pytest.raises(ConfigError, match=f"loss_agg_mode must be seq-mean-token-mean with {name}"):
             loss_of(f"{WAY}.RegionLoss", mode, region=name)
         return
     parity.check(name, gradient_by(loss_of(f"{WAY}.RegionLoss", mode, region=name)), MODES[mode])

@@ -523,7 +523,7 @@ RECORDED += [("qwen", kind, region) for kind, region in ON_ONE_MODEL.items()]
 
 NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
 SAMPLED = [name for name, its in NEEDS.items() if not (its.topk or its.full or len(its.anchors) > 1)]
-LITTLE = {"gspo": 2e-4, "trm-sampled": 2e-3}
+LITTLE = {"gspo": 2e-4, "trm-sampled": 2e-3, "flash-reinforce": 2e-3}
 """Where the usual drift takes every sequence out of the region."""
 
 
@@ -542,6 +542,24 @@ def test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient(name)
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
     assert found.metrics["trustrl/masked_share"] == wanted.metrics["trustrl/masked_share"]
     assert found.metrics["trustrl/ratio_max"] > 1.0  # something has moved
+
+
+@pytest.mark.parametrize(("weights", "largest_error"), [(torch.float32, 1e-5), (torch.float64, LARGEST_ERROR)])
+@pytest.mark.parametrize("weight", [None, trustrl.TIS(max_ratio=1.1)], ids=["no ratio", "capped ratio"])
+def test_score_centering_gets_what_plain_logits_give(weight, weights, largest_error):
+    """It masks and projects nothing: the gradient is compared, and differs from that without the centering term."""
+    region = trustrl.ScoreCentering(k=16, weight=weight)
+    trainer, before = world.ours(region, world.tiny_model().to(weights)), world.tiny_model().to(weights)
+    inputs = world.sequences()
+    world.draw(before, inputs)
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=4)
+    world.drift(trainer.model, DRIFTS["qwen"])
+    found = world.result(trainer, inputs | recorded)
+    wanted, uncentered = (plain(one, trainer.model, before, inputs) for one in (region, trustrl.preset("pg-is")))
+    assert found.metrics["trustrl/dropped_share"] == 0
+    assert world.error(found.gradient, wanted.gradient) <= largest_error
+    assert world.error(found.gradient, uncentered.gradient) > 0.01
 
 
 @pytest.mark.parametrize(("weights", "largest_error"), [(torch.float32, 1e-5), (torch.float64, LARGEST_ERROR)])

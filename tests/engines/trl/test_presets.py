@@ -22,7 +22,9 @@ SETTINGS = {
     "max_steps": STEPS, "num_iterations": UPDATES_PER_ROLLOUT, "learning_rate": 3e-3, "lr_scheduler_type": "constant",
     "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 6, "logging_steps": 1,
 }  # fmt: skip
-MORE = {"gspo": {"loss_type": "grpo"}}
+ACTING = {"dppo-minimal": {"max_decrease": 0.1}}
+"""Settings of presets that stop nothing at their defaults here."""
+
 NEVER_ACTS = {"pg-is": "it is what the others are compared with"}
 """Presets whose gradient is plain policy gradient's throughout, and why."""
 
@@ -30,6 +32,9 @@ SAME_AS_PPO = {
     "tis": "its cap on π'/μ",
     "mis": "its bounds on π'/μ",
     "icepop": "its bounds on π'/μ",
+    "tis-product": "its cap on the product of π'/μ",
+    "mis-product": "its bound on the product of π'/μ",
+    "divergence-gate": "its gate on π' and μ",
     "minirl": "its weight π'/μ",
 }
 """Here the trainer is the sampler, π' = μ, and what these add to PPO's mask is 1. A sampler of its own is another test."""
@@ -46,7 +51,9 @@ class Run(NamedTuple):
 
 
 def run_of(name):
-    trainer = world.ours(trustrl.preset(name), given={"startup_checks": True}, **SETTINGS | MORE.get(name, {}))
+    region = trustrl.preset(name, **ACTING.get(name, {}))
+    average = {"loss_type": "grpo"} if region.needs().reduction else {}
+    trainer = world.ours(region, given={"startup_checks": True}, **SETTINGS | average)
     before, differences, original = trainer.model.lm_head.weight.detach().clone(), [], engine.policy_loss
 
     def both(policy, rollout, region, **kwargs):

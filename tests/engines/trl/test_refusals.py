@@ -34,7 +34,7 @@ SETTINGS = {
     "a word that is no source": (PPO(), {"behavior": "oracle"}, {}, ["behavior", "'sampler', 'trainer'", "oracle"]),
     "cispo as an average": (PPO(), {}, {"loss_type": "cispo"}, ["loss_type='dapo'", "trustrl.preset('cispo')"]),
     "sapo as an average": (PPO(), {}, {"loss_type": "sapo"}, ["loss_type='grpo'", "trustrl.preset('sapo')"]),
-    "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "a region that trustrl does not have"]),
+    "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "trustrl.preset('vespo')"]),
     "an average nobody knows": (PPO(), {}, {"loss_type": "mine"}, ["loss_type", "grpo, bnpo, dr_grpo, dapo, luspo"]),
     "gspo averaged over tokens": (trustrl.preset("gspo"), {}, {"loss_type": "dapo"}, ["loss_type must be 'grpo'"]),
     **{
@@ -54,7 +54,7 @@ SETTINGS = {
     "a dual clip of TRL's": (PPO(), {}, {"delta": 2.0}, ["delta must be left at None", "trustrl.PPO("]),
     "part of the tokens": (PPO(), {}, {"top_entropy_quantile": 0.2}, ["top_entropy_quantile must be 1.0"]),
     "a second region": (
-        PPO(), {}, {"off_policy_mask_threshold": 0.5}, ["off_policy_mask_threshold must be None", "trustrl.preset('trm')"]
+        PPO(), {}, {"off_policy_mask_threshold": 0.5}, ["off_policy_mask_threshold must be None", "trustrl.OPSM"]
     ),
     "a replaced forward pass": (PPO(), {}, {"use_liger_kernel": True}, ["use_liger_kernel must be False", "Liger"]),
     "a replaced loss": (PPO(), {}, {"use_liger_loss": True}, ["use_liger_loss must be False", "Liger"]),

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +12,8 @@ import pytest
 
 pytest.importorskip("trl")
 pytest.importorskip("pyarrow")
+
+from failures.faults import at_call, calls_in, compiled
 
 from support.trl_commands import command, environment, run
 from trustrl import config_from_dict, preset
@@ -141,6 +144,25 @@ def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resuming after step 8" in done.stderr
     assert_same(folder, uninterrupted)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the library that kills needs a C compiler")
+def test_a_run_killed_inside_a_checkpoint_write_and_inside_a_record_write_ends_as_if_nothing_had_happened(
+    whole, tmp_path
+):
+    """With half of the bytes of the write on the disk. `benchmarks/failures` does it at many more places."""
+    settings, uninterrupted = whole
+    folder, log, library = tmp_path / "run", tmp_path / "calls.log", str(compiled(tmp_path))
+    optimizer = str(folder / "checkpoints/checkpoint-8/optimizer.pt")
+    for fault in (at_call(optimizer, 5, "tear", log), at_call(str(folder / "records/.step-00000009"), 9, "tear", log)):
+        done = run("run", *settings, "--out", folder, "--resume", LD_PRELOAD=library, **fault)
+        assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert [line.split()[1] for line in calls_in(log)] == ["writev"] * 5 + ["write"] * 9
+    done = run("run", *settings, "--out", folder, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resuming after step 8" in done.stderr
+    assert_same(folder, uninterrupted)
+    assert (folder / "checkpoints/set-aside-checkpoint-8").is_dir()
 
 
 def test_a_run_killed_between_its_last_checkpoint_and_its_result_is_only_evaluated(whole, tmp_path):

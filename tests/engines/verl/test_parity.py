@@ -95,6 +95,25 @@ def test_what_is_stopped_has_verls_name_and_value(name):
     assert set(wanted.metrics) <= set(found.metrics)
 
 
+@pytest.mark.parametrize("bounds", [(0.4, 0.4), (0.1, 0.15)])
+def test_gmpo_is_verls_geo_mean(bounds):
+    """verl averages over the rows of a micro-batch, whatever the mode, and reads clip_ratio as nats of the log-ratio.
+
+    Its sequences have one advantage, as GMPO is defined, and rows without a token are left out: verl counts them.
+    """
+    tokens = world.batch(noise=0.5)
+    tokens = tokens.rows(*tokens.response_mask.any(1).nonzero().flatten().tolist())
+    tokens.advantages[:] = tokens.advantages[:, :1]
+    low, high = bounds
+    region = {"log_ratio": {"max_decrease": low, "max_increase": high}}
+    ours = world.actor("trustrl-gmpo", policy_loss={"region": region})
+    theirs = world.actor("geo_mean", clip_ratio_low=low, clip_ratio_high=high)
+    found, wanted = (world.result(one, tokens, mode="seq-mean-token-mean") for one in (ours, theirs))
+    assert 0.02 < found.metrics["trustrl/masked_share"] < 0.6
+    assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
+    assert found.metrics["actor/ppo_kl"] == pytest.approx(wanted.metrics["actor/ppo_kl"], rel=1e-5, abs=1e-7)
+
+
 def test_verls_correction_multiplies_a_region_anchored_on_the_trainer():
     tokens = world.batch()
     weights = torch.rand(tokens.log_prob.shape, generator=torch.Generator().manual_seed(1)) + 0.5

@@ -55,9 +55,18 @@ def run(request, tmp_path_factory):
     if "sampler.kind=vllm" in settings and not os.environ.get(VARIABLE):
         pytest.skip(f"{VARIABLE} is not set")
     folder = tmp_path_factory.mktemp("verl")
-    code, said = trained(folder, settings)
+    code, said = trained(folder, settings, listened=LISTENED.setdefault(folder / "run", set()))
     assert code == 0, said[-6000:]
     return folder / "run"
+
+
+LISTENED = {}
+"""The addresses on which the processes of each run listened."""
+
+
+def test_every_process_of_a_run_listens_on_loopback_alone(run):
+    assert len(LISTENED[run]) > 5  # Ray's own alone are more
+    assert {(str(host), port) for host, port in LISTENED[run] if not host.is_loopback} == set()
 
 
 @pytest.mark.long

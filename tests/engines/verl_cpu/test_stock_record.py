@@ -88,9 +88,9 @@ def test_ray_data_counts_the_record_as_one_process_does(run):
     assert len(files) == 2 * STEPS
     import ray
 
-    here = count_records(files, of, columns=COLUMNS, workers=2, where="processes")
+    here = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=2, where="processes")
     try:
-        on_ray = count_records(files, of, columns=COLUMNS, workers=2, where="ray")
+        on_ray = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=2, where="ray")
     finally:
         ray.shutdown()  # a later test in this process starts its own cluster
     assert here == on_ray

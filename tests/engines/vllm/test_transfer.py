@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import psutil
 import torch
 from transformers import AutoModelForCausalLM
 from vllm import LLM
@@ -129,7 +128,9 @@ def test_weights_must_come_from_somewhere(samplers):
         connected(samplers(True)[0], None)
 
 
-@pytest.mark.parametrize("setting", [{"num_workers": 0}, {"port": -1}, {"timeout_seconds": 0.0}])
+@pytest.mark.parametrize(
+    "setting", [{"num_workers": 0}, {"port": -1}, {"timeout_seconds": 0.0}, {"address": "0.0.0.0"}]
+)
 def test_settings_out_of_range(setting):
     with pytest.raises(ConfigError, match=next(iter(setting))):
         GlooTrainerInitInfo(rank=0, **setting)
@@ -182,11 +183,6 @@ class TestChannel:
         thread.join()
         assert arrived[0].dtype == tensor.dtype
         assert torch.equal(arrived[0].float(), tensor.detach().float())
-
-    def test_only_loopback_listens(self):
-        listener = Listener("127.0.0.1", 0, num_receivers=1, timeout_seconds=1.0)
-        listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
-        assert [address.ip for address in listening if address.port == listener.port] == ["127.0.0.1"]
 
     def test_a_sampler_that_does_not_come_is_not_waited_for(self):
         with pytest.raises(EngineError, match=r"All 2 of the sampler's workers must join .* within 0.3 s, got 0"):

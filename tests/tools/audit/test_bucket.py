@@ -93,7 +93,7 @@ def test_a_cluster_that_loses_a_node_counts_what_one_process_counts(server, tmp_
         cluster.wait_for_nodes()
         threading.Thread(target=take_a_node_away, daemon=True).start()
         of = partial(counted_slowly, arms=ARMS, folder=str(marks), seconds=3.0)
-        found = count_records(files, of, columns=COLUMNS, workers=3, where="ray")
+        found = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=3, where="ray")
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     finally:
         ray.shutdown()
@@ -105,7 +105,9 @@ def test_a_cluster_that_loses_a_node_counts_what_one_process_counts(server, tmp_
     assert ends.count((lost[0], "begun")) > ends.count((lost[0], "done"))
     assert len({node for node, _ in ends}) == 3
     assert sum(end == "done" for _, end in ends) >= len(files)
-    assert found == count_records(part_files(local), partial(TokenCounts.of, arms=ARMS), columns=COLUMNS)
+    assert found == count_records(
+        part_files(local), partial(TokenCounts.of, arms=ARMS), kind=TokenCounts, columns=COLUMNS
+    )
 
 
 def test_a_server_that_stops_ends_the_recording_and_not_the_training(tmp_path):

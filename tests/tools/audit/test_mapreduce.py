@@ -22,27 +22,27 @@ def files(tmp_path_factory):
 
 
 def test_processes_count_what_one_stream_counts(files):
-    one = count_records(files, OF, columns=COLUMNS)
+    one = count_records(files, OF, kind=TokenCounts, columns=COLUMNS)
     assert int(one.counts["rows"]) > 500
-    assert count_records(files, OF, columns=COLUMNS, workers=2) == one
+    assert count_records(files, OF, kind=TokenCounts, columns=COLUMNS, workers=2) == one
 
 
 def test_ray_data_counts_what_one_stream_counts(files):
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")
     try:
-        found = count_records(files, OF, columns=COLUMNS, where="ray")
+        found = count_records(files, OF, kind=TokenCounts, columns=COLUMNS, where="ray")
     finally:
         ray.shutdown()
-    assert found == count_records(files, OF, columns=COLUMNS)
+    assert found == count_records(files, OF, kind=TokenCounts, columns=COLUMNS)
 
 
 def test_what_does_not_fit_is_refused(files, tmp_path):
     with pytest.raises(ConfigError, match="--workers"):
-        count_records(files, OF, columns=COLUMNS, workers=0)
+        count_records(files, OF, kind=TokenCounts, columns=COLUMNS, workers=0)
     with pytest.raises(RecordError, match="none"):
-        count_records([], OF, columns=COLUMNS)
+        count_records([], OF, kind=TokenCounts, columns=COLUMNS)
     broken = tmp_path / "step-0.parquet"
     broken.write_bytes(b"PAR1 and then nothing")
     with pytest.raises(RecordError, match="complete Parquet file"):
-        count_records([broken], OF, columns=COLUMNS)
+        count_records([broken], OF, kind=TokenCounts, columns=COLUMNS)

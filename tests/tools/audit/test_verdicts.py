@@ -19,7 +19,7 @@ MORE = {
     "cppo-binary": trustrl.CPPO(trustrl.BinaryTV(max_increase=0.05)),
     "ppo-dual": trustrl.PPO(dual_clip=1.5, max_ratio=1.2),
     "mis-sequence": trustrl.PPO(
-        anchor="proximal", correction=trustrl.MIS(min_ratio=0.9, max_ratio=1.1, level="sequence")
+        anchor="proximal", correction=trustrl.MIS(min_ratio=0.9, max_ratio=1.1, level="sequence-mean")
     ),
 }
 

@@ -57,9 +57,9 @@ def test_without_a_checkout_the_installed_package_is_asked(tmp_path, monkeypatch
     assert [one.package for one in declared_requirements.ours()] == ["torch", "trl"]
     wheel = tmp_path / "environments"
     wheel.mkdir()
-    (wheel / "trl.txt").write_text("# as tested\ntrl==1.99\n")
+    (wheel / "trl.txt").write_text("# as tested\ntrl==1.99 \\\n    --hash=sha256:00\ntorchdata==0.11.0\n")
     monkeypatch.setattr(declared_requirements, "shipped_folder", lambda name: tmp_path / name)
-    assert declared_requirements.tested() == {"trl": {"trl": "1.99"}}
+    assert declared_requirements.tested() == {"trl": {"trl": "1.99", "torchdata": "0.11.0"}}
 
 
 # ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,10 +24,11 @@ def recorded(folder, count, *, sequences=20, seed=0):
     draw = random.Random(seed)
     mu = [-draw.expovariate(1.5) for _ in range(count)]
     pi = [min(-1e-6, one + draw.gauss(0, 0.2)) for one in mu]
+    divergence = [abs(a - b) for a, b in zip(mu, pi, strict=True)]
     columns = {
         "sequence": [at * sequences // count for at in range(count)], "token_id": [draw.randrange(10) for _ in range(count)],
         "behavior_logp": mu, "proximal_logp": mu, "policy_logp": pi, "kept": [draw.random() > 0.05 for _ in range(count)],
-        "divergence_lower": [abs(a - b) for a, b in zip(mu, pi, strict=True)], "divergence_upper": [0.5] * count,
+        "divergence_lower": divergence, "divergence_upper": [max(0.5, one) for one in divergence],
         "weight": [2.718281828 ** (b - a) for a, b in zip(mu, pi, strict=True)], "entropy": [0.5] * count,
     }  # fmt: skip
     write_records(folder / "records", columns)

@@ -164,7 +164,7 @@ def test_records_that_cannot_be_read_are_said(tmp_path):
 def test_packed_numbers_are_the_records(tmp_path):
     folder = run_folder(tmp_path / "a")
     write_records(
-        folder / "records", {"policy_logp": [-0.5, float("nan")], "token_id": [7, 8], "divergence_lower": [None, 0.25]}
+        folder / "records", {"policy_logp": [-0.5, float("nan")], "token_id": [7, 8], "divergence_lower": [0.125, 0.25]}
     )
     found, _ = seen(folder)
     (tokens,) = data_of(found)["tokens"]

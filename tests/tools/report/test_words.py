@@ -6,6 +6,7 @@ from trustrl.config.axes import TrustRegion
 from trustrl.config.loading import config_to_dict
 from trustrl.config.presets import preset, presets
 from trustrl.config.statistics import BinaryTV, FullTV
+from trustrl.config.terms import TIS, IcePop
 from trustrl.runs.run import Run, RunSettings
 from trustrl.tools.report.region_descriptions import facts, region_in_words, unit_of
 
@@ -34,6 +35,9 @@ def test_every_preset_has_words_and_no_placeholder(name):
         pytest.param(preset("ppo", dual_clip=3.0), ["above π/μ = 3"], id="dual clip"),
         pytest.param(preset("dppo-topk-kl"), ["20 most probable tokens of μ", "0.05 (nats)"], id="Top-K KL"),
         pytest.param(preset("troll"), ["KL(π̂‖π')", "0.05 nats", "64 most probable"], id="TROLL"),
+        pytest.param(preset("score-centering"), ["expectation under μ", "128 most probable tokens of μ and a tail"], id="centering"),
+        pytest.param(preset("score-centering", weight=TIS()), ["the weight π/μ, capped at 2"], id="centering, capped"),
+        pytest.param(preset("score-centering", weight=IcePop(), support="full"), ["whole vocabulary", "outside [0.5, 5]"], id="centering in a band"),
         pytest.param(preset("cispo"), ["Masks nothing", "capped at 5"], id="CISPO"),
         pytest.param(preset("pg-is"), ["Masks nothing", "weight is π/μ"], id="no region"),
         pytest.param(preset("gspo"), ["whole sequence", "0.0004 upwards or 0.0003 downwards"], id="GSPO"),
@@ -42,7 +46,17 @@ def test_every_preset_has_words_and_no_placeholder(name):
         pytest.param(preset("cppo"), ["budget", "0.15 (probability)"], id="CPPO"),
         pytest.param(preset("minirl"), ["|π/π' − 1|", "weights are π/μ"], id="MiniRL"),
         pytest.param(preset("tis"), ["π'/μ multiplies the weight, up to 2"], id="TIS"),
-        pytest.param(preset("mis"), ["outside [0.5, 2]"], id="MIS"),
+        pytest.param(preset("mis"), ["a token with a mismatch outside [0.5, 2]"], id="MIS"),
+        pytest.param(preset("mis-product"), ["a product of the mismatch outside [0, 3]"], id="MIS by product"),
+        pytest.param(preset("tis-product"), ["product of the mismatch π'/μ over the response", "up to 3"], id="TIS by product"),
+        pytest.param(preset("divergence-gate"), ["sequence with a mean divergence above 0.003 (nats)", "KL(μ‖π')"], id="gate"),
+        pytest.param(preset("gmpo"), ["|log π/μ| exceeds 0.4 (nats)", "geometric mean"], id="GMPO"),
+        pytest.param(preset("opsm"), ["Drops a response", "log μ/π exceeds 0.5 nats", "|π/μ − 1|"], id="OPSM"),
+        pytest.param(preset("opsm", statistic=None), ["Drops a response"], id="OPSM alone"),
+        pytest.param(preset("vespo"), ["Masks nothing", "product of π/μ"], id="VESPO"),
+        pytest.param(preset("m2po"), ["largest |log π/μ|", "at most 0.04", "micro-batch"], id="M2PO"),
+        pytest.param(preset("ppo-relaxed"), ["Tokens with μ below 0.1 are never masked"], id="PPO relaxed"),
+        pytest.param(preset("troll-gspo"), ["geometric mean of π̂/π'"], id="TROLL in sequences"),
         pytest.param(
             TrustRegion(FullTV(act_on="upper"), level="sequence", direction="symmetric"),
             ["whole sequence", "mean the upper end of TV over the whole vocabulary"], id="axes",

@@ -11,6 +11,7 @@ from trustrl.config.statistics import (
     Divergence,
     FullKL,
     FullTV,
+    LogRatio,
     Ratio,
     SampledK2,
     SampledK3,
@@ -35,6 +36,8 @@ def measure(tokens: CleanTokens, statistic: Statistic) -> Interval:
     match statistic:
         case Ratio():
             return ratio_gap(tokens.log_ratio, torch.zeros_like(tokens.log_ratio))
+        case LogRatio():
+            return point(tokens.log_ratio.abs())
         case SequenceRatio():
             return point(torch.expm1(sequence_mean(tokens.log_ratio, tokens.counted, tokens.grouped)).abs())
         case SampledK2():

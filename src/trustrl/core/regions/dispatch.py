@@ -16,6 +16,7 @@ from trustrl.config.axes import PrefixBudget, Region, StalenessRegion, TrustRegi
 from trustrl.config.loading import KINDS
 from trustrl.config.statistics import Ratio
 from trustrl.core.clean import CleanTokens
+from trustrl.core.regions.batch import decide_m2po
 from trustrl.core.regions.decision import Decision, corrected
 from trustrl.core.regions.dppo import decide_dppo, decide_ipo, decide_symmetric, mask_tokens
 from trustrl.core.regions.ppo import (
@@ -26,7 +27,17 @@ from trustrl.core.regions.ppo import (
     decide_ppo,
     truncate,
 )
-from trustrl.core.regions.sequence import decide_cppo, decide_gspo, decide_trm, mask_prefixes, mask_sequences
+from trustrl.core.regions.score_centering import decide_score_centering
+from trustrl.core.regions.sequence import (
+    decide_cppo,
+    decide_gmpo,
+    decide_gspo,
+    decide_opsm,
+    decide_trm,
+    decide_vespo,
+    mask_prefixes,
+    mask_sequences,
+)
 from trustrl.core.regions.soft import decide_drpo, decide_sapo, decide_spo, penalize_by
 from trustrl.core.regions.troll import decide_troll
 from trustrl.errors import ConfigError, MissingDataError
@@ -145,5 +156,10 @@ for _settings, _decide in {
     settings.TRM: decide_trm,
     settings.MiniRL: decide_minirl,
     settings.PolicyGradient: decide_policy_gradient,
+    settings.GMPO: decide_gmpo,
+    settings.OPSM: decide_opsm,
+    settings.VESPO: decide_vespo,
+    settings.M2PO: decide_m2po,
+    settings.ScoreCentering: decide_score_centering,
 }.items():
     register_region(_settings)(_decide)

@@ -48,6 +48,8 @@ def runaway(log_ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], *, m
 def decide_ppo(tokens: CleanTokens, region: PPO) -> Decision:
     """Masks tokens whose ratio leaves the clip range, with dual clip if `dual_clip` is set."""
     decision = clip_tokens(tokens, region.ratio, max_ratio=region.max_ratio, textbook_value=region.action == "clip")
+    if region.relax_below is not None:
+        decision = _relaxed(tokens, decision, region.relax_below)
     if region.dual_clip is not None:
         masked = runaway(tokens.log_ratio, tokens.advantage, max_ratio=region.dual_clip)
         value = decision.value
@@ -55,6 +57,15 @@ def decide_ppo(tokens: CleanTokens, region: PPO) -> Decision:
             value = torch.where(masked, region.dual_clip * tokens.advantage, value)
         decision = replace(decision, keep=decision.keep & ~masked, value=value)
     return corrected(tokens, region.correction, decision)
+
+
+def _relaxed(tokens: CleanTokens, decision: Decision, below: float) -> Decision:
+    """Keeps tokens whose anchor probability is below a bound, as if their clip range were infinite."""
+    relaxed = torch.exp(tokens.log_anchor) < below
+    value = decision.value
+    if value is not None:
+        value = torch.where(relaxed, torch.exp(tokens.log_ratio) * tokens.advantage, value)
+    return replace(decision, keep=decision.keep | relaxed, value=value)
 
 
 def clip_tokens(

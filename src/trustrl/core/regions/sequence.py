@@ -1,4 +1,4 @@
-"""Regions that decide on whole sequences: GSPO's mean ratio, TRM's maximum, CPPO's prefix budget."""
+"""Regions that decide on whole sequences by means, products, maxima and prefix budgets: GSPO, GMPO, OPSM and others."""
 
 from dataclasses import replace
 from typing import Literal
@@ -8,12 +8,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trustrl.config.axes import Direction, PrefixBudget
-from trustrl.config.sequence_regions import CPPO, GSPO, TRM
+from trustrl.config.sequence_regions import CPPO, GMPO, GSPO, OPSM, TRM, VESPO
 from trustrl.config.statistics import SequenceRatio, Statistic, TopKTV
 from trustrl.core.clean import CleanTokens
 from trustrl.core.divergences.measure import acting_end, each_end, measure
+from trustrl.core.numerics import either, largest_exponent
 from trustrl.core.regions.decision import Decision, corrected, weighted
-from trustrl.core.regions.dppo import mask_by
+from trustrl.core.regions.dppo import mask_by, mask_tokens
+from trustrl.core.regions.ppo import truncate
 from trustrl.core.sequences import (
     SPENT,
     Sequences,
@@ -22,6 +24,7 @@ from trustrl.core.sequences import (
     sequence_max,
     sequence_mean,
     sequence_quantile,
+    sequence_total,
 )
 
 
@@ -56,6 +59,57 @@ def decide_gspo(tokens: CleanTokens, region: GSPO) -> Decision:
     Reference: Group Sequence Policy Optimization, arXiv:2507.18071.
     """
     return corrected(tokens, region.correction, mask_sequences(tokens, region.ratio, "sequence"))
+
+
+def decide_gmpo(tokens: CleanTokens, region: GMPO) -> Decision:
+    r"""Clips each log-ratio on the side that the update pushes it to, and weights the sequence by their geometric mean.
+
+        objective = A·s,   s = exp(mean_t c_t),   c_t = log r_t clipped to the bound if A pushes it outward
+        ∂/∂log π_t = A·s/T where log r_t is inside its bound, else 0
+
+    Reference: Geometric-Mean Policy Optimization, arXiv:2507.20673, eq. 4.
+    """
+    decision = mask_tokens(tokens, region.log_ratio)
+    max_decrease, max_increase = region.log_ratio.bounds
+    edge = either(tokens.log_ratio > 0, max_increase, -max_decrease, like=tokens.log_ratio)
+    clipped = torch.where(decision.keep, tokens.log_ratio, edge)
+    weight = torch.exp(sequence_mean(clipped, tokens.counted, tokens.grouped))
+    return corrected(tokens, region.correction, replace(decision, weight=weight, value=weight * tokens.advantage))
+
+
+def decide_opsm(tokens: CleanTokens, region: OPSM) -> Decision:
+    r"""Drops sequences with A < 0 whose mean of log μ − log π exceeds δ, and masks single tokens of the others.
+
+    Reference: DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    log_ratio = tokens.log_ratio
+    if region.anchor == "proximal":
+        assert tokens.log_mismatch is not None  # the region's needs include both anchors
+        log_ratio = log_ratio + tokens.log_mismatch
+    drift = -sequence_mean(log_ratio, tokens.counted, tokens.grouped)
+    dropped = (tokens.advantage < 0) & (drift > region.max_drift)
+    statistic = region.statistic
+    decision = truncate(tokens, max_ratio=None) if statistic is None else mask_tokens(tokens, statistic)
+    decision = replace(decision, keep=decision.keep & ~dropped, extra={**decision.extra, "sequence_dropped": dropped})
+    return corrected(tokens, region.correction, decision)
+
+
+def decide_vespo(tokens: CleanTokens, region: VESPO) -> Decision:
+    r"""Weights every token by a smooth function of the product of its sequence's ratios, and masks nothing.
+
+        φ(w) = w^k exp(λ(1 − w)),   w = Π_t r_t,   k and λ by the sign of A
+
+    φ(1) = 1, and φ goes to 0 where w is small or large. Computed in logs: w may overflow where φ is 0.
+
+    Reference: VESPO, arXiv:2602.10693.
+    """
+    log_w = sequence_total(tokens.log_ratio, tokens.counted, tokens.grouped)
+    rises = tokens.advantage >= 0
+    power = either(rises, region.power_positive, region.power_negative, like=log_w)
+    decay = either(rises, region.decay_positive, region.decay_negative, like=log_w)
+    excess = torch.expm1(log_w.clamp(max=largest_exponent(log_w.dtype)))
+    decision = truncate(tokens, max_ratio=None)
+    return replace(decision, weight=torch.exp(power * log_w - decay * excess))
 
 
 def decide_trm(tokens: CleanTokens, region: TRM) -> Decision:

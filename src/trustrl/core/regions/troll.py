@@ -28,6 +28,7 @@ from trustrl.core.clean import CleanTokens
 from trustrl.core.numerics import free_to_look
 from trustrl.core.partition import CellSums, Partition
 from trustrl.core.regions.decision import Decision, corrected
+from trustrl.core.sequences import sequence_mean
 
 MAX_EVALUATIONS = 32
 SLACK = 1e-4
@@ -60,13 +61,20 @@ class ProjectedTokens(NamedTuple):
 
 
 def decide_troll(tokens: CleanTokens, region: TROLL) -> Decision:
-    r"""Projects tokens outside the ball: ℓ = −A·π̂(a)/b(a) + α·KL(π‖sg π̂), on every token, including A = 0."""
+    r"""Projects tokens outside the ball: ℓ = −A·π̂(a)/b(a) + α·KL(π‖sg π̂), on every token, including A = 0.
+
+    At level "sequence" the ratio is exp(mean over the response of log π̂(a) − log b(a)).
+    """
     found = _by_launch(tokens, region) if isinstance(tokens.partition, CellSums) else _by_row(tokens, region)
+    weight = found.weight
+    if region.level == "sequence":
+        log_projected = torch.where(found.outside, found.logp.detach().to(weight.dtype), tokens.log_policy)
+        weight = torch.exp(sequence_mean(log_projected - tokens.log_anchor, tokens.counted, tokens.grouped))
     decision = Decision(
         torch.ones_like(tokens.usable),
-        found.weight,
+        weight,
         found.logp,
-        value=found.weight * tokens.advantage,
+        value=weight * tokens.advantage,
         penalty=found.pull,
         extra={
             "projected": found.outside,

@@ -45,7 +45,7 @@ def policy_fields(kept: KeptSet, needs: Needs, anchor_ids: Tensor | None, token_
         return {}
     listed = torch.cat([anchor_ids.long(), token_ids.unsqueeze(-1)], dim=-1)
     found: dict[str, Any] = {"topk_logp": kept.at(anchor_ids), "tail_logp": kept.outside(listed)}
-    if needs.own_topk == "fill":
+    if needs.fills:
         found["topk"] = TopK(*kept.top(needs.topk), of=needs.anchor)
     return found
 

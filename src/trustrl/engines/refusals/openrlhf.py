@@ -25,7 +25,8 @@ REDUCTIONS = {"token-mean": TokenMean, "seq-mean-token-mean": SequenceMeanTokenM
 _NOT_ON_SAMPLER = Scope("anchored on the trainer alone", lambda needs: "behavior" not in needs.anchors)
 _BOUNDS = "It belongs to OpenRLHF's own loss. Set a region's bounds in --trustrl.region."
 _CORRECTION = (
-    "OpenRLHF's own loss applies it, and a region replaces that loss. Use a preset with a correction: tis, icepop, mis."
+    "OpenRLHF's own loss applies it, and a region replaces that loss. Use a preset with a correction: tis, icepop, "
+    "mis, divergence-gate."
 )
 _THEIRS = {
     "--actor.eps_clip": (0.2, 0.3, _BOUNDS),

@@ -52,7 +52,9 @@ ROWS = (
         True,
         _is_set,
     ),
-    _flag("use-opsm", "off", _OWN_LOSS, True, _is_set),
+    _flag(
+        "use-opsm", "off", "slime's own policy loss applies it, which does not run. Use the region opsm.", True, _is_set
+    ),
     _flag(
         "advantage-estimator",
         "an estimator of advantages alone",

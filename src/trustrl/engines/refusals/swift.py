@@ -110,7 +110,7 @@ _LOSS = (
     Refusal(
         setting="off_policy_sequence_mask_delta", must_be="left out", refused=other_than(None),
         example={"off_policy_sequence_mask_delta": 0.5},
-        why="It is a second region. The preset trm drops whole sequences by divergence.",
+        why="It is a second region. The preset opsm drops the same sequences.",
     ),
     Refusal(
         setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},

@@ -113,7 +113,7 @@ _LOSS = (
     ),
     Refusal(
         setting="loss_type", must_be="an average", refused=_is("vespo"), example={"loss_type": "vespo"},
-        why="vespo is a region that trustrl does not have. Use loss_type='dapo' and another region.",
+        why="vespo is a region. Use loss_type='dapo' and region=trustrl.preset('vespo').",
     ),
     Refusal(
         setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", example={"loss_type": "mine"},
@@ -152,7 +152,7 @@ _LOSS = (
     Refusal(
         setting="off_policy_mask_threshold", must_be="None", refused=other_than(None),
         example={"off_policy_mask_threshold": 0.5},
-        why="It is a second region. trustrl.preset('trm') drops whole sequences by divergence.",
+        why="It is a second region. Use region=trustrl.OPSM(max_drift=...), which drops the same sequences.",
     ),
     Refusal(
         setting="use_liger_kernel", must_be="False", refused=_truthy, example={"use_liger_kernel": True}, why=_LIGER,

@@ -200,7 +200,7 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
                 f"The rollout must carry the anchor's top K with {self.region.kind}, got None. Several turns with a "
                 "changing number of samples lose it. Use a region on the sampled token, such as dppo-binary-tv."
             )
-        own = self._needs.topk if self._needs.own_topk == "fill" else 0
+        own = self._needs.topk if self._needs.fills else 0
         wanted = self._wanted(inputs, batch, gather_ids=anchor.ids, top_k=own)
         return lambda model: AskingModel(model, self._base(model), wanted)
 

@@ -27,7 +27,7 @@ def wanted_of(needs: Needs, inputs: dict[str, Any], **more: Any) -> Callable[[Te
         at_completions,
         length=inputs["completion_ids"].shape[1],
         gather_ids=inputs["trustrl_topk_ids"] if needs.topk and kept is None else None,
-        top_k=needs.topk if needs.own_topk == "fill" and kept is None else 0,
+        top_k=needs.topk if needs.fills and kept is None else 0,
         kept_ids=kept,
         anchor_hidden=inputs.get("trustrl_hidden"),
         anchor_logsumexp=inputs.get("trustrl_logsumexp"),

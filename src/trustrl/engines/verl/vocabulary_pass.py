@@ -112,7 +112,7 @@ class VocabularyPass(ABC):
 
     def _read_by_loss(self, where: Places, data: Any) -> dict[str, Any]:
         """Returns what the loss reads of the whole vocabulary."""
-        more: dict[str, Any] = {"top_k": self.needs.topk if self.needs.own_topk == "fill" else 0}
+        more: dict[str, Any] = {"top_k": self.needs.topk if self.needs.fills else 0}
         if self.needs.topk:
             more["gather_ids"] = where.rows(anchors.topk(self.needs, data).ids)
         if self.needs.full:
@@ -181,7 +181,7 @@ class VocabularyPass(ABC):
         if self.needs.topk:
             policy["topk_logp"] = where.padded(output.topk_logp if same else output.gathered_logp)
             policy["tail_logp"] = where.padded(output.topk_tail_logp if same else output.tail_logp)
-        if self.needs.topk and self.needs.own_topk == "fill":
+        if self.needs.topk and self.needs.fills:
             own = where.padded(output.topk_ids, -1), where.padded(output.topk_logp)
             policy["topk"] = TopK(*own, of=self.needs.anchor)
         if self.needs.full:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 import types
 from importlib import import_module
 from typing import Any
@@ -136,9 +137,11 @@ def _with_one_backend(start: Any) -> Any:
 def _loopback_store(rank: int, world_size: int) -> dict[str, Any]:
     """Returns a store on the loopback address, or nothing if another process keeps the store.
 
-    torch's own store would listen on every interface.
+    torch's own store would listen on every interface, and gloo on the address of the machine's name.
     """
     address, port = os.environ.get("MASTER_ADDR"), int(os.environ.get("MASTER_PORT", 0))
+    if address == "127.0.0.1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     if address != "127.0.0.1" or rank < 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
     listening: dict[str, Any] = {}

@@ -3,8 +3,13 @@
 The sender listens only on its own address (torch's own store would listen on every interface), announces the port, and
 waits until all receivers have joined. A side that waits too long raises an error that names the other side and the
 timeout.
+
+Neither gloo nor torch's store authenticates a peer, so both sides refuse every address but loopback. The environment
+variable `OVER_NETWORK` of a process lifts this for that process.
 """
 
+import ipaddress
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +21,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from trustrl.errors import EngineError
+from trustrl.errors import ConfigError, EngineError
 
 dist: Any = import_module("torch.distributed")  # its stubs lack stores and gloo's options
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+OVER_NETWORK = "TRUSTRL_WEIGHTS_OVER_NETWORK"
+"""Environment variable that must be 1 for an address that other machines can reach."""
 
 
 class Listener:
@@ -33,12 +39,14 @@ class Listener:
         timeout_seconds: How long to wait for them.
 
     Raises:
+        ConfigError: If other machines can reach the address, and `OVER_NETWORK` is not set.
         EngineError: If the address cannot be listened on.
     """
 
     def __init__(self, address: str, port: int, *, num_receivers: int, timeout_seconds: float) -> None:
+        require_loopback(address)
         try:
-            server = socket.create_server((address, port))
+            server = socket.create_server((address, port), family=_family(address))
         except OSError as error:
             raise EngineError(
                 f"{address}:{port} must be a free address of this machine, and listening on it failed ({error}). "
@@ -85,7 +93,7 @@ class Channel:
         # Between machines gloo finds an interface (set GLOO_SOCKET_IFNAME to choose). On one machine it uses loopback.
         make = dist.ProcessGroupGloo
         options._devices = [
-            make.create_device(hostname=address) if address in _LOOPBACK else make.create_default_device()
+            make.create_device(hostname=address) if _loopback(address) else make.create_default_device()
         ]
         with self._readable("join"):
             self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, options)
@@ -95,8 +103,10 @@ class Channel:
         """Joins as a receiver.
 
         Raises:
+            ConfigError: If the address is on another machine, and `OVER_NETWORK` is not set.
             EngineError: If the trainer does not listen there.
         """
+        require_loopback(address)
         try:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
         except dist.DistError as error:
@@ -132,6 +142,34 @@ class Channel:
                 f"Every side of a weight transfer must {what} {self._waited}, and one did not ({error}). "
                 "Check the other process's log. A longer timeout_seconds helps only if the other process was slow."
             ) from error
+
+
+def require_loopback(address: str) -> None:
+    """Raises if weights would leave this machine, or be open to others, without the user's permission.
+
+    Raises:
+        ConfigError: If the address is not loopback, and `OVER_NETWORK` is not set to 1.
+    """
+    if os.environ.get(OVER_NETWORK) == "1" or _loopback(address):
+        return
+    raise ConfigError(
+        f"address must be a loopback address such as 127.0.0.1, got {address!r}. The channel does not authenticate its "
+        "peers: any machine that reaches it can read or replace the weights. If you trust all of them, set "
+        f"{OVER_NETWORK}=1 in the environments of the trainer and of the sampler."
+    )
+
+
+def _loopback(address: str) -> bool:
+    """Returns whether every address that a name stands for is loopback. An empty name would mean every interface."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(address, None)} if address else set()
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(one).partition("%")[0]).is_loopback for one in found)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _joined(rank: int) -> str:

@@ -39,7 +39,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from trustrl.config.validators import real, whole
 from trustrl.engines.vllm.clients import SamplerClient
-from trustrl.engines.vllm.gloo_channel import Channel, Listener
+from trustrl.engines.vllm.gloo_channel import Channel, Listener, require_loopback
 from trustrl.engines.vllm.weight_reload import begin_reload, end_reload
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 
@@ -80,7 +80,8 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     """The number of the sampler's workers: its tensor × pipeline × data parallel sizes."""
 
     address: str = "127.0.0.1"
-    """The address of rank 0's machine, as the sampler reaches it. Any address but loopback is open to that network."""
+    """The address of rank 0's machine, as the sampler reaches it. Any address but loopback needs
+    TRUSTRL_WEIGHTS_OVER_NETWORK=1 in the environments of trainer and sampler; the channel authenticates nobody."""
 
     port: int = 0
     """The port; 0 chooses a free one."""
@@ -89,6 +90,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     """The time that either side waits for the other."""
 
     def __post_init__(self) -> None:
+        require_loopback(self.address)
         whole("num_workers", self.num_workers, low=1)
         whole("port", self.port, low=0)
         real("timeout_seconds", self.timeout_seconds, rule="a number of seconds > 0", low=0.0, high=1e6)

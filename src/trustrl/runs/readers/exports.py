@@ -1,7 +1,6 @@
 """Metrics as a table with a column for the step, exported from a tracker or logged: CSV, JSON or JSON Lines."""
 
 import csv
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 from trustrl.runs.part import Part
 from trustrl.runs.readers.files import Fault, Files, json_lines
 from trustrl.runs.readers.wandb_offline import STEPS, by_step
+from trustrl.untrusted_files import lines_of, open_regular, parsed_json, read_regular
 
 NAME = "exported history"
 LOOKS_FOR = "*.csv, *.json or *.jsonl with a column step, _step, Step or train/global_step"
 
 _STEP = (*STEPS, "step", "Step", "global_step")
-LARGEST_JSON = 1_000_000_000
 
 
 def read(files: Files) -> list[Part]:
@@ -51,8 +50,9 @@ def history(files: Files, file: Path, part: Part) -> Part | None:
 def _csv(file: Path, short: str) -> Iterator[tuple[int, dict[str, Any]] | Fault]:
     """Yields the rows of a CSV file. A column of W&B's panels is named `<run> - <metric>`."""
     try:
-        with file.open(encoding="utf-8", errors="replace", newline="") as opened:
-            for at, row in enumerate(csv.DictReader(opened), 2):
+        with open_regular(file) as opened:
+            lines = (line.decode("utf-8", errors="replace") for line in lines_of(opened))
+            for at, row in enumerate(csv.DictReader(lines), 2):
                 if None in row or None in row.values():
                     yield Fault(f"{short}, row {at}: not as many values as columns; left out")
                     continue
@@ -71,11 +71,11 @@ def _number(text: Any) -> Any:
 def _json(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
     """Yields the rows of a JSON file: a list of objects, or an object of columns."""
     try:
-        if file.stat().st_size > LARGEST_JSON:
-            yield Fault(f"{short}: larger than {LARGEST_JSON:,} bytes; left out")
-            return
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = parsed_json(read_regular(file))
+    except OSError as error:
+        yield Fault(f"{short}: {error.strerror}; left out")
+        return
+    except ValueError as error:
         yield Fault(f"{short}: not valid JSON ({str(error)[:60]}); left out")
         return
     if isinstance(found, dict) and all(isinstance(column, Mapping) for column in found.values()):

@@ -1,19 +1,22 @@
 """Files of a folder, listed once for all readers, and text files that may be damaged."""
 
 import fnmatch
-import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
+from trustrl.untrusted_files import leads_out, lines_of, open_regular, parsed_json, read_regular
 
 DEEPEST = 5
 """Levels of folders that are searched."""
 
 MOST_FILES = 50_000
+LOG_END = 1_000_000
+"""Bytes at the end of a log that are searched for its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,9 @@ class Files:
     names: tuple[str, ...]
     run: str | None = None
     """Name of the run to read, if a file has several: the text after `::` in the path."""
+
+    faults: tuple[str, ...] = ()
+    """Entries that are not listed because they are not regular files, or lead out of the folder."""
 
     def matching(self, *patterns: str) -> list[Path]:
         """Returns the files whose relative path matches a pattern. `*` does not match a slash.
@@ -46,7 +52,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def files_of(path: Path, run: str | None = None) -> Files:
-    """Lists the files of a folder, or one file. Does not follow links to folders.
+    """Lists the regular files of a folder, or one file. Does not follow links to folders, or out of the folder.
 
     Raises:
         ConfigError: If the path does not exist, cannot be read, or the folder has too many files.
@@ -54,17 +60,36 @@ def files_of(path: Path, run: str | None = None) -> Files:
     if path.is_file():
         return Files(path.parent, (path.name,), run)
     names: list[str] = []
+    faults: list[str] = []
     for folder, folders, files in os.walk(path):
         relative = os.path.relpath(folder, path)
         depth = 0 if relative == "." else relative.count(os.sep) + 1
         folders[:] = sorted(folders) if depth < DEEPEST else []
-        names += [name if depth == 0 else f"{relative}/{name}".replace(os.sep, "/") for name in sorted(files)]
+        for name in sorted(files):
+            short = name if depth == 0 else f"{relative}/{name}".replace(os.sep, "/")
+            if (why := _unfit(Path(folder, name), path)) is None:
+                names.append(short)
+            else:
+                faults.append(f"{short}: {why}; left out")
         if len(names) > MOST_FILES:
             raise ConfigError(
                 f"RUN must be the folder of one run, got {path}, which has more than {MOST_FILES:,} files. Pass a "
                 "folder inside it."
             )
-    return Files(path, tuple(names), run)
+    return Files(path, tuple(names), run, tuple(faults))
+
+
+def _unfit(file: Path, root: Path) -> str | None:
+    """Returns the reason not to read an entry of a folder, or None."""
+    try:
+        mode = file.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            if leads_out(file, root):
+                return "a link that leads out of the folder"
+            mode = file.stat().st_mode
+    except OSError as error:
+        return str(error.strerror)
+    return None if stat.S_ISREG(mode) else "not a regular file"
 
 
 def chosen_name(files: Files, names: Sequence[str], several: str) -> str | None:
@@ -109,13 +134,13 @@ class Fault:
 def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
     """Yields the number and value of each line of JSON, or a fault for a line that is damaged or truncated."""
     try:
-        with file.open("rb") as lines:
-            for at, line in enumerate(lines, 1):
+        with open_regular(file) as opened:
+            for at, line in enumerate(lines_of(opened), 1):
                 if not line.strip():
                     continue
                 try:
-                    yield at, json.loads(line)
-                except (ValueError, RecursionError):
+                    yield at, parsed_json(line)
+                except ValueError:
                     end = "the last line is truncated" if not line.endswith(b"\n") else "not valid JSON"
                     yield Fault(f"{short}, line {at}: {end}; left out")
     except OSError as error:
@@ -125,10 +150,10 @@ def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
 def json_object(file: Path, short: str) -> dict[str, Any] | Fault:
     """Returns the object in a JSON file, or a fault."""
     try:
-        found = json.loads(file.read_bytes())
+        found = parsed_json(read_regular(file))
     except OSError as error:
         return Fault(f"{short}: {error.strerror}; left out")
-    except (ValueError, RecursionError):
+    except ValueError:
         return Fault(f"{short}: not valid JSON; left out")
     return found if isinstance(found, dict) else Fault(f"{short}: not a JSON object; left out")
 
@@ -136,10 +161,20 @@ def json_object(file: Path, short: str) -> dict[str, Any] | Fault:
 def opening(file: Path, size: int = 65536) -> bytes:
     """Returns the first bytes of a file, or nothing if it cannot be read."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             return opened.read(size)
     except OSError:
         return b""
+
+
+def last_lines(file: Path, num: int) -> list[str]:
+    """Returns the last lines of a log, or nothing if it cannot be read."""
+    try:
+        with open_regular(file) as opened:
+            opened.seek(max(0, opened.seek(0, 2) - LOG_END))
+            return opened.read(LOG_END).decode("utf-8", errors="replace").splitlines()[-num:]
+    except OSError:
+        return []
 
 
 def stamped(name: str) -> int:

@@ -9,8 +9,9 @@ from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers import sqlite_files
-from trustrl.runs.readers.files import Files, chosen_name, first_line, opening
+from trustrl.runs.readers.files import Files, chosen_name, files_of, first_line, opening
 from trustrl.runs.run import Status
+from trustrl.untrusted_files import read_regular
 
 NAME = "MLflow store"
 LOOKS_FOR = "mlflow.db, or meta.yaml with metrics/ and params/"
@@ -75,17 +76,30 @@ def _about(folder: Path) -> dict[str, str]:
     return dict(_META.findall(opening(folder / "meta.yaml").decode("utf-8", errors="replace")))
 
 
+def _text(file: Path, files: Files, part: Part) -> str:
+    try:
+        return read_regular(file).decode("utf-8", errors="replace")
+    except OSError as error:
+        part.faults.append(f"{files.short(file)}: {error.strerror}; left out")
+        return ""
+
+
 def _folder(files: Files, folder: Path) -> Part:
     part, points, params, about = Part(source=NAME), Points(), dict[str, Any](), _about(folder)
     part.name, part.status = about.get("run_name"), _STATUS.get(about.get("status", ""), "unknown")
-    for file in sorted((folder / "params").iterdir()):
+    listed = [folder / name for name in files_of(folder).names]
+    for file in (one for one in listed if one.parent == folder / "params"):
         params[file.name] = opening(file).decode("utf-8", errors="replace")
-    for file in sorted(one for one in (folder / "metrics").rglob("*") if one.is_file()):
+    for file in (one for one in listed if one.is_relative_to(folder / "metrics")):
         name = file.relative_to(folder / "metrics").as_posix()
-        for at, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        *lines, torn = _text(file, files, part).split("\n")
+        part.faults += [f"{files.short(file)}: the last line is truncated; left out"] * bool(torn)
+        for at, line in enumerate(lines, 1):
             try:
-                _, value, step = line.split(" ")[:3]  # the time comes first
-                points.add(int(step), {name: float(value)})
+                _, value, text = line.split(" ")[:3]  # the time comes first
+                if (step := step_number(float(text))) is None:
+                    raise ValueError(text)
+                points.add(step, {name: float(value)})
             except ValueError:
                 part.faults.append(f"{files.short(file)}, line {at}: not a time, a value and a step; left out")
     _take(part, points, params, files.short(folder))

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
-from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, parts_in
+from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, named_numbers, opened, parts_in, whole
 from trustrl.recording.run_file import read_run
 from trustrl.recording.storage import Place
 from trustrl.runs.run import Completion
@@ -21,7 +22,7 @@ _ENGINE = ("loss", "steps_planned", "updates_per_batch", "completions_per_prompt
 
 def has_sequences(folder: str) -> bool:
     """Returns True if the records in a folder contain a sequence table."""
-    return bool(parts_in(storage.place(folder) / SEQUENCES))
+    return bool(parts_in(storage.place(folder), SEQUENCES))
 
 
 def completions(folder: str) -> Iterator[Completion]:
@@ -34,13 +35,15 @@ def completions(folder: str) -> Iterator[Completion]:
     """
     place, known = storage.place(folder), set[int]()
     first = 0 if settings(folder).get("engine") == "verl" else 1
-    for file in parts_in(place / SEQUENCES):
+    for file in parts_in(place, SEQUENCES):
         with opened(file, "sequences") as (parquet, _):
-            table = in_todays_schema(parquet.read(), "sequences", _COLUMNS)
+            table = in_todays_schema(whole(parquet, file, "sequences"), "sequences", _COLUMNS)
         texts: dict[int, tuple[str | None, str | None]] = {}
         for name in need("pyarrow.compute", extra="records").unique(table["text"]).to_pylist():
             if name is not None:
-                texts |= _texts(place / TEXTS / name)
+                if named_numbers(name) is None:
+                    raise RecordError(f"`{file}` must name files in {TEXTS}/ in the column text, got {name!r:.80}.")
+                texts |= _texts(storage.inside(storage.inside(place, TEXTS), name))
         for row in table.to_pylist():
             if row["sequence"] in known:  # a later step on the same sequence
                 continue
@@ -50,7 +53,7 @@ def completions(folder: str) -> Iterator[Completion]:
 
 def _texts(file: Place) -> dict[int, tuple[str | None, str | None]]:
     with opened(file, "texts") as (parquet, _):
-        table = parquet.read(["sequence", "prompt", "completion"])
+        table = whole(parquet, file, "texts", ["sequence", "prompt", "completion"])
     rows = zip(*(table[name].to_pylist() for name in ("sequence", "prompt", "completion")), strict=True)
     return {sequence: (prompt, text) for sequence, prompt, text in rows}
 

@@ -3,7 +3,6 @@
 Format: TFRecords (length, masked CRC-32C, data, masked CRC-32C), each an Event protocol buffer.
 """
 
-import json
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from trustrl.runs.points import LARGEST_STEP, Points
 from trustrl.runs.readers import wire
 from trustrl.runs.readers.crc32c import crc32c, masked
 from trustrl.runs.readers.files import Fault, Files
+from trustrl.untrusted_files import open_regular, parsed_json
 
 NAME = "TensorBoard events"
 LOOKS_FOR = "events.out.tfevents.*"
@@ -69,8 +69,8 @@ def read(files: Files) -> list[Part]:
 def _settings(part: Part, text: str) -> None:
     """Adds the arguments of TRL's trainer, which it stores as JSON."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parsed_json(text)
+    except ValueError:
         part.faults.append("TensorBoard events: the trainer's arguments are not valid JSON; left out")
         return
     engine, part.settings = settings_of(found) if isinstance(found, dict) else (None, {})
@@ -85,7 +85,7 @@ def scalars(file: Path, short: str) -> Iterator[tuple[int, str, float | str] | F
     A damaged length ends the file, because the next record cannot be found.
     """
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             at, count = 0, 0
             while header := opened.read(12):
                 if len(header) < 12:

@@ -1,6 +1,5 @@
 """Trackio's SQLite databases, one for each project, and the Parquet files that it exports them to."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers import sqlite_files, trl_completions
 from trustrl.runs.readers.files import Files, chosen_name, first_line
+from trustrl.untrusted_files import open_regular, parsed_json
 
 NAME = "Trackio database"
 LOOKS_FOR = "<project>.db of Trackio"
@@ -69,14 +69,15 @@ def _database(file: Path, configs: dict[str, Any]) -> Iterator[tuple[str, int | 
 
 def _object(text: Any) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, TypeError, RecursionError):
+        return parsed_json(text)
+    except (ValueError, TypeError):
         return None
 
 
 def _is_export(file: Path) -> bool:
     try:
-        names = need("pyarrow.parquet", extra="records").read_schema(file).names
+        with open_regular(file) as opened:
+            names = need("pyarrow.parquet", extra="records").read_schema(opened).names
     except (MissingPackageError, *trl_completions.DAMAGE):
         return False
     return {"run_name", "step", "timestamp"} <= set(names)
@@ -87,9 +88,10 @@ def _exported(file: Path, configs: dict[str, Any]) -> Iterator[tuple[str, int | 
     parquet = need("pyarrow.parquet", extra="records")
     beside = file.with_name(f"{file.stem}_configs.parquet")
     if beside.is_file():
-        for row in parquet.read_table(beside).to_pylist():
+        for row in trl_completions.whole_table(beside, parquet).to_pylist():
             configs[str(row.get("run_name"))] = {key: value for key, value in row.items() if value is not None}
-    for batch in parquet.ParquetFile(file).iter_batches():
-        for row in batch.to_pylist():
-            metrics = {name: value for name, value in row.items() if name not in _OWN and value is not None}
-            yield str(row["run_name"]), step_number(row["step"]), metrics
+    with open_regular(file) as opened:
+        for batch in parquet.ParquetFile(opened, pre_buffer=False).iter_batches(use_threads=False):
+            for row in batch.to_pylist():
+                metrics = {name: value for name, value in row.items() if name not in _OWN and value is not None}
+                yield str(row["run_name"]), step_number(row["step"]), metrics

@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
 from trustrl.runs.readers.files import Files, first_line, stamped
 from trustrl.runs.run import Completion, Row
+from trustrl.untrusted_files import open_regular, read_regular
 
 NAME = "TRL completions"
 LOOKS_FOR = "completions/completions_*.parquet"
@@ -61,7 +63,8 @@ def read(files: Files, state: Part | None = None) -> list[Part]:
 def _readable(file: Path, files: Files, part: Part, parquet: Any) -> bool:
     """Returns True if the file's footer can be read and has the columns. Adds a fault if not."""
     try:
-        names = parquet.read_schema(file).names
+        with open_regular(file) as opened:
+            names = parquet.read_schema(opened).names
     except DAMAGE as error:
         part.faults.append(f"{files.short(file)}: {first_line(error)}; left out")
         return False
@@ -96,12 +99,22 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     """Returns the rows of one file, which holds at most one batch of rollouts."""
     parquet = need("pyarrow.parquet", extra="records")
     try:
-        table = parquet.read_table(file)
+        table = whole_table(file, parquet)
         rows = table.drop_columns([name for name in ("image", "images") if name in table.column_names]).to_pylist()
     except DAMAGE as error:
         warnings.warn(f"{file}: {first_line(error)}; left out", TrustRLWarning, stacklevel=2)
         return []
     return rows
+
+
+def whole_table(file: Path, parquet: Any) -> Any:
+    """Returns a Parquet file as a table, read without threads.
+
+    Arrow's threads may abort the process when it ends soon after a read of a Python object (apache/arrow#34314).
+    """
+    source = BytesIO(read_regular(file))
+    with parquet.ParquetFile(source, pre_buffer=False, page_checksum_verification=True) as opened:
+        return opened.read(use_threads=False)
 
 
 def _group_size(file: Path) -> int | None:

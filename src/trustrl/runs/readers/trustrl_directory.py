@@ -1,19 +1,21 @@
 """Run directories of `trustrl run`. Only `recipe.toml` must exist; any other file may be missing or incomplete."""
 
-import tomllib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import RecordError, TrustRLError
-from trustrl.recording.record_files import RECORDS, parts_in
+from trustrl.recording import storage
+from trustrl.recording.record_files import RECORDS, named_numbers, parts_in
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.grid import LAST_WORDS
+from trustrl.runner.run_rows import check_file, checked_result, checked_rows
 from trustrl.runs.part import Part, counted
 from trustrl.runs.readers import record_tables
-from trustrl.runs.readers.files import Fault, Files, json_object
-from trustrl.runs.run import Row, Status
+from trustrl.runs.readers.files import Fault, Files, json_object, last_lines
+from trustrl.runs.run import Status
+from trustrl.untrusted_files import LARGEST_TOML, open_regular, parsed_toml, read_regular
 
 NAME = "trustrl run directory"
 LOOKS_FOR = "recipe.toml"
@@ -35,12 +37,12 @@ def read(files: Files) -> list[Part]:
         RecordError: If the recipe, the result, or a complete line of the metrics cannot be read.
     """
     folder = files.root
-    if not files.matching("recipe.toml"):
+    if not files.matching("recipe.toml") and not any(one.startswith("recipe.toml: ") for one in files.faults):
         return []
     recipe = _recipe(folder)
     directory = RunDirectory(folder)
-    rows, evaluations = (_ordered(directory.rows(name)) for name in ("metrics", "evaluation"))
-    result = directory.result() if directory.finished else {}
+    rows, evaluations = (checked_rows(directory, name) for name in ("metrics", "evaluation"))
+    result = checked_result(directory)
     status, words = _ending(folder, finished=directory.finished)
     part = Part(
         source=NAME, name=str(recipe.get("name", "run")), rows=rows, evaluations=evaluations, recipe=recipe,
@@ -59,21 +61,18 @@ def read(files: Files) -> list[Part]:
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
+    check_file(folder / "recipe.toml")
     try:
-        return tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError, RecursionError) as error:
+        return parsed_toml(read_regular(folder / "recipe.toml", LARGEST_TOML))
+    except (ValueError, OSError) as error:
         raise RecordError(f"{folder / 'recipe.toml'} must be valid TOML, got {error}.") from None
-
-
-def _ordered(rows: list[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: row["step"])
 
 
 def _torn(folder: Path, name: str) -> bool:
     file = folder / f"{name}.jsonl"
     if not file.is_file() or not file.stat().st_size:
         return False
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         opened.seek(-1, 2)
         return opened.read() != b"\n"
 
@@ -100,19 +99,17 @@ def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
     """Returns the status, and the last lines of the log that `trustrl compare` writes next to the folder."""
     if finished:
         return "finished", ""
-    log = folder.resolve().with_suffix(".log")
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_WORDS:] if log.is_file() else []
-    except OSError:
-        lines = []
+    lines = last_lines(folder.resolve().with_suffix(".log"), LAST_WORDS)
     failed = any(line.startswith(("error:", "Traceback")) for line in lines)
     return "failed" if failed else "unfinished", "\n".join(lines)
 
 
 def records_in(files: Files) -> list[Part]:
     """Returns the folders of token records: the folder itself, or `records` inside it."""
-    found = [one for one in (files.root, files.root / RECORDS) if one.is_dir() and parts_in(one)]
-    return [_records(str(one), files.short(one), len(parts_in(one))) for one in found]
+    here = any(named_numbers(name) for name in files.names)  # another trainer's folder may have other Parquet files
+    folders = [*([files.root] if here else []), storage.inside(files.root, RECORDS)]
+    counts = {one: len(parts_in(one)) for one in folders}
+    return [_records(str(one), files.short(one), num) for one, num in counts.items() if num]
 
 
 def _records(folder: str, short: str, num_files: int) -> Part:

@@ -7,6 +7,7 @@ from trustrl.optional_imports import need
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.readers.files import Files
+from trustrl.untrusted_files import bounded, read_regular
 
 NAME = "hydra configuration"
 LOOKS_FOR = ".hydra/config.yaml"
@@ -21,7 +22,7 @@ def read(files: Files) -> list[Part]:
         part = Part(source=NAME)
         short = files.short(file)
         try:
-            config = _loaded(file.read_bytes())
+            config = _loaded(read_regular(file, LARGEST))
         except MissingPackageError:
             part.faults.append(f"{short}: PyYAML is not installed; no settings from it")
         except (OSError, ValueError) as error:
@@ -43,12 +44,10 @@ def _loaded(text: bytes) -> dict[Any, Any]:
         MissingPackageError: If PyYAML is not installed.
     """
     yaml = need("yaml", extra="verl")
-    if len(text) > LARGEST:
-        raise ValueError(f"larger than {LARGEST:,} bytes")
     try:
         found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise ValueError(f"not valid YAML ({type(error).__name__})") from None
     if not isinstance(found, dict):
         raise ValueError("not a table")
-    return found
+    return bounded(found)

@@ -10,6 +10,7 @@ from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points
 from trustrl.runs.readers.files import Files, opening
+from trustrl.untrusted_files import bounded, lines_of, open_regular
 
 NAME = "verl console log"
 LOOKS_FOR = "*.log, *.txt or *.out with lines `step:1 - ...`"
@@ -46,8 +47,9 @@ def _read(files: Files, file: Path) -> Part | None:
     part, points, config, last = Part(source=NAME, engine="verl"), Points(), _Config(), list[str]()
     planned, cut = None, False
     try:
-        with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-            for raw in lines:
+        with open_regular(file) as opened:
+            for text in lines_of(opened):
+                raw = text.decode("utf-8", errors="replace")
                 who, line = _plain(raw)
                 config.take(who, line)
                 if (progress := _PROGRESS.findall(line)) and int(progress[-1][1]) > 0:
@@ -112,7 +114,7 @@ class _Config:
     def parsed(self) -> dict[Any, Any]:
         """Returns the dict, or an empty one. Only literals are evaluated."""
         try:
-            found = ast.literal_eval("".join(self._lines)) if self._lines else {}
+            found = bounded(ast.literal_eval("".join(self._lines)) if self._lines else {})
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return {}
         return found if isinstance(found, dict) else {}

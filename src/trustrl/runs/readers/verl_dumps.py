@@ -15,6 +15,7 @@ from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
 from trustrl.runs.readers.files import Fault, Files, json_lines, opening, stamped
 from trustrl.runs.run import Completion, Row
+from trustrl.untrusted_files import open_regular
 
 NAME = "verl dumps"
 LOOKS_FOR = "<step>.jsonl with input, output and score, in trainer.rollout_data_dir"
@@ -59,7 +60,7 @@ def _rollouts(files: Files, dumps: list[Path]) -> Part:
 
 def _ending(file: Path, short: str) -> str | None:
     """Returns the fault of a file whose last line is truncated, without reading the rest."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         size = opened.seek(0, 2)
         if size == 0:
             return f"{short}: empty"

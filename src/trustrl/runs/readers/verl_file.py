@@ -1,11 +1,11 @@
 """verl's file logger: one JSON object with `step` and `data` per line (trainer.logger=["file"])."""
 
-import json
 from pathlib import Path
 
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers.files import Fault, Files, json_lines, opening
+from trustrl.untrusted_files import parsed_json
 
 NAME = "verl file logger"
 LOOKS_FOR = "*.jsonl with step and data, the file of VERL_FILE_LOGGER_PATH"
@@ -26,8 +26,8 @@ def is_log(file: Path) -> bool:
     if not first.startswith(b'{"step":') or b'"data":' not in first[:64]:
         return False
     try:
-        return not end or isinstance(json.loads(first)["data"], dict)
-    except (ValueError, KeyError, RecursionError):
+        return not end or isinstance(parsed_json(first)["data"], dict)
+    except (ValueError, KeyError):
         return True  # a damaged line of a log
 
 

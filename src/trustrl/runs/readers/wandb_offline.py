@@ -4,7 +4,6 @@ Format: a header of 7 bytes, then a LevelDB log (blocks of 32 KiB; CRC-32, lengt
 record a protocol buffer of wandb's `Record`.
 """
 
-import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers import wire
 from trustrl.runs.readers.files import Fault, Files, chosen_file
+from trustrl.untrusted_files import open_regular, parsed_json
 
 NAME = "W&B offline run"
 LOOKS_FOR = "run-*.wandb"
@@ -146,8 +146,8 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: str) -> Any:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parsed_json(text)
+    except ValueError:
         return None
     return (
         {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(found, found)
@@ -159,7 +159,7 @@ def _parsed(text: str) -> Any:
 def records(file: Path, short: str) -> Iterator[bytes | Fault]:
     """Yields the records of a log, and a fault for each damaged part. Continues at the next block after damage."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             kept: list[bytes] = []
             at = 0
             while block := opened.read(BLOCK):

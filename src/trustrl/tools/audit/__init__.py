@@ -10,10 +10,13 @@ audit_json     counts as named numbers, the object behind `--json`
 audit_text     the same for the terminal
 """
 
-from trustrl.tools.audit.audit_json import record_files, share
+from trustrl.tools.audit.audit_json import record_files, recorded_regions, share
 from trustrl.tools.audit.audit_text import percent, table, wrapped
 from trustrl.tools.audit.mapreduce import count_records
-from trustrl.tools.audit.region_replay import Arm, arm
+from trustrl.tools.audit.region_replay import Arm, Replay, arm, recorded_arm
 from trustrl.tools.audit.token_counts import TokenCounts, age
 
-__all__ = ["Arm", "TokenCounts", "age", "arm", "count_records", "percent", "record_files", "share", "table", "wrapped"]
+__all__ = [
+    "Arm", "Replay", "TokenCounts", "age", "arm", "count_records", "percent", "record_files", "recorded_arm",
+    "recorded_regions", "share", "table", "wrapped",
+]  # fmt: skip

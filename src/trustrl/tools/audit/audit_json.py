@@ -1,5 +1,6 @@
 """The object behind `trustrl audit --json`: counts as named numbers. See docs/reference/audit.md."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def record_files(paths: Sequence[str | Path]) -> list[Place]:
         try:
             if not (storage.is_folder(path) or storage.is_file(path)):
                 raise ConfigError(f"RECORDS must be existing folders or files, got `{path}`.")
-            inside = path / RECORDS
+            inside = storage.inside(path, RECORDS)
             files = part_files(inside if storage.is_folder(inside) else path)
         except OSError as error:
             raise RecordError(f"Cannot read `{path}`: {str(error).rstrip('.')}.") from error
@@ -45,7 +46,7 @@ def record_files(paths: Sequence[str | Path]) -> list[Place]:
                 raise RecordError(f"`{path}`: this run has no records. Run it with records.sample=0.1.") from None
             raise
         for file in files:
-            found[file.resolve() if isinstance(file, Path) else file] = None
+            found[Path(os.path.realpath(file)) if isinstance(file, Path) else file] = None  # resolve() refuses loops
     return list(found)
 
 

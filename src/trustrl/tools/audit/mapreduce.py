@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children, get_context
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
@@ -16,7 +16,7 @@ from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import Piece, stream
 from trustrl.recording.storage import Place, address_of, place
-from trustrl.tools.audit.token_counts import TokenCounts
+from trustrl.terminal import escape_warnings
 
 Where = Literal["processes", "ray"]
 GROUPS_PER_WORKER = 4
@@ -26,19 +26,41 @@ ROWS_PER_PIECE = 131_072
 """Rows that are counted at once. A piece costs about 500 calls into torch, however few rows it has."""
 
 
+class Summary(Protocol):
+    """Summary of a piece, such as `TokenCounts`. `a + b` is the summary of both pieces."""
+
+    def __add__(self, other: Self) -> Self:
+        """Returns the summary of both."""
+        ...
+
+    def to_bytes(self) -> bytes:
+        """Serializes the summary for another process."""
+        ...
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Loads a summary that `to_bytes` wrote, without executing code."""
+        ...
+
+
+S = TypeVar("S", bound=Summary)
+
+
 def count_records(
     files: Sequence[Place],
-    of: Callable[[Piece], TokenCounts],
+    of: Callable[[Piece], S],
     *,
+    kind: type[S],
     columns: Sequence[str],
     workers: int = 1,
     where: Where = "processes",
-) -> TokenCounts:
-    """Applies `of` to each piece of the files and returns the sum of the counts.
+) -> S:
+    """Applies `of` to each piece of the files and returns the sum of the summaries.
 
     Args:
         files: Part files. On Ray, every machine must reach them under these paths or addresses.
         of: Function that other processes can import. Bind further arguments with `functools.partial`.
+        kind: Class of the summaries that `of` returns.
         columns: Columns that `of` reads.
         workers: Number of parallel processes; on Ray, of parallel file groups.
         where: `processes` on this machine (only the current one if `workers` is 1), or `ray` through Ray Data.
@@ -52,12 +74,12 @@ def count_records(
     work = partial(_of_group, of=of, columns=tuple(columns))
     groups = [group for group in groups if group]
     if where == "ray":
-        parts = _on_ray(groups, work)
+        parts = _on_ray(groups, work, kind)
     elif workers == 1:
         parts = iter([_of_group(files, of, columns)])
     else:
-        parts = _in_processes(groups, work, workers)
-    total: TokenCounts | None = None
+        parts = _in_processes(groups, work, workers, kind)
+    total: S | None = None
     for part in parts:
         if part is not None:
             total = part if total is None else total + part
@@ -66,23 +88,23 @@ def count_records(
     return total
 
 
-def _of_group(files: Sequence[Place], of: Callable[[Piece], TokenCounts], columns: Sequence[str]) -> TokenCounts | None:
-    total: TokenCounts | None = None
+def _of_group(files: Sequence[Place], of: Callable[[Piece], S], columns: Sequence[str]) -> S | None:
+    total: S | None = None
     for piece in stream(files, columns=columns, rows=ROWS_PER_PIECE):
         total = of(piece) if total is None else total + of(piece)
     return total
 
 
-def _in_processes(groups: list[list[Place]], work: Any, workers: int) -> Iterator[TokenCounts | None]:
+def _in_processes(groups: list[list[Place]], work: Any, workers: int, kind: type[S]) -> Iterator[S | None]:
     # Spawned, not forked: torch's threads do not survive a fork.
     others = set(active_children())
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin) as pool:
         try:
             with _interrupts_held_back():
                 parts = deque(pool.submit(_as_bytes, group, work) for group in groups)
             while parts:
                 found = parts.popleft().result()  # freed once merged, so that memory stays flat
-                yield None if found is None else TokenCounts.from_bytes(found)
+                yield None if found is None else kind.from_bytes(found)
         except BaseException:  # the remaining results are not needed
             for worker in set(active_children()) - others:
                 worker.terminate()
@@ -105,19 +127,25 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _begin() -> None:
+    """Prepares a worker process."""
+    torch.set_num_threads(1)
+    escape_warnings()
+
+
 def _as_bytes(files: Sequence[Place], work: Any) -> bytes | None:
     found = work(files)
     return None if found is None else found.to_bytes()
 
 
-def _on_ray(groups: list[list[Place]], work: Any) -> Iterator[TokenCounts | None]:
+def _on_ray(groups: list[list[Place]], work: Any, kind: type[S]) -> Iterator[S | None]:
     ray, data = need("ray", extra="ray"), need("ray.data", extra="ray")
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     data.DataContext.get_current().enable_progress_bars = False
     items = [{"files": [address_of(file) for file in group]} for group in groups]
     for row in data.from_items(items, override_num_blocks=len(items)).map(partial(_of_row, work=work)).iter_rows():
-        yield TokenCounts.from_bytes(row["summary"]) if row["summary"] else None
+        yield kind.from_bytes(row["summary"]) if row["summary"] else None
 
 
 def _of_row(row: dict[str, Any], work: Any) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ from trustrl.config.axes import AnchoredRegion, Needs, Region, TrustRegion, read
 from trustrl.config.loading import config_from_dict
 from trustrl.config.regions import DPPO, GSPO, IPO, PPO
 from trustrl.config.statistics import (
+    Anchor,
     BinaryKL,
     BinaryTV,
     Divergence,
@@ -37,6 +38,7 @@ from trustrl.config.statistics import (
     TopKTV,
 )
 from trustrl.core.clean import CleanTokens, clean_tokens
+from trustrl.core.divergences import Interval, tv_limit
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.regions.decision import ratio_weight
 from trustrl.core.regions.dispatch import REGION_KINDS, decide
@@ -106,6 +108,8 @@ def arm(name: str, region: Region) -> Arm:
 def _how(region: Region, needs: Needs, mask: TrustRegion | None) -> tuple[How, str]:
     if needs.projects:
         return "left out", "projects the distribution: needs π at the anchor's top-K, which records do not contain"
+    if needs.whole_call:
+        return "left out", "decides on all tokens of a micro-batch, and records do not contain its limits"
     if not (needs.topk or needs.full):
         return "replayed", ""
     if reads_ages(region):
@@ -142,11 +146,11 @@ def _axes(region: Region) -> TrustRegion | None:
 def plain_mask(region: Region) -> TrustRegion | None:
     """Returns the region on the shared axes if its verdict only compares a shared measurement with a bound, else None.
 
-    Ages, a dual clip, and other regions' rules are left to the engine's `decide`.
+    Ages, a dual clip, a relaxed clip, and other regions' rules are left to the engine's `decide`.
     """
     if type(region) not in (TrustRegion, DPPO, PPO, GSPO, IPO) or reads_ages(region):
         return None
-    if isinstance(region, PPO) and region.dual_clip is not None:
+    if isinstance(region, PPO) and (region.dual_clip is not None or region.relax_below is not None):
         return None
     axes = _axes(region)
     if axes is None or axes.action not in ("mask", "clip"):
@@ -193,6 +197,22 @@ class Replay:
             _stops(tokens, axes, above) for above in self._ends(tokens, axes, _rank(statistic), statistic.act_on)
         )
         return RegionVerdict(tokens.usable, masked, may_mask, certified, None)
+
+    def tv(self, anchor: Anchor) -> tuple[AnchoredTokens, Interval]:
+        """Returns the tokens relative to an anchor, and bounds on their TV over the whole vocabulary.
+
+        A TV that the recorded region measured from this anchor narrows the bounds of the sampled token. A KL narrows
+        the upper one, by Pinsker's inequality.
+        """
+        tokens = self._tokens(Needs(anchors=frozenset({anchor}), anchor=anchor))
+        lower, upper = tokens.interval("tv")
+        found = self._measured
+        if found is not None and found.anchor == anchor:
+            measured = found.above(found.upper)
+            upper = torch.minimum(upper, measured if found.is_tv else tv_limit(measured))
+            if found.is_tv:
+                lower = torch.maximum(lower, found.below(found.lower))
+        return tokens, Interval(torch.minimum(lower, upper), upper)
 
     def _replayed(self, tokens: AnchoredTokens, given: Arm) -> tuple[Tensor, Callable[[], Tensor]]:
         """Returns the tokens that the region masks, and a function that returns the weights."""

@@ -118,7 +118,7 @@ def tested() -> dict[str, dict[str, str]]:
         lines = (
             line.partition("==") for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
         )
-        found[file.stem] = {_normalized(name): version for name, _, version in lines if version}
+        found[file.stem] = {_normalized(name): version.rstrip(" \\") for name, _, version in lines if version}
     return found
 
 

@@ -1,13 +1,13 @@
 """Reports on runs that are still training: a new one whenever files of the runs have changed."""
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from trustrl.errors import ConfigError, TrustRLError
 from trustrl.runs.open_run import open_runs
+from trustrl.terminal import complain
 from trustrl.tools.report.report_contents import Report, gather
 
 LARGEST_SHARE = 0.1
@@ -50,7 +50,7 @@ def live_reports(
                 report = gather(open_runs(paths), **bounds)
             except (TrustRLError, OSError) as error:
                 if str(error) != said:
-                    print(f"waiting: {error}", file=sys.stderr)
+                    complain(f"waiting: {error}")
                 said = str(error)
             else:
                 yield report
@@ -67,7 +67,7 @@ def stamp(paths: Sequence[str]) -> Stamp:
         files = (
             [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
         )
-        for file in (*files, path.resolve().with_suffix(".log")):
+        for file in (*files, Path(os.path.realpath(path)).with_suffix(".log")):
             try:
                 about = file.stat()
             except OSError:  # removed since, such as a temporary file

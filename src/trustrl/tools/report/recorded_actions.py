@@ -3,7 +3,7 @@
 from typing import Any
 
 from trustrl.config.axes import Region
-from trustrl.config.terms import MIS
+from trustrl.config.terms import reads_sequences
 from trustrl.optional_imports import need
 
 VERDICTS = ("kept", "stopped", "down-weighted", "up-weighted", "no gradient", "not finite", "no verdict")
@@ -61,8 +61,7 @@ def with_verdicts(table: Any, region: Region | None) -> Any:
 def _weighs_tokens(region: Region | None) -> bool:
     """Returns whether each token has its own weight, rather than one ratio or correction per sequence."""
     correction = getattr(region, "correction", None)
-    by_sequence = isinstance(correction, MIS) and correction.level == "sequence"
-    return not by_sequence and (region is None or region.needs().reduction is None)
+    return not reads_sequences(correction) and (region is None or region.needs().reduction is None)
 
 
 def _anchor_column(table: Any, region: Region | None) -> Any:

@@ -7,11 +7,12 @@ from typing import Any
 from trustrl.config import regions as settings
 from trustrl.config.axes import AnchoredRegion, PrefixBudget, Region, TrustRegion, reads_ages
 from trustrl.config.statistics import Divergence, Statistic
-from trustrl.config.terms import MIS, TIS
+from trustrl.config.terms import TIS, DivergenceGate
 from trustrl.runs.run import Run, RunSettings
 
 MEASURES = {
     "ratio": ("|π/{b} − 1|", "ratio"),
+    "log-ratio": ("|log π/{b}|", "nats"),
     "sequence-ratio": ("|s − 1|, s the geometric mean of π/{b} over the sequence,", "ratio"),
     "sampled-k2": ("½ log² π/{b}", "nats"),
     "sampled-k3": ("π/{b} − 1 − log π/{b}", "nats"),
@@ -33,7 +34,7 @@ def number(x: float) -> str:
 
 def statistic_of(region: Region | None) -> Statistic | None:
     """Returns the statistic that measures a token's distance, or None if the region has none."""
-    for name in ("statistic", "divergence", "ratio"):
+    for name in ("statistic", "divergence", "ratio", "log_ratio"):
         found = getattr(region, name, None)
         if isinstance(found, Statistic):
             return found
@@ -135,11 +136,11 @@ def _on_axes(region: TrustRegion) -> str:
 
 def _ppo(region: Any) -> str:
     text = _on_axes(region.axes())
-    return (
-        text
-        if region.dual_clip is None
-        else f"{text} Tokens with a negative advantage are masked above π/μ = {number(region.dual_clip)}."
-    )
+    if region.dual_clip is not None:
+        text += f" Tokens with a negative advantage are masked above π/μ = {number(region.dual_clip)}."
+    if region.relax_below is not None:
+        text += f" Tokens with {anchor_of(region)} below {number(region.relax_below)} are never masked."
+    return text
 
 
 def _troll(region: Any) -> str:
@@ -148,7 +149,20 @@ def _troll(region: Any) -> str:
     return (
         f"Masks nothing; projects a token's distribution onto KL(π̂‖{b}) ≤ {number(region.bound)} nats over {over}, and "
         f"pulls the network towards it with weight {number(region.alpha)}."
+    ) + (f" The weight is the geometric mean of π̂/{b} over the response." if region.level == "sequence" else "")
+
+
+def _score_centering(region: Any) -> str:
+    b, weight = anchor_of(region), region.weight
+    over = (
+        "the whole vocabulary" if region.support == "full" else f"the {region.k} most probable tokens of {b} and a tail"
     )
+    text = f"Masks nothing; subtracts from ∇log π its expectation under {b} over {over}."
+    if weight is None:
+        return text
+    top = number(weight.max_ratio)
+    how = f"capped at {top}" if isinstance(weight, TIS) else f"and 0 outside [{number(weight.min_ratio)}, {top}]"
+    return f"{text} Both have the weight π/{b}, {how}."
 
 
 def _trm(region: Any) -> str:
@@ -171,6 +185,37 @@ def _sapo(region: Any) -> str:
     )
 
 
+def _gmpo(region: Any) -> str:
+    b = anchor_of(region)
+    return (
+        f"Masks a token once {_beyond(region.log_ratio, b)} and the update pushes it further out. The weight is the "
+        f"geometric mean of π/{b} over the response, with log-ratios of masked tokens held at their bound."
+    )
+
+
+def _opsm(region: Any) -> str:
+    drop = f"Drops a response with a negative advantage once its mean log μ/π exceeds {number(region.max_drift)} nats."
+    if region.statistic is None:
+        return drop
+    beyond = _beyond(region.statistic, anchor_of(region))
+    return f"{drop} Masks a token of the others once {beyond} and the update pushes it further out."
+
+
+def _vespo(region: Any) -> str:
+    return (
+        f"Masks nothing; a smooth function of w, the product of π/{anchor_of(region)} over the response, weighs all "
+        "its tokens alike. It is 1 at w = 1 and goes to 0 where w is small or large."
+    )
+
+
+def _m2po(region: Any) -> str:
+    return (
+        f"Masks the tokens with the largest |log π/{anchor_of(region)}| among those that the update pushes further "
+        "out, until the mean of its square over the others in the micro-batch is at most "
+        f"{number(region.max_second_moment)}."
+    )
+
+
 def _drpo(region: Any) -> str:
     gap = f"|π − {anchor_of(region)}|"
     return f"Masks nothing; reverses the gradient once {gap} exceeds {number(region.width)} (probability)."
@@ -178,16 +223,26 @@ def _drpo(region: Any) -> str:
 
 _OWN_WORDS: dict[type, Callable[[Any], str]] = {
     settings.PPO: _ppo, settings.TROLL: _troll, settings.TRM: _trm, settings.MiniRL: _minirl, settings.SAPO: _sapo,
-    settings.DRPO: _drpo,
+    settings.DRPO: _drpo, settings.GMPO: _gmpo, settings.OPSM: _opsm, settings.VESPO: _vespo, settings.M2PO: _m2po,
+    settings.ScoreCentering: _score_centering,
 }  # fmt: skip
 
 
 def _correction(correction: Any) -> str:
+    level = getattr(correction, "level", "token")
+    if isinstance(correction, DivergenceGate):
+        what, unit = _measure(correction.divergence, "μ")
+        over = "sequence with a mean" if level == "sequence" else "token with a"
+        gap = what.replace("π", "π'")
+        bound = f"{number(correction.divergence.bounds[0])} ({unit})"
+        return f"The mismatch π'/μ multiplies the weight; a {over} divergence above {bound} is dropped: {gap}."
     if isinstance(correction, TIS):
-        return f"The mismatch π'/μ multiplies the weight, up to {number(correction.max_ratio)}."
-    over = "sequence" if isinstance(correction, MIS) and correction.level == "sequence" else "token"
+        product = "The product of the mismatch π'/μ over the response" if level != "token" else "The mismatch π'/μ"
+        return f"{product} multiplies the weight, up to {number(correction.max_ratio)}."
+    over = {"sequence-mean": "sequence with a mean", "sequence-product": "sequence with a product of the"}
+    over = over.get(level, "token with a")
     band = f"[{number(correction.min_ratio)}, {number(correction.max_ratio)}]"
-    return f"The mismatch π'/μ multiplies the weight; a {over} with a mismatch outside {band} is dropped."
+    return f"The mismatch π'/μ multiplies the weight; a {over} mismatch outside {band} is dropped."
 
 
 FACT_LABELS = {"a step": "batch", "updates a batch": "updates per batch"}

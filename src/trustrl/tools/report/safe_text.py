@@ -10,6 +10,7 @@ from typing import Any
 
 from trustrl.errors import TrustRLError
 from trustrl.optional_imports import need
+from trustrl.terminal import escape, is_hidden
 from trustrl.world import models
 
 LONGEST = 80
@@ -44,20 +45,14 @@ def visible(text: str, longest: int = LONGEST, *, lines: bool = False) -> str:
         marks = marks + 1 if kind[0] == "M" else 0
         if marks and not shown:
             shown.append("◌")  # otherwise it would combine with whatever precedes the text
-        shown.append(_shown(character, kind) if marks <= MOST_MARKS else _escape(character))
+        shown.append(_shown(character) if marks <= MOST_MARKS else escape(character))
     return "".join(shown)
 
 
-def _shown(character: str, kind: str) -> str:
+def _shown(character: str) -> str:
     if character in WHITE:
         return WHITE[character]
-    # Cc controls, Cf formats such as U+202E, Cs lone surrogates, Co and Cn unassigned, Zl and Zp line ends.
-    return _escape(character) if kind[0] == "C" or kind in ("Zl", "Zp") else character
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return escape(character) if is_hidden(character) else character
 
 
 def embedded(data: Any) -> str:

@@ -3,7 +3,6 @@
 Files are read one at a time and all limits are fixed, so memory does not grow with the number of tokens.
 """
 
-import json
 import random
 from bisect import bisect_left
 from collections import Counter
@@ -13,10 +12,11 @@ from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
 from trustrl.config.loading import config_from_dict
-from trustrl.errors import TrustRLError
+from trustrl.errors import RecordError, TrustRLError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
-from trustrl.recording.record_files import parts_in, read_table
+from trustrl.recording.checksums import checked_json
+from trustrl.recording.record_files import opened, parts_in, read_table
 from trustrl.recording.storage import Place
 from trustrl.tools.report.recorded_actions import DOWN, NO_VERDICT, STOPPED, UP, VERDICTS, with_verdicts
 
@@ -162,13 +162,9 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
 
 
 def _num_rows(file: Place) -> int:
-    """Returns the row count from the file footer, or 0 if it has none; `read_table` then raises."""
-    pq, pa = need("pyarrow.parquet", extra="records"), need("pyarrow", extra="records")
-    try:
-        with storage.readable(file) as source:
-            return pq.read_metadata(source).num_rows
-    except (pa.ArrowException, OSError):
-        return 0
+    """Returns the row count from the file footer."""
+    with opened(file) as (parquet, _):
+        return parquet.metadata.num_rows
 
 
 def decided(file: Place) -> tuple[Any, str]:
@@ -267,14 +263,14 @@ def _most_stopped(sums: Any) -> list[dict[str, Any]]:
 def _dump(folder: Place) -> dict[str, Any]:
     """Returns the step of a dump and the triggers that fired."""
     files = storage.entries(folder, "trigger.*.json")
-    about = next((found for file in files if isinstance(found := _json(file), dict)), {})
+    about = next(map(_about, files), {})
     fired = about.get("fired")
     causes = [one for one in fired if isinstance(one, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
 
 
-def _json(file: Place) -> Any:
+def _about(file: Place) -> dict[str, Any]:
     try:
-        return json.loads(storage.read_bytes(file))
-    except (OSError, ValueError):
-        return None
+        return checked_json(storage.read_bytes(file))
+    except (OSError, ValueError) as error:
+        raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from None

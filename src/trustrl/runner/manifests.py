@@ -1,0 +1,252 @@
+"""Manifest of a checkpoint: its files with sizes and SHA-256, signed with the key of this installation.
+
+The manifest is written last, after the files have reached the disk. Before a resume it answers two questions: did this
+installation write the checkpoint for this run, and is every file unchanged since?
+"""
+
+import errno
+import hashlib
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trustrl.errors import ConfigError
+from trustrl.runner.signing import VARIABLE, Key, key_file
+from trustrl.untrusted_files import safetensors_header
+
+MANIFEST = "trustrl_complete"
+"""Name of the manifest in a checkpoint. It is written last, because a kill may come during a save."""
+
+VERSION = 1
+MAX_BYTES = 1 << 28
+"""Size limit of a manifest, for about a million files."""
+
+FIELDS = {"version": int, "name": str, "run": (str, type(None)), "key": str, "files": dict, "hmac": str}
+PICKLES = (".pt", ".pth")
+THREADS = min(16, os.cpu_count() or 1)
+"""Files that are hashed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Author of a manifest: this installation's key, and the run that the checkpoint belongs to."""
+
+    key: Key
+    run: str | None
+    """Random name of the run, or None for a run that trustrl 0.1.0 began."""
+
+
+def is_marked(checkpoint: Path) -> bool:
+    """Returns True if the checkpoint has a manifest, or the empty file that trustrl 0.1.0 left in its place."""
+    return (checkpoint / MANIFEST).is_file()
+
+
+def write_manifest(checkpoint: Path, seal: Seal) -> None:
+    """Lists and signs the files of a complete checkpoint, after all of them have reached the disk."""
+    found = dict(sorted(_files(checkpoint)))
+    with ThreadPoolExecutor(THREADS) as pool:
+        files = dict(zip(found, pool.map(_synced_and_hashed, found.values()), strict=True))
+    for folder, _, _ in os.walk(checkpoint):
+        _sync(Path(folder))
+    content = {"version": VERSION, "name": checkpoint.name, "run": seal.run, "key": seal.key.name, "files": files}
+    scratch = checkpoint / f".{MANIFEST}.{os.getpid()}"
+    with scratch.open("w", encoding="utf-8") as file:
+        json.dump({**content, "hmac": seal.key.signature(content)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, checkpoint / MANIFEST)
+    for folder in (checkpoint, checkpoint.parent):
+        _sync(folder)
+
+
+def fault_of(checkpoint: Path, seal: Seal | None) -> str | None:
+    """Returns the fault of a checkpoint, or None if it is intact.
+
+    With a manifest, every listed file must have its size and its SHA-256. Without one (trustrl 0.1.0 wrote none), this
+    checks only the file formats, which finds a truncated file but not a changed one.
+
+    Args:
+        checkpoint: The checkpoint.
+        seal: The author that the checkpoint must have, or None to accept every author.
+
+    Raises:
+        ConfigError: If the checkpoint is not by this author, or has files that its manifest does not list.
+    """
+    try:
+        found = dict(_files(checkpoint))
+        if not found:
+            return "it contains no files"
+        written = _read_manifest(checkpoint / MANIFEST)
+        if not written:
+            if seal is not None:
+                raise _refusal(checkpoint, "no manifest, as trustrl 0.1.0 left it")
+            return next((wrong for name, path in sorted(found.items()) if (wrong := _format_fault(name, path))), None)
+        manifest = _parsed(written)
+        if manifest is None:
+            return f"its manifest, {MANIFEST}, is damaged"
+        wrong = None if seal is None else _author_fault(checkpoint, manifest, seal)
+        if wrong is None and seal is not None:
+            _refuse_unlisted(checkpoint, manifest["files"])
+        return wrong or _difference(checkpoint.name, manifest, found)
+    except OSError as error:
+        return f"{shown(Path(error.filename or checkpoint).name)} cannot be read: {error.strerror}"
+
+
+def _author_fault(checkpoint: Path, manifest: dict[str, Any], seal: Seal) -> str | None:
+    """Raises if another installation or another run wrote the manifest. Returns the fault if ours has changed."""
+    content = {name: value for name, value in manifest.items() if name != "hmac"}
+    key = manifest.get("key", "")
+    if "hmac" not in manifest:
+        raise _refusal(checkpoint, "an unsigned manifest")
+    if key != seal.key.name:
+        raise _refusal(
+            checkpoint,
+            f"a manifest that the key {shown(key[:40])} signed, where yours is {seal.key.name}",
+            f"If you wrote it on another machine, set {VARIABLE} to a copy of that machine's key (yours is "
+            f"{key_file()}). If that key is lost, or you trust its owner, add",
+        )
+    if not seal.key.signed(content, manifest["hmac"]):
+        return f"its manifest, {MANIFEST}, has changed since it was signed"
+    if manifest.get("run") != seal.run:
+        got, advice = "a checkpoint that you wrote in another run", "Move it back. To continue this run from it, add"
+        raise _refusal(checkpoint, got, advice)
+    return None
+
+
+def _refuse_unlisted(checkpoint: Path, listed: Mapping[str, Any]) -> None:
+    extra = next((name for name in sorted(_entries(checkpoint)) if name not in listed), None)
+    if extra is not None:
+        got = f"{shown(extra)}, which its manifest does not list"
+        raise _refusal(checkpoint, got, "Move that file away, or add")
+
+
+def _refusal(checkpoint: Path, got: str, advice: str = "If you trust its author, add") -> ConfigError:
+    return ConfigError(
+        f"A checkpoint must be as this installation of trustrl wrote it in this run, got {got}: {checkpoint}. Loading "
+        "a checkpoint can execute code that somebody put into it: verl and DeepSpeed unpickle it. "
+        f"{advice} --trust-checkpoint."
+    )
+
+
+def _read_manifest(file: Path) -> bytes:
+    """Returns the manifest's content. Empty if there is none, or if trustrl 0.1.0 left its empty mark."""
+    try:
+        with open(file, "rb", opener=_regular) as opened:
+            return opened.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return b""
+
+
+def _parsed(written: bytes) -> dict[str, Any] | None:
+    """Returns the manifest, or None if it is damaged. Fields that it does not know are damage too."""
+    try:
+        manifest = json.loads(written.decode()) if len(written) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(manifest, dict) or not FIELDS.keys() >= manifest.keys() >= {"version", "name", "files"}:
+        return None
+    sound = all(isinstance(value, FIELDS[name]) for name, value in manifest.items()) and manifest["version"] == VERSION
+    return manifest if sound and all(_is_entry(one) for one in manifest["files"].values()) else None
+
+
+def _is_entry(one: Any) -> bool:
+    return (
+        isinstance(one, dict)
+        and one.keys() == {"bytes", "sha256"}
+        and type(one["bytes"]) is int
+        and isinstance(one["sha256"], str)
+    )
+
+
+def _difference(name: str, manifest: Mapping[str, Any], found: Mapping[str, Path]) -> str | None:
+    if manifest["name"] != name:
+        return f"its manifest belongs to {ascii(manifest['name'])[:60]}"
+    files = manifest["files"]
+    for one, listed in files.items():  # sizes first: they need no reading
+        if one not in found:
+            return f"{shown(one)} is missing"
+        size = found[one].stat().st_size
+        if size != listed["bytes"]:
+            return f"{shown(one)} has {size:,} bytes, but its manifest lists {listed['bytes']:,}"
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashed = zip(files, pool.map(_sized_and_hashed, (found[one] for one in files)), strict=True)
+        changed = next((one for one, now in hashed if now != files[one]), None)
+    return None if changed is None else f"{shown(changed)} has changed since it was written"
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """Yields the relative path of everything in a checkpoint except directories, the manifest and its scratch files."""
+    for at, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(at, name).is_symlink()]
+        for name in (*names, *links):
+            path = Path(at, name).relative_to(folder).as_posix()
+            if path != MANIFEST and not path.startswith(f".{MANIFEST}."):
+                yield path
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields every regular file of a checkpoint with its relative path."""
+    return ((name, folder / name) for name in _entries(folder) if (folder / name).is_file())
+
+
+def _regular(path: str, flags: int) -> int:
+    """Opens a regular file. Neither follows a link nor waits for a FIFO."""
+    handle = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return handle
+
+
+def _sized_and_hashed(path: Path) -> dict[str, Any]:
+    with open(path, "rb", opener=_regular) as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _synced_and_hashed(path: Path) -> dict[str, Any]:
+    _sync(path)
+    return _sized_and_hashed(path)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or a directory has reached the disk."""
+    if os.name != "posix":
+        return  # other systems can only sync a file that is open for writing
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _format_fault(name: str, path: Path) -> str | None:
+    if path.suffix in PICKLES and not zipfile.is_zipfile(path):
+        return f"{shown(name)} is truncated"
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes().decode())
+        except (ValueError, RecursionError):
+            return f"{shown(name)} is not JSON"
+    if path.suffix == ".safetensors" and path.stat().st_size != _safetensors_size(path):
+        return f"{shown(name)} is truncated"
+    return None
+
+
+def _safetensors_size(path: Path) -> int | None:
+    """Returns the file size according to a safetensors header, or None if the header is unreadable."""
+    try:
+        start, tensors = safetensors_header(path)
+        return start + max(one["data_offsets"][1] for one in tensors.values())
+    except (ValueError, TypeError, KeyError, IndexError):
+        return None
+
+
+def shown(name: str) -> str:
+    """Returns a file's name for an error message, escaped if it could change the terminal."""
+    return name if name.isprintable() else ascii(name)

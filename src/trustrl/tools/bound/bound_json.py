@@ -1,0 +1,251 @@
+"""The object behind `trustrl bound --json`: the bound of every update as named numbers. See docs/guides/bound.md."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trustrl.config.regions import TROLL
+from trustrl.config.statistics import Anchor, BinaryKL, BinaryTV, FullKL, FullTV, TopKKL, TopKTV
+from trustrl.core.divergences import tv_limit
+from trustrl.errors import ConfigError, RecordError
+from trustrl.recording import read_sequences, storage
+from trustrl.recording.record_files import RECORDS
+from trustrl.recording.storage import Place
+from trustrl.runner.directory import finite
+from trustrl.tools.audit import recorded_arm
+from trustrl.tools.bound.theorem import largest_max_tv, largest_sum_tv, max_form, sum_form
+from trustrl.tools.bound.update_sums import LARGEST, SUMS, Rewards, UpdateSums
+
+VERSION = 1
+"""Format version of the object."""
+
+
+class Threshold(NamedTuple):
+    """Radius of a ball around μ."""
+
+    tv: float
+    kl: float | None
+    """Radius in nats that `tv` follows from, by Pinsker's inequality."""
+
+    source: str
+
+
+class Sequences(NamedTuple):
+    """Facts from the sequence table of a run."""
+
+    rewards: Rewards
+    longest: int
+    """Number of tokens of the longest completion; 0 if no length is recorded."""
+
+
+def record_folder(path: str | Path) -> Place:
+    """Returns the folder of the records in a record folder or run directory.
+
+    Raises:
+        ConfigError: If the path is a file.
+    """
+    where = storage.place(path)
+    if storage.is_file(where):
+        raise ConfigError(
+            f"RECORDS must be a folder, got the file `{where}`. Pass the folder that contains it: rewards are in its "
+            "`sequences`."
+        )
+    inside = storage.inside(where, RECORDS)
+    return inside if storage.is_folder(inside) else where
+
+
+def read_rewards(folder: Place) -> Sequences:
+    """Reads the rewards and lengths of a run's sequences.
+
+    Raises:
+        RecordError: If no sequence has a reward.
+    """
+    table = read_sequences(folder)
+    rewards = {
+        at: reward
+        for at, reward in zip(table["sequence"].to_pylist(), table["reward"].to_pylist(), strict=True)
+        if reward is not None and math.isfinite(reward)
+    }
+    if not rewards:
+        raise RecordError(
+            f"`{folder}` must have rewards in its sequence table, got none. TRL, verl and `trustrl run` record them "
+            "since version 3 of the record; in your own trainer, pass them to `Recorder.add_sequences`."
+        )
+    lengths = [length for length in table["completion_tokens"].to_pylist() if length is not None]
+    ids = sorted(rewards)
+    known = Rewards(torch.tensor(ids), torch.tensor([rewards[at] for at in ids], dtype=torch.float64))
+    return Sequences(known, max(lengths, default=0))
+
+
+def threshold(given: float | None, regions: Sequence[Mapping[str, Any]]) -> Threshold:
+    """Returns the ball to report on: the given TV, the recorded region's bound, or else DPPO's published TV."""
+    if given is not None:
+        return Threshold(given, None, "--delta")
+    for settings in regions:
+        found = recorded_arm(settings)
+        if found is None:
+            continue
+        statistic = None if found.mask is None else found.mask.statistic
+        bound = found.region.bound if isinstance(found.region, TROLL) else max(statistic.bounds) if statistic else None
+        if bound is None or math.isinf(bound):
+            continue
+        if isinstance(statistic, (BinaryTV, TopKTV, FullTV)):
+            return Threshold(bound, None, "the recorded region")
+        if isinstance(found.region, TROLL) or isinstance(statistic, (BinaryKL, TopKKL, FullKL)):
+            tv = float(tv_limit(torch.tensor(bound, dtype=torch.float64)))
+            return Threshold(tv, bound, "the recorded region, by Pinsker's inequality")
+    return Threshold(max(BinaryTV().bounds), None, "the published threshold of DPPO")
+
+
+def bound_report(
+    found: UpdateSums,
+    sequences: Sequences,
+    ball: Threshold,
+    *,
+    horizon: int | None = None,
+    reward_range: Sequence[float] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    anchor: Anchor = "behavior",
+) -> dict[str, Any]:
+    """Returns the surrogate, both penalties and the bound for every update.
+
+    Args:
+        found: Sums over all files.
+        sequences: Rewards of the run.
+        ball: Threshold that `found` was counted with.
+        horizon: T, the largest number of tokens of a completion; by default the largest recorded one.
+        reward_range: Lowest and highest reward that the reward function can return; by default the recorded ones.
+        sampling: Sampling settings in run.json.
+        anchor: Log-probs that `found` reads as μ's.
+
+    Raises:
+        ConfigError: If a recorded completion is longer than the horizon, or a recorded reward is out of range.
+        RecordError: If no sequence counts.
+    """
+    total = dict(zip(SUMS, found.sums.sum(0).tolist(), strict=True))
+    if not total["sequences"]:
+        raise RecordError(
+            f"The records must have sequences with rewards and without faulty tokens, got none: "
+            f"{total['unrewarded']:.0f} without a reward, {total['faulty']:.0f} with a faulty token."
+        )
+    given = _assumptions(found, sequences, horizon, reward_range)
+    return {
+        "version": VERSION,
+        "anchor": anchor,
+        **{name: int(total[name]) for name in ("sequences", "tokens", "faulty", "unrewarded")},
+        "rewards": [given.low, given.high],
+        "xi": given.xi,
+        "half_range": given.half_range,
+        "horizon": given.horizon,
+        "truncated_sampling": None if sampling is None else _truncates(sampling),
+        "ball": {
+            **ball._asdict(),
+            "max_form": max_form(given.xi, given.horizon, ball.tv),
+            "sum_form": sum_form(given.xi, given.horizon * ball.tv),
+        },
+        "updates": [
+            _update(at, dict(zip(SUMS, sums, strict=True)), dict(zip(LARGEST, most, strict=True)), given)
+            for at, sums, most in zip(found.updates.tolist(), found.sums.tolist(), found.largest.tolist(), strict=True)
+            if sums[SUMS.index("sequences")]
+        ],
+    }
+
+
+class _Assumptions(NamedTuple):
+    """Numbers that the theorem takes from outside the records, or that stand in for them."""
+
+    low: float
+    high: float
+    horizon: int
+
+    @property
+    def xi(self) -> float:
+        """Largest |R|."""
+        return max(abs(self.low), abs(self.high))
+
+    @property
+    def half_range(self) -> float:
+        """Largest |R − c| with c in the middle of the range."""
+        return (self.high - self.low) / 2
+
+
+def _assumptions(
+    found: UpdateSums, sequences: Sequences, horizon: int | None, reward_range: Sequence[float] | None
+) -> _Assumptions:
+    low, high = (float(x) for x in sequences.rewards.reward.aminmax())
+    if reward_range is not None:
+        if not -math.inf < reward_range[0] <= low <= high <= reward_range[1] < math.inf:
+            raise ConfigError(
+                f"--rewards must be a finite range that contains every recorded reward, from {low:g} to {high:g}, got "
+                f"{reward_range[0]:g} to {reward_range[1]:g}."
+            )
+        low, high = reward_range
+    longest = max(sequences.longest, int(found.largest[:, LARGEST.index("tokens")].max()))
+    if horizon is not None and horizon < longest:
+        raise ConfigError(
+            f"--horizon must be at least {longest}, the length of the longest recorded completion, got {horizon}."
+        )
+    return _Assumptions(low, high, horizon or longest)
+
+
+def _truncates(sampling: Mapping[str, Any]) -> bool:
+    """Returns True if the sampler excluded tokens, so that μ is 0 where π is not."""
+    top_p, top_k, min_p = (sampling.get(name) for name in ("top_p", "top_k", "min_p"))
+    return (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0) or (min_p is not None and min_p > 0)
+
+
+def _update(
+    at: Sequence[int], sums: Mapping[str, float], most: Mapping[str, float], given: _Assumptions
+) -> dict[str, Any]:
+    num = sums["sequences"]
+    sum_tv = sums["sampled_tv"] / num
+    found = {
+        "step": at[0],
+        "update": at[1],
+        "age": int(most["age"]),
+        "sequences": int(num),
+        "tokens": int(sums["tokens"]),
+        "reward": sums["reward"] / num,
+        "inside": sums["inside"] / sums["tokens"],
+        "max_tv": [most["lower_tv"], most["upper_tv"]],
+        "sum_tv": sum_tv,
+        "sum_tv_bounds": [sums["lower_tv"] / num, sums["upper_tv"] / num],
+    }
+    middle = (given.low + given.high) / 2
+    for name, shift, xi in (("published", 0.0, given.xi), ("centered", middle, given.half_range)):
+        mean, error = _surrogate(sums, shift)
+        worst = max_form(xi, given.horizon, most["lower_tv"]), sum_form(xi, sum_tv)
+        penalty = min(worst)
+        found[name] = {
+            "surrogate": mean,
+            "surrogate_error": error,
+            "max_form": worst[0],
+            "sum_form": worst[1],
+            "bound": mean - penalty,
+            "over": penalty / abs(mean) if mean else None,
+            "positive_below": {
+                "max_tv": largest_max_tv(mean, xi, given.horizon),
+                "sum_tv": largest_sum_tv(mean, xi),
+            },
+            "says": _says(mean, penalty, given.high - given.low),
+        }
+    return finite(found)
+
+
+def _surrogate(sums: Mapping[str, float], shift: float) -> tuple[float, float | None]:
+    """Returns the mean of (R − shift)·Σ_t (r_t − 1) over sequences, and its standard error."""
+    num = sums["sequences"]
+    mean = (sums["reward·gap"] - shift * sums["gap"]) / num
+    squares = sums["(reward·gap)²"] - 2 * shift * sums["reward·gap²"] + shift**2 * sums["gap²"]
+    return mean, math.sqrt(max(squares / num - mean**2, 0.0) / (num - 1)) if num > 1 else None
+
+
+def _says(surrogate: float, penalty: float, reward_range: float) -> str:
+    if surrogate == penalty == 0:
+        return "unchanged"
+    if surrogate > penalty:
+        return "improves"
+    return "limits the loss" if surrogate - penalty > -reward_range else "nothing"
