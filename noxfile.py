@@ -455,6 +455,7 @@ def results(session: nox.Session) -> None:
     ):  # fmt: skip
         script, *what = command.split()
         session.run("python", f"benchmarks/evidence/{script}", *what)
+    session.run("python", "benchmarks/evidence2/world_table.py", "page")
 
 
 @nox.session(python="3.11")

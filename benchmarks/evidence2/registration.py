@@ -1,0 +1,84 @@
+"""Tables of docs/results/registration-2.md, from the plan and from the pilot's runs.
+
+    python benchmarks/evidence2/registration.py
+
+Run it before the registration is committed, and not after deciding runs.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import study
+from verdicts import power
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "evidence"))
+from pages import fill
+
+PAGE = study.DATA.parent / "registration-2.md"
+SLOWDOWN = 1.2
+"""Assumed cost of a second process on a machine of two cores: both share the memory."""
+
+CENTERING = 25.0
+"""CPU seconds of a run with score centering, from three rollouts with the preset of its branch."""
+
+
+def arms() -> str:
+    """Returns the grid of each arm."""
+    lines = ["| arm | learning rates | thresholds |", "|---|---|---|"]
+    for arm, thresholds in study.THRESHOLDS.items():
+        rates = study.RATES if thresholds else study.FINE_RATES
+        given = ", ".join(f"`{json.dumps(one)}`" for one in thresholds) or "–"
+        shown = ", ".join(f"{rate:g}" for rate in rates) if thresholds else f"15 from {rates[0]:g} to {rates[-1]:g}"
+        lines.append(f"| `{arm}` | {shown} | {given} |")
+    return "\n".join(lines)
+
+
+def pilot() -> str:
+    """Returns the pilot's areas, one row for each arm and threshold."""
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for run in study.read("pilot"):
+        one = found.setdefault((run["preset"], json.dumps(run["overrides"])), {})
+        one.setdefault(run["lr"], []).append(run["auc"])
+    lines = ["| arm | threshold | " + " | ".join(f"{rate:g}" for rate in study.PILOT_RATES) + " |"]
+    lines.append("|---" * (2 + len(study.PILOT_RATES)) + "|")
+    for (arm, threshold), by_rate in found.items():
+        cells = [f"{statistics.fmean(by_rate[rate]):.4f}" if rate in by_rate else "–" for rate in study.PILOT_RATES]
+        lines.append(f"| `{arm}` | `{threshold}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def size() -> str:
+    """Returns seconds for each run, and hours of each stage with two processes."""
+    seconds: dict[str, list[float]] = {}
+    for run in study.read("pilot") + study.read("power"):
+        seconds.setdefault(run["preset"], []).append(run["cpu_seconds"])
+    each = {arm: statistics.fmean(values) for arm, values in seconds.items()}
+    each |= {"ipo": each["dppo-binary-tv"], study.OPTIONAL: CENTERING}  # not run in the pilot
+    stages = {
+        "tune": [each[arm] for arm in study.THRESHOLDS for _ in study.grid(arm) for _ in study.TUNE_SEEDS],
+        "decide": [each[arm] for arm in study.PRIMARY for _ in study.DECIDE_SEEDS],
+        "anchors": [
+            each[arm]
+            for arm in ("ppo", "dppo-binary-tv", "troll", "ipo", *(base for base, *_ in study.VARIANTS.values()))
+            for _ in study.ANCHOR_SEEDS
+        ],
+    }
+    hours = {stage: sum(costs) * SLOWDOWN / 2 / 3600 for stage, costs in stages.items()}
+    shown = ", ".join(f"`{arm}` {each[arm]:.1f}" for arm in seconds)
+    parts = ", ".join(f"{len(costs):,} runs and {hours[stage]:.1f} h for `{stage}`" for stage, costs in stages.items())
+    return (
+        f"CPU seconds of a run on one core, shared with other work: {shown}. With two processes, {SLOWDOWN:g} times "
+        f"slower each, that is {parts}: {sum(hours.values()):.1f} h in all. `ipo` is counted like `dppo-binary-tv`, "
+        f"`score-centering` at {CENTERING:g} s, from three rollouts with seed 899."
+    )
+
+
+def main() -> None:
+    for name, make in {"arms": arms, "pilot": pilot, "power": power, "size": size}.items():
+        fill(PAGE, name, make())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The plan of the second study: arms, grids, seeds and stages, and the choice of each arm's setting from tuning runs.
+
+docs/results/registration-2.md registers the plan. Change neither alone.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from synonym_training import Run
+
+import trustrl
+
+DATA = Path(__file__).parents[2] / "docs/results/data"
+RATES = (1e-3, 1.8e-3, 3.2e-3, 5.6e-3, 1e-2)
+FINE_RATES = tuple(round(10 ** (-3 + step / 14), 6) for step in range(15))
+"""Learning rates of an arm without a threshold: as many runs over the same range."""
+
+
+def ratio(low: float) -> dict[str, Any]:
+    """Returns a clip that is higher upwards by the published proportion, 0.28 to 0.2."""
+    return {"ratio": {"max_decrease": low, "max_increase": round(1.4 * low, 4)}}
+
+
+PILOT_RATES = (1.8e-3, 3.2e-3, 5.6e-3)
+POWER_SETTINGS: dict[str, tuple[float, dict[str, Any]]] = {
+    "pg-is": (1.8e-3, {}),
+    "ppo": (3.2e-3, ratio(0.6)),
+    "dppo-binary-tv": (1.8e-3, {"max_increase": 0.3}),
+    "dppo-topk-tv": (3.2e-3, {"max_increase": 0.1}),
+    "troll": (1.8e-3, {"bound": 0.1}),
+}
+"""The best settings of the pilot at 1.8e-3 and 3.2e-3, without TROLL at 3.2e-3, for the paired standard deviation."""
+
+PILOT_THRESHOLDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "pg-is": ({},),
+    "ppo": tuple(map(ratio, (0.1, 0.2, 0.4, 0.6, 0.8))),
+    "dppo-binary-tv": tuple({"max_increase": bound} for bound in (0.02, 0.05, 0.1, 0.15, 0.3)),
+    "dppo-topk-tv": tuple({"max_increase": bound} for bound in (0.05, 0.1, 0.15, 0.3, 0.5)),
+    "troll": tuple({"bound": bound} for bound in (0.01, 0.05, 0.1, 0.2, 1.0)),
+}
+"""Values tried in the pilot, from which THRESHOLDS were placed."""
+
+THRESHOLDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "pg-is": (),
+    "ppo": tuple(map(ratio, (0.2, 0.5, 0.8))),
+    "dppo-binary-tv": tuple({"max_increase": bound} for bound in (0.05, 0.15, 0.3)),
+    "dppo-topk-tv": tuple({"max_increase": bound} for bound in (0.05, 0.15, 0.3)),
+    "troll": tuple({"bound": bound} for bound in (0.05, 0.1, 0.2)),
+    "score-centering": (
+        {},
+        {"weight": {"kind": "tis", "max_ratio": 2.0}},
+        {"weight": {"kind": "tis", "max_ratio": 5.0}},
+    ),
+    "ipo": tuple({"max_increase": bound} for bound in (0.05, 0.15, 0.3)),
+}
+"""Three values of each arm's threshold. Top-K has K = 20 and TROLL k = 64, as published."""
+
+PRIMARY = ("pg-is", "ppo", "dppo-binary-tv", "dppo-topk-tv", "troll", "score-centering")
+"""Arms of the deciding stage. `ipo` is tuned for the question of direction."""
+
+OPTIONAL = "score-centering"
+"""The arm that takes part if trustrl has its preset when tuning starts."""
+
+QUESTIONS = (
+    ("PPO against no region", "ppo", "pg-is"),
+    ("Binary DPPO against PPO", "dppo-binary-tv", "ppo"),
+    ("Top-K against Binary", "dppo-topk-tv", "dppo-binary-tv"),
+    ("TROLL against the better DPPO", "troll", "better-dppo"),
+)
+"""The four primary questions. `better-dppo` has the higher mean in the tuning runs, not in the deciding ones."""
+
+SECONDARY = (
+    ("Score centering against no region", "score-centering", "pg-is"),
+    ("Score centering against PPO", "score-centering", "ppo"),
+)
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ppo-proximal": ("ppo", "ppo", {"anchor": "proximal"}),
+    "dppo-binary-tv-proximal": ("dppo-binary-tv", "dppo-binary-tv", {"anchor": "proximal"}),
+    "dppo-decoupled": ("dppo-binary-tv", "dppo-decoupled", {}),
+    "troll-behavior": ("troll", "troll", {"anchor": "behavior"}),
+}
+"""Arms of the stage on anchors: the tuned arm they vary, their preset, and what they change."""
+
+ANCHOR_QUESTIONS = (
+    ("PPO: π' against μ", "ppo-proximal", "ppo"),
+    ("Binary DPPO: π' against μ", "dppo-binary-tv-proximal", "dppo-binary-tv"),
+    ("TROLL: μ against π'", "troll-behavior", "troll"),
+    ("Decoupled against Binary DPPO", "dppo-decoupled", "dppo-binary-tv"),
+    ("Symmetric against signed", "ipo", "dppo-binary-tv"),
+)
+
+PILOT_SEEDS, POWER_SEEDS, TUNE_SEEDS = range(900, 903), range(930, 942), range(2000, 2016)
+DECIDE_SEEDS, ANCHOR_SEEDS = range(10000, 10060), range(20000, 20040)
+
+
+def file_of(stage: str) -> Path:
+    """Returns the stage's file of results: one JSON object for each run."""
+    return DATA / f"evidence2-{stage}.jsonl"
+
+
+def known(arms: Iterable[str]) -> list[str]:
+    """Returns the arms whose preset this version of trustrl has."""
+    return [arm for arm in arms if arm in trustrl.presets()]
+
+
+def grid(arm: str) -> list[tuple[float, dict[str, Any]]]:
+    """Returns an arm's 15 settings: learning rate and overrides of its preset."""
+    if not THRESHOLDS[arm]:
+        return [(rate, {}) for rate in FINE_RATES]
+    return [(rate, overrides) for rate in RATES for overrides in THRESHOLDS[arm]]
+
+
+def label(run: Mapping[str, Any]) -> str:
+    """Returns the name of a run's setting, without its seed."""
+    return f"{run['preset']} lr={run['lr']:.3g} {json.dumps(run['overrides'], sort_keys=True)}"
+
+
+def read(stage: str) -> list[dict[str, Any]]:
+    """Returns the stage's finished runs. A last line that an interruption cut off is not one."""
+    path = file_of(stage)
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def chosen(runs: Iterable[Mapping[str, Any]], seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
+    """Returns each arm's setting with the highest mean area.
+
+    Settings within one standard error of the best, paired by seed, are a tie. Of these the lowest learning rate is
+    chosen, then the tightest threshold, which is the first of the grid.
+
+    Raises:
+        ValueError: If an arm has not finished every setting with every seed.
+    """
+    areas: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        areas[run["preset"]][label(run)][run["seed"]] = run["auc"]
+    found = {}
+    for arm, made in areas.items():
+        settings = grid(arm)
+        names = [label({"preset": arm, "lr": rate, "overrides": overrides}) for rate, overrides in settings]
+        wanted = list(seeds)
+        missing = sum(seed not in made[name] for name in names for seed in wanted)
+        if missing:
+            raise ValueError(f"{arm} lacks {missing} tuning runs. Run `run.py --stage tune` again to finish them.")
+        means = {name: statistics.fmean(made[name][seed] for seed in wanted) for name in names}
+        best = max(names, key=means.__getitem__)
+        for name, (rate, overrides) in zip(names, settings, strict=True):
+            gaps = [made[best][seed] - made[name][seed] for seed in wanted]
+            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+            if means[best] - means[name] <= error:
+                found[arm] = {"lr": rate, "overrides": overrides, "mean": means[name], "best": means[best]}
+                break
+    return found
+
+
+def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
+    """Returns the runs of a stage, seed by seed: an interrupted stage has all arms at equal numbers of seeds."""
+    if stage == "pilot":
+        wanted = known(PILOT_THRESHOLDS if arms is None else arms)
+        settings = [(arm, rate, one) for rate in PILOT_RATES for arm in wanted for one in PILOT_THRESHOLDS[arm]]
+        return [Run(arm, seed, rate, one) for seed in PILOT_SEEDS for arm, rate, one in settings]
+    if stage == "power":
+        wanted = known(POWER_SETTINGS if arms is None else arms)
+        return [Run(arm, seed, *POWER_SETTINGS[arm]) for seed in POWER_SEEDS for arm in wanted]
+    if stage == "tune":
+        wanted = known(THRESHOLDS if arms is None else arms)
+        return [Run(arm, seed, *setting) for seed in TUNE_SEEDS for arm in wanted for setting in grid(arm)]
+    settings = chosen(read("tune"), TUNE_SEEDS)
+    untuned = set(THRESHOLDS) - set(settings) - {OPTIONAL}
+    if untuned:
+        raise ValueError(f"No tuning runs of {', '.join(sorted(untuned))}. Run `run.py --stage tune` first.")
+    if stage == "decide":
+        wanted = [arm for arm in PRIMARY if arm in settings] if arms is None else arms
+        return [
+            Run(arm, seed, settings[arm]["lr"], settings[arm]["overrides"]) for seed in DECIDE_SEEDS for arm in wanted
+        ]
+    made = [(arm, settings[arm], arm, {}) for arm in ("ppo", "dppo-binary-tv", "troll", "ipo")]
+    made += [(preset, settings[base], name, change) for name, (base, preset, change) in VARIANTS.items()]
+    return [
+        Run(preset, seed, setting["lr"], {**setting["overrides"], **change}, name=name)
+        for seed in ANCHOR_SEEDS
+        for preset, setting, name, change in made
+    ]

@@ -1,0 +1,236 @@
+"""The second study: its world, its plan, and its verdicts on data with a known answer."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+scipy = pytest.importorskip("scipy")
+
+import trustrl
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = (("first", "b", "a"), ("second", "c", "a"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules():
+    """Imports the scripts for the first test."""
+    global run, study, synonym_training, synonym_world, verdicts
+    sys.path.insert(0, str(ROOT / "benchmarks/evidence2"))
+    import run
+    import study
+    import synonym_training
+    import synonym_world
+    import verdicts
+
+
+def planted(seed, seeds=60, noise=0.02, **effects):
+    """Areas of arms that share their seed's luck, `a` without an effect."""
+    random = np.random.default_rng(seed)
+    luck = random.normal(0.3, 0.05, seeds)
+    return {
+        arm: dict(enumerate(luck + effect + random.normal(0, noise, seeds)))
+        for arm, effect in {"a": 0.0, **effects}.items()
+    }
+
+
+def test_a_planted_effect_is_found_with_its_sign():
+    found = verdicts.answers(planted(1, b=0.05, c=-0.05), QUESTIONS)
+    assert [one.verdict for one in found] == ["ahead", "behind"]
+    assert found[0].low < 0.05 < found[0].high
+
+
+def test_arms_without_an_effect_are_equal_within_the_margin_or_undecided_and_rarely_ahead():
+    said = [one.verdict for seed in range(200) for one in verdicts.answers(planted(seed, b=0.0, c=0.0), QUESTIONS)]
+    assert said.count("equal within 0.02") > 0.8 * len(said)
+    four = (*QUESTIONS, ("third", "d", "a"), ("fourth", "e", "d"))
+    noisy = [verdicts.answers(planted(seed, noise=0.2, b=0.0, c=0.0, d=0.0, e=0.0), four) for seed in range(200)]
+    wrong = sum(any(one.verdict in ("ahead", "behind") for one in family) for family in noisy)
+    assert wrong <= 0.05 * 200 + 2 * (200 * 0.05 * 0.95) ** 0.5
+    assert sum(one.verdict == "equal within 0.02" for family in noisy for one in family) == 0
+
+
+def test_an_effect_of_the_margin_is_called_equal_in_at_most_5_percent_of_studies():
+    said = [verdicts.answers(planted(seed, b=0.02), QUESTIONS[:1])[0].verdict for seed in range(300)]
+    assert said.count("equal within 0.02") <= 0.05 * 300 + 3 * (300 * 0.05 * 0.95) ** 0.5
+
+
+def test_a_question_about_an_arm_without_runs_is_left_out_of_the_family():
+    found = verdicts.answers(planted(1, b=0.05), QUESTIONS)
+    assert [one.question for one in found] == ["first"]
+    assert found[0].p == pytest.approx(
+        scipy.stats.ttest_rel(*(list(planted(1, b=0.05)[arm].values()) for arm in ("b", "a"))).pvalue
+    )
+
+
+def test_the_predicted_power_is_the_share_of_simulated_studies_that_decide():
+    sd, seeds = 0.06, 60
+    random = np.random.default_rng(0)
+    equal = np.mean([verdicts.p_of_margin(random.normal(0, sd, seeds)) < 0.05 for _ in range(1000)])
+    assert verdicts.power_of_margin(sd, seeds, 0.05) == pytest.approx(equal, abs=0.05)
+    effect = verdicts.detectable(sd, seeds, 0.05)
+    differs = np.mean([scipy.stats.ttest_1samp(random.normal(effect, sd, seeds), 0).pvalue < 0.05 for _ in range(1000)])
+    assert differs == pytest.approx(0.8, abs=0.05)
+
+
+def test_every_arm_is_tuned_with_the_same_number_of_runs_and_no_seed_serves_two_stages():
+    assert {len(study.grid(arm)) for arm in study.THRESHOLDS} == {15}
+    stages = [study.PILOT_SEEDS, study.POWER_SEEDS, study.TUNE_SEEDS, study.DECIDE_SEEDS, study.ANCHOR_SEEDS]
+    assert len(set().union(*stages)) == sum(map(len, stages))
+    for arm in study.known(study.THRESHOLDS):
+        for _, overrides in study.grid(arm):
+            trustrl.preset(arm, **overrides)
+
+
+def tuned(arm, means, seeds):
+    """Tuning runs whose areas are the given means, by their place in the grid."""
+    return [
+        {"preset": arm, "lr": rate, "overrides": overrides, "seed": seed, "auc": means.get(at, 0.1)}
+        for at, (rate, overrides) in enumerate(study.grid(arm))
+        for seed in seeds
+    ]
+
+
+def test_the_choice_is_the_highest_mean_and_a_tie_goes_to_the_lower_learning_rate():
+    rate, overrides = study.grid("ppo")[7]
+    found = study.chosen(tuned("ppo", {7: 0.4, 9: 0.3}, range(4)), range(4))
+    assert (found["ppo"]["lr"], found["ppo"]["overrides"]) == (rate, overrides)
+    found = study.chosen(tuned("ppo", {7: 0.4, 12: 0.4}, range(4)), range(4))
+    assert found["ppo"]["lr"] == rate
+    with pytest.raises(ValueError, match="lacks 15 tuning runs"):
+        study.chosen(tuned("ppo", {}, range(4)), range(5))
+
+
+def test_the_deciding_stage_has_60_seeds_of_each_tuned_arm_and_raises_without_tuning(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "DATA", tmp_path)
+    with pytest.raises(ValueError, match="No tuning runs of dppo-binary-tv, dppo-topk-tv, ipo"):
+        study.plan("decide")
+    arms = [arm for arm in study.THRESHOLDS if arm != study.OPTIONAL]
+    made = [one for arm in arms for one in tuned(arm, {7: 0.4}, study.TUNE_SEEDS)]
+    study.file_of("tune").write_text("".join(json.dumps(one) + "\n" for one in made))
+    runs = study.plan("decide")
+    assert len(runs) == 60 * 5
+    assert {(one.lr, str(one.overrides)) for one in runs if one.preset == "ppo"} == {
+        (study.grid("ppo")[7][0], str(study.grid("ppo")[7][1]))
+    }
+    variants = study.plan("anchors")
+    assert len(variants) == 40 * 8
+    assert {one.as_dict()["name"] for one in variants} >= {name for q in study.ANCHOR_QUESTIONS for name in q[1:]}
+    for one in variants[:8]:
+        one.region()
+
+
+def test_a_stage_resumes_without_the_finished_runs_and_drops_a_line_that_was_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "DATA", tmp_path)
+    planned = study.plan("pilot", ["pg-is"])
+    done = [json.dumps({**one.as_dict(), "auc": 0.2}) + "\n" for one in planned[:2]]
+    study.file_of("pilot").write_text("".join(done) + '{"preset": "pg-')
+    assert run.remaining("pilot", ["pg-is"]) == planned[2:]
+    assert study.file_of("pilot").read_text() == "".join(done)
+
+
+def exact_accuracy(policy):
+    """Accuracy on held-out prompts by dynamic programming over all admitted tokens."""
+    w, rules = synonym_world, synonym_world.grammar()
+    total = 0.0
+    for prompt in rules.held_out[:3]:
+        value = rules.attribute(prompt.unsqueeze(0))[0]
+        states = {w.VOCABULARY: 1.0}
+        for place in range(w.PLACES):
+            previous = torch.tensor(list(states))
+            mass = torch.tensor(list(states.values()), dtype=torch.float64)
+            kind = torch.where(previous == w.VOCABULARY, 0, previous // w.SYNONYMS % 2)
+            at = torch.full_like(previous, place)
+            hidden = policy.hidden(at, value[place].expand_as(previous), previous)
+            probability = torch.softmax((hidden @ policy.head.T + policy.bias).double(), dim=1)
+            pair = rules.admitted(place, value[place].expand_as(previous), kind)
+            following: dict[int, float] = {}
+            for row, two in enumerate(pair.tolist()):
+                for concept in two:
+                    ids = slice(concept * w.SYNONYMS, (concept + 1) * w.SYNONYMS)
+                    for token, p in enumerate(probability[row, ids].tolist(), ids.start):
+                        following[token] = following.get(token, 0.0) + mass[row].item() * p
+            states = following
+        total += sum(states.values())
+    return total / 3
+
+
+@pytest.fixture(scope="module")
+def competent():
+    """A policy that was trained for a short time."""
+    return synonym_world.pretrain((300, 1), progress=False)
+
+
+@torch.no_grad()
+def test_the_evaluation_agrees_with_dynamic_programming(monkeypatch, competent):
+    policy, rules = competent, synonym_world.grammar()
+    some = type(rules)(rules.candidates, rules.error, rules.synonym, rules.train, rules.held_out[:3])
+    monkeypatch.setattr(synonym_world, "grammar", lambda: some)
+    estimate, error = synonym_world.evaluate(policy, answers=64)
+    exact = exact_accuracy(policy)
+    assert exact > 0.001
+    assert abs(estimate - exact) < 4 * error
+    assert error < 0.1 * exact
+
+
+def test_the_log_normalizer_has_the_gradient_of_logsumexp():
+    torch.manual_seed(0)
+    made = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (6, 4), (6,))]
+    hidden, head, bias = made
+    slope = torch.randn(3, dtype=torch.float64)
+    ours, plain = synonym_world.LogNormalizer.apply(*made), torch.logsumexp(hidden @ head.T + bias, dim=1)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(torch.autograd.grad(ours, made, slope), torch.autograd.grad(plain, made, slope))
+
+
+def test_answers_of_a_corpus_without_errors_are_right_and_one_other_concept_makes_them_wrong():
+    rules = synonym_world.grammar()
+    clean = type(rules)(rules.candidates, torch.zeros_like(rules.error), rules.synonym, rules.train, rules.held_out)
+    tokens = clean.corpus(rules.train, torch.Generator().manual_seed(0))
+    assert rules.right(rules.train, tokens).all()
+    last = tokens.clone()
+    pairs = rules.candidates[-1, rules.attribute(rules.train)[:, -1]].view(-1, 2, 2)
+    kind = tokens[:, -2] // synonym_world.SYNONYMS % 2
+    last[:, -1] = pairs[torch.arange(len(pairs)), 1 - kind, 0] * synonym_world.SYNONYMS
+    assert not rules.right(rules.train, last).all(1).any()
+
+
+@pytest.mark.parametrize("requested", [0.0, 0.04])
+def test_the_mismatch_is_the_requested_one_and_0_is_none(monkeypatch, requested, competent):
+    monkeypatch.setattr(synonym_world, "start", lambda: copy.deepcopy(competent))
+    settings = synonym_training.Run("ppo", 0, 1e-5, updates=1, rollouts=4, mismatch=requested)
+    measured = synonym_training.train(settings)["mismatch_measured"]
+    assert measured == pytest.approx(requested, abs=0.01 if requested else 1e-5)
+
+
+def test_the_noise_of_the_sampler_follows_the_measured_mismatch(competent):
+    sampler = synonym_training.Sampler(synonym_training.Run("ppo", 0, 1e-3, mismatch=0.04), competent)
+    before = sampler.scale
+    sampler.follow(0.05)
+    assert sampler.scale == pytest.approx(0.8 * before)
+    sampler.follow(1.0)  # at most by half in one rollout
+    assert sampler.scale == pytest.approx(0.4 * before)
+
+
+def test_two_arms_of_one_seed_have_the_same_first_rollout(monkeypatch, competent):
+    monkeypatch.setattr(synonym_world, "start", lambda: copy.deepcopy(competent))
+    results = [
+        synonym_training.train(synonym_training.Run(arm, 3, 1e-3, updates=1, rollouts=1)) for arm in ("pg-is", "troll")
+    ]
+    assert results[0]["reward"] == results[1]["reward"]
+    assert results[0]["accuracy"][0] == results[1]["accuracy"][0]
+
+
+def test_the_page_of_the_world_is_what_its_command_writes(tmp_path, monkeypatch):
+    import world_table
+
+    page = tmp_path / "world-2.md"
+    page.write_text(world_table.PAGE.read_text())
+    monkeypatch.setattr(world_table, "PAGE", page)
+    world_table.page()
+    assert page.read_text() == (ROOT / "docs/results/world-2.md").read_text()
