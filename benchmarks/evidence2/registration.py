@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "evidence"))
 from pages import fill
 
 PAGE = study.DATA.parent / "registration-2.md"
-SLOWDOWN = 1.2
-"""Assumed cost of a second process on a machine of two cores: both share the memory."""
-
-CENTERING = 25.0
-"""CPU seconds of a run with score centering, from three rollouts with the preset of its branch."""
+SECONDS = {
+    "pg-is": 8.2, "ppo": 8.2, "dppo-binary-tv": 8.2, "ipo": 8.2, "dppo-topk-tv": 10.0, "troll": 11.6,
+    "score-centering": 12.5,
+}  # fmt: skip
+"""Seconds of a run on one core, four times those of three rollouts."""
 
 
 def arms() -> str:
@@ -51,28 +51,20 @@ def pilot() -> str:
 
 def size() -> str:
     """Returns seconds for each run, and hours of each stage with two processes."""
-    seconds: dict[str, list[float]] = {}
-    for run in study.read("pilot") + study.read("power"):
-        seconds.setdefault(run["preset"], []).append(run["cpu_seconds"])
-    each = {arm: statistics.fmean(values) for arm, values in seconds.items()}
-    each |= {"ipo": each["dppo-binary-tv"], study.OPTIONAL: CENTERING}  # not run in the pilot
+    tuned = len(study.FIRST_SEEDS) * len(study.grid("ppo")) + study.FINALISTS * (
+        len(study.TUNE_SEEDS) - len(study.FIRST_SEEDS)
+    )
     stages = {
-        "tune": [each[arm] for arm in study.THRESHOLDS for _ in study.grid(arm) for _ in study.TUNE_SEEDS],
-        "decide": [each[arm] for arm in study.PRIMARY for _ in study.DECIDE_SEEDS],
+        "tune": [SECONDS[arm] for arm in study.THRESHOLDS for _ in range(tuned)],
+        "decide": [SECONDS[arm] for arm in study.PRIMARY for _ in study.DECIDE_SEEDS],
         "anchors": [
-            each[arm]
-            for arm in ("ppo", "dppo-binary-tv", "troll", "ipo", *(base for base, *_ in study.VARIANTS.values()))
-            for _ in study.ANCHOR_SEEDS
+            SECONDS[arm] for arm in ("ipo", *(base for base, *_ in study.VARIANTS.values())) for _ in study.ANCHOR_SEEDS
         ],
     }
-    hours = {stage: sum(costs) * SLOWDOWN / 2 / 3600 for stage, costs in stages.items()}
-    shown = ", ".join(f"`{arm}` {each[arm]:.1f}" for arm in seconds)
+    hours = {stage: sum(costs) / 2 / 3600 for stage, costs in stages.items()}
+    shown = ", ".join(f"`{arm}` {seconds:g}" for arm, seconds in SECONDS.items())
     parts = ", ".join(f"{len(costs):,} runs and {hours[stage]:.1f} h for `{stage}`" for stage, costs in stages.items())
-    return (
-        f"CPU seconds of a run on one core, shared with other work: {shown}. With two processes, {SLOWDOWN:g} times "
-        f"slower each, that is {parts}: {sum(hours.values()):.1f} h in all. `ipo` is counted like `dppo-binary-tv`, "
-        f"`score-centering` at {CENTERING:g} s, from three rollouts with seed 899."
-    )
+    return f"Seconds of a run on one core: {shown}. With two processes that is {parts}: {sum(hours.values()):.1f} h in all."
 
 
 def main() -> None:

@@ -22,6 +22,9 @@ import torch
 from study import file_of, label, plan, read
 from synonym_training import Run, train
 
+MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+"""glibc's limits above which freed memory goes back to the system. Each matrix of logits would be mapped anew."""
+
 
 def _prepare(parent: int) -> None:
     """Prepares a process: one thread for torch, and an end if its parent ends first, by whatever signal."""
@@ -56,16 +59,26 @@ def main() -> None:
     parser.add_argument("--arms", help="Comma-separated arms. All by default.")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="Start no run after this time.")
     given = parser.parse_args()
-    left = remaining(given.stage, given.arms.split(",") if given.arms else None)
     synonym_world.start()  # makes the start once, before the processes need it
-    until, total, done = time.monotonic() + 60 * given.minutes, len(left), 0
+    until = time.monotonic() + 60 * given.minutes
+    for name in MALLOC:
+        os.environ.setdefault(name, str(2**32))
+    while left := remaining(given.stage, given.arms.split(",") if given.arms else None):  # tuning has two rounds
+        run_all(given.stage, left, given.processes, until)
+        if time.monotonic() >= until:
+            break
+
+
+def run_all(stage: str, left: list[Run], processes: int, until: float) -> None:
+    """Runs what is left of a stage, and starts none after the time `until`."""
+    total, done = len(left), 0
     running: set[Future] = set()
     with (
-        file_of(given.stage).open("a") as results,
-        ProcessPoolExecutor(given.processes, get_context("spawn"), _prepare, (os.getpid(),)) as pool,
+        file_of(stage).open("a") as results,
+        ProcessPoolExecutor(processes, get_context("spawn"), _prepare, (os.getpid(),)) as pool,
     ):
         while running or (left and time.monotonic() < until):
-            while left and len(running) < given.processes and time.monotonic() < until:
+            while left and len(running) < processes and time.monotonic() < until:
                 running.add(pool.submit(train, left.pop(0)))
             finished, running = wait(running, return_when=FIRST_COMPLETED)
             for one in finished:

@@ -6,7 +6,7 @@ docs/results/registration-2.md registers the plan. Change neither alone.
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,14 @@ ANCHOR_QUESTIONS = (
     ("Symmetric against signed", "ipo", "dppo-binary-tv"),
 )
 
-PILOT_SEEDS, POWER_SEEDS, TUNE_SEEDS = range(900, 903), range(930, 942), range(2000, 2016)
-DECIDE_SEEDS, ANCHOR_SEEDS = range(10000, 10060), range(20000, 20040)
+PILOT_SEEDS, POWER_SEEDS = range(900, 903), range(930, 942)
+FIRST_SEEDS, TUNE_SEEDS = range(2000, 2004), range(2000, 2016)
+"""Tuning tries every setting with the first seeds, and the best FINALISTS of each arm with all."""
+
+FINALISTS = 4
+DECIDE_SEEDS = range(10000, 10060)
+ANCHOR_SEEDS = DECIDE_SEEDS[:40]
+"""Variants are run with seeds of the deciding stage, whose runs of the arms that they vary serve both."""
 
 
 def file_of(stage: str) -> Path:
@@ -128,39 +134,57 @@ def read(stage: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def chosen(runs: Iterable[Mapping[str, Any]], seeds: Iterable[int]) -> dict[str, dict[str, Any]]:
-    """Returns each arm's setting with the highest mean area.
+def by_setting(runs: Iterable[Mapping[str, Any]], arm: str) -> list[dict[int, float]]:
+    """Returns areas by seed for each setting of the arm's grid."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for run in runs:
+        if run["preset"] == arm:
+            found[label(run)][run["seed"]] = run["auc"]
+    return [found[label({"preset": arm, "lr": rate, "overrides": one})] for rate, one in grid(arm)]
 
-    Settings within one standard error of the best, paired by seed, are a tie. Of these the lowest learning rate is
+
+def finalists(areas: Sequence[Mapping[int, float]]) -> list[int]:
+    """Returns the places in the grid of the settings with the highest means over the first seeds, in grid order.
+
+    Empty until every setting has finished these seeds.
+    """
+    if any(seed not in one for one in areas for seed in FIRST_SEEDS):
+        return []
+    means = [statistics.fmean(one[seed] for seed in FIRST_SEEDS) for one in areas]
+    return sorted(sorted(range(len(areas)), key=lambda at: -means[at])[:FINALISTS])
+
+
+def chosen(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns each tuned arm's setting with the highest mean area among its finalists.
+
+    Finalists within one standard error of the best, paired by seed, are a tie. Of these the lowest learning rate is
     chosen, then the tightest threshold, which is the first of the grid.
 
     Raises:
-        ValueError: If an arm has not finished every setting with every seed.
+        ValueError: If an arm has not finished tuning.
     """
-    areas: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for run in runs:
-        areas[run["preset"]][label(run)][run["seed"]] = run["auc"]
     found = {}
-    for arm, made in areas.items():
-        settings = grid(arm)
-        names = [label({"preset": arm, "lr": rate, "overrides": overrides}) for rate, overrides in settings]
-        wanted = list(seeds)
-        missing = sum(seed not in made[name] for name in names for seed in wanted)
-        if missing:
-            raise ValueError(f"{arm} lacks {missing} tuning runs. Run `run.py --stage tune` again to finish them.")
-        means = {name: statistics.fmean(made[name][seed] for seed in wanted) for name in names}
-        best = max(names, key=means.__getitem__)
-        for name, (rate, overrides) in zip(names, settings, strict=True):
-            gaps = [made[best][seed] - made[name][seed] for seed in wanted]
-            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
-            if means[best] - means[name] <= error:
-                found[arm] = {"lr": rate, "overrides": overrides, "mean": means[name], "best": means[best]}
+    for arm in dict.fromkeys(run["preset"] for run in runs):
+        areas = by_setting(runs, arm)
+        last = finalists(areas)
+        if not last or any(seed not in areas[at] for at in last for seed in TUNE_SEEDS):
+            raise ValueError(f"{arm} lacks tuning runs. Run `run.py --stage tune` again to finish them.")
+        means = {at: statistics.fmean(areas[at][seed] for seed in TUNE_SEEDS) for at in last}
+        best = max(last, key=means.__getitem__)
+        for at in last:
+            gaps = [areas[best][seed] - areas[at][seed] for seed in TUNE_SEEDS]
+            if means[best] - means[at] <= statistics.stdev(gaps) / len(gaps) ** 0.5:
+                rate, overrides = grid(arm)[at]
+                found[arm] = {"lr": rate, "overrides": overrides, "mean": means[at], "best": means[best]}
                 break
     return found
 
 
 def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
-    """Returns the runs of a stage, seed by seed: an interrupted stage has all arms at equal numbers of seeds."""
+    """Returns the runs of a stage, seed by seed: an interrupted stage has all arms at equal numbers of seeds.
+
+    Tuning's second round is known once its first has finished.
+    """
     if stage == "pilot":
         wanted = known(PILOT_THRESHOLDS if arms is None else arms)
         settings = [(arm, rate, one) for rate in PILOT_RATES for arm in wanted for one in PILOT_THRESHOLDS[arm]]
@@ -169,9 +193,16 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         wanted = known(POWER_SETTINGS if arms is None else arms)
         return [Run(arm, seed, *POWER_SETTINGS[arm]) for seed in POWER_SEEDS for arm in wanted]
     if stage == "tune":
-        wanted = known(THRESHOLDS if arms is None else arms)
-        return [Run(arm, seed, *setting) for seed in TUNE_SEEDS for arm in wanted for setting in grid(arm)]
-    settings = chosen(read("tune"), TUNE_SEEDS)
+        wanted, runs = known(THRESHOLDS if arms is None else arms), read("tune")
+        first = [Run(arm, seed, *setting) for seed in FIRST_SEEDS for arm in wanted for setting in grid(arm)]
+        last = {arm: [grid(arm)[at] for at in finalists(by_setting(runs, arm))] for arm in wanted}
+        return first + [
+            Run(arm, seed, *setting)
+            for seed in TUNE_SEEDS[len(FIRST_SEEDS) :]
+            for arm in wanted
+            for setting in last[arm]
+        ]
+    settings = chosen(read("tune"))
     untuned = set(THRESHOLDS) - set(settings) - {OPTIONAL}
     if untuned:
         raise ValueError(f"No tuning runs of {', '.join(sorted(untuned))}. Run `run.py --stage tune` first.")
@@ -180,7 +211,7 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         return [
             Run(arm, seed, settings[arm]["lr"], settings[arm]["overrides"]) for seed in DECIDE_SEEDS for arm in wanted
         ]
-    made = [(arm, settings[arm], arm, {}) for arm in ("ppo", "dppo-binary-tv", "troll", "ipo")]
+    made = [("ipo", settings["ipo"], "ipo", {})]
     made += [(preset, settings[base], name, change) for name, (base, preset, change) in VARIANTS.items()]
     return [
         Run(preset, seed, setting["lr"], {**setting["overrides"], **change}, name=name)

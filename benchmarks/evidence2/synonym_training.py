@@ -160,7 +160,7 @@ def train(run: Run, watch: Watch | None = None) -> dict[str, Any]:
     """Trains and returns the run's settings and results: held-out accuracy after every rollout, and its mean."""
     began, region = time.process_time(), run.region()
     policy = world.start()
-    optimizer = torch.optim.Adam(policy.parameters(), lr=run.lr)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=run.lr, fused=True)
     sampler, shuffle = Sampler(run, policy), torch.Generator().manual_seed(5000 + run.seed)
     accuracy, rewards, mismatches, masked, moved = [evaluate(policy)[0]], [], [], [], []
     parts = min(run.updates, MINIBATCHES)

@@ -128,35 +128,38 @@ class Policy(nn.Module):
         return self.hidden(place.flatten(), value.flatten(), previous.flatten())
 
 
-class LogNormalizer(torch.autograd.Function):
-    """log Σ_v exp(h·W_v + b_v) for each row, with one matrix of probabilities kept.
+class LogProbs(torch.autograd.Function):
+    """log π at some columns of each row, and log Σ_v exp(h·W_v + b_v), with one matrix of probabilities kept.
 
     The backward pass overwrites the matrix, so it can run once.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor) -> Tensor:
-        """Returns the log normalizers (N,)."""
-        logits = torch.addmm(bias, hidden, head.T)
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probs (N, K) and log normalizers (N,)."""
+        # One product with the bias as a column: torch.addmm copies the bias to every row first.
+        logits = functional.pad(hidden, (0, 1), value=1.0) @ torch.cat([head, bias.unsqueeze(1)], dim=1).T
         most = logits.amax(1, keepdim=True)
-        total = logits.sub_(most).exp_().sum(1, keepdim=True)
-        ctx.save_for_backward(hidden, head, logits, total)
-        return (most + total.log()).squeeze(1)
+        logits -= most
+        picked = logits.gather(1, ids)
+        total = logits.exp_().sum(1, keepdim=True)
+        ctx.save_for_backward(hidden, head, logits, total, ids)
+        normalizer = total.log()
+        return picked - normalizer, (most + normalizer).squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Returns the gradients of hidden states, head and bias."""
-        hidden, head, weights, total = ctx.saved_tensors
-        weights.mul_(slopes[0].unsqueeze(1) / total)
-        return weights @ head, weights.T @ hidden, weights.sum(0)
+        at_ids, at_normalizer = slopes
+        hidden, head, weights, total, ids = ctx.saved_tensors
+        weights.mul_((at_normalizer.unsqueeze(1) - at_ids.sum(1, keepdim=True)) / total)
+        weights.scatter_add_(1, ids, at_ids)
+        return weights @ head, (hidden.T @ weights).T, weights.sum(0), None
 
 
 def logp_at(policy: Policy, hidden: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns log π at `ids` (N, K) and log Σ exp of each row, with gradient."""
-    normalizer = LogNormalizer.apply(hidden, policy.head, policy.bias)
-    flat = ids.flatten()
-    picked = (policy.head[flat].view(*ids.shape, -1) * hidden.unsqueeze(1)).sum(-1) + policy.bias[flat].view(ids.shape)
-    return picked - normalizer.unsqueeze(1), normalizer
+    return LogProbs.apply(hidden, policy.head, policy.bias, ids)
 
 
 def draw(weights: Tensor, generator: torch.Generator) -> Tensor:

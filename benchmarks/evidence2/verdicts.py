@@ -175,7 +175,7 @@ def with_better(questions: Iterable[tuple[str, str, str]], settings: Mapping[str
 def tuning() -> str:
     """Returns the chosen setting of each arm."""
     lines = ["| arm | learning rate | threshold | mean area | best of the grid |", "|---|---|---|---|---|"]
-    for arm, one in study.chosen(study.read("tune"), study.TUNE_SEEDS).items():
+    for arm, one in study.chosen(study.read("tune")).items():
         lines.append(f"| `{arm}` | {one['lr']:g} | `{one['overrides']}` | {one['mean']:.4f} | {one['best']:.4f} |")
     return "\n".join(lines)
 
@@ -183,14 +183,15 @@ def tuning() -> str:
 def decide() -> str:
     """Returns the verdicts of the deciding stage."""
     found = areas(study.read("decide"))
-    questions = with_better(study.QUESTIONS, study.chosen(study.read("tune"), study.TUNE_SEEDS))
+    questions = with_better(study.QUESTIONS, study.chosen(study.read("tune")))
     parts = [arms_table(found), table(answers(found, questions)), table(answers(found, study.SECONDARY))]
     return "\n\n".join(parts)
 
 
 def anchors() -> str:
     """Returns the verdicts of the stage on anchors, a separate family."""
-    found = areas(study.read("anchors"))
+    seeds = set(study.ANCHOR_SEEDS)
+    found = areas(run for run in study.read("decide") + study.read("anchors") if run["seed"] in seeds)
     return "\n\n".join([arms_table(found), table(answers(found, study.ANCHOR_QUESTIONS))])
 
 
