@@ -64,7 +64,8 @@ def size() -> str:
     hours = {stage: sum(costs) / 2 / 3600 for stage, costs in stages.items()}
     shown = ", ".join(f"`{arm}` {seconds:g}" for arm, seconds in SECONDS.items())
     parts = ", ".join(f"{len(costs):,} runs and {hours[stage]:.1f} h for `{stage}`" for stage, costs in stages.items())
-    return f"Seconds of a run on one core: {shown}. With two processes that is {parts}: {sum(hours.values()):.1f} h in all."
+    total = sum(hours.values())
+    return f"Seconds of a run on one core: {shown}. With two processes that is {parts}: {total:.1f} h in all."
 
 
 def main() -> None:
