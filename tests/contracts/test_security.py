@@ -81,12 +81,13 @@ def inputs(tmp_path_factory):
     run_folders.run_folder(folder / "run")
     (folder / "losses").mkdir()
     (folder / "losses" / "my_loss.py").write_text(
-        "import socket, subprocess, time\n"
+        "import os, socket, subprocess, time\n"
         "kept = socket.create_server(('127.0.0.1', 0))\n"
         "socket.create_connection(kept.getsockname()).close()\n"
         "subprocess.run(['true'])\n"
         "open('imported', 'w').close()\n"
-        "time.sleep(2)\n"  # long enough to be seen: what is listened on is sampled
+        "late = time.monotonic() + 60\n"  # until it is seen: what is listened on is sampled
+        "while not os.path.exists('../here.listening') and time.monotonic() < late: time.sleep(0.1)\n"
         "from support.losses_under_test import dppo\n"
     )
     return folder
@@ -127,8 +128,8 @@ def test_every_command_is_tried_here_or_with_an_engine():
 
 
 def test_conformance_imports_the_module_that_it_is_told_to(inputs, tmp_path):
-    shutil.copytree(inputs / "losses", tmp_path / "here")
     """Which also shows that what a command touches would be seen."""
+    shutil.copytree(inputs / "losses", tmp_path / "here")
     ended, events, listened = touched(tmp_path / "here", "conformance", "my_loss:dppo", "--kind", "dppo")
     assert ended == 0
     assert written_outside(events, ROOT) == {str((tmp_path / "here" / "imported").resolve())}

@@ -39,7 +39,8 @@ with open(sys.argv[1], "w") as file:
 def touched(folder, *arguments, **environment):
     """Runs `trustrl` in a folder; returns its exit code, its audit events as pairs, and the addresses it listened on.
 
-    The events are of Python code in its own process; the addresses, sampled, are of all its processes.
+    The events are of Python code in its own process; the addresses, sampled, are of all its processes. Once one is
+    found, the file `FOLDER.listening` beside the folder says so.
     """
     folder.mkdir(parents=True, exist_ok=True)
     events = folder.parent / f"{folder.name}.events.json"
@@ -54,6 +55,8 @@ def touched(folder, *arguments, **environment):
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         while process.poll() is None:
             listened |= listening(*tree(process.pid))
+            if listened:
+                (folder.parent / f"{folder.name}.listening").touch()
             time.sleep(0.2)
         log.seek(0)
         assert events.exists(), log.read()[-3000:]
