@@ -3,6 +3,8 @@
     python benchmarks/evidence2/run.py --stage tune --processes 2
     python benchmarks/evidence2/run.py --stage decide --processes 2
     python benchmarks/evidence2/run.py --stage anchors --processes 2
+    python benchmarks/evidence2/run.py --stage updates-tune --processes 2
+    python benchmarks/evidence2/run.py --stage updates --processes 2
 
 Each finished run is one line of docs/results/data/evidence2-STAGE.jsonl. Only this process writes the file, so an
 interruption loses the runs in progress and nothing else.
@@ -22,6 +24,7 @@ import torch
 from study import file_of, label, plan, read
 from synonym_training import Run, train
 
+STAGES = ("pilot", "power", "tune", "decide", "anchors", "updates-tune", "updates")
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """glibc's limits above which freed memory goes back to the system. Each matrix of logits would be mapped anew."""
 
@@ -54,7 +57,7 @@ def remaining(stage: str, arms: list[str] | None) -> list[Run]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--stage", choices=("pilot", "power", "tune", "decide", "anchors"), required=True)
+    parser.add_argument("--stage", choices=STAGES, required=True)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--arms", help="Comma-separated arms. All by default.")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="Start no run after this time.")

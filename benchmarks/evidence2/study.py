@@ -93,6 +93,10 @@ ANCHOR_QUESTIONS = (
     ("Symmetric against signed", "ipo", "dppo-binary-tv"),
 )
 
+UPDATES, UPDATE_ARMS = (1, 4), ("pg-is", "ppo", "dppo-binary-tv", "troll")
+UPDATE_RATES = (1.8e-3, 3.2e-3, 5.6e-3, 1e-2, 1.8e-2, 3.2e-2)
+"""Numbers of updates other than 16 of the exploratory stage, its arms, and the learning rates that it tunes."""
+
 PILOT_SEEDS, POWER_SEEDS = range(900, 903), range(930, 942)
 FIRST_SEEDS, TUNE_SEEDS = range(2000, 2004), range(2000, 2016)
 """Tuning tries every setting with the first seeds, and the best FINALISTS of each arm with all."""
@@ -101,6 +105,8 @@ FINALISTS = 4
 DECIDE_SEEDS = range(10000, 10060)
 ANCHOR_SEEDS = DECIDE_SEEDS[:40]
 """Variants are run with seeds of the deciding stage, whose runs of the arms that they vary serve both."""
+
+UPDATE_SEEDS = DECIDE_SEEDS[:20]
 
 
 def file_of(stage: str) -> Path:
@@ -211,6 +217,8 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         return [
             Run(arm, seed, settings[arm]["lr"], settings[arm]["overrides"]) for seed in DECIDE_SEEDS for arm in wanted
         ]
+    if stage.startswith("updates"):
+        return plan_updates(stage, settings)
     made = [("ipo", settings["ipo"], "ipo", {})]
     made += [(preset, settings[base], name, change) for name, (base, preset, change) in VARIANTS.items()]
     return [
@@ -218,3 +226,34 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         for seed in ANCHOR_SEEDS
         for preset, setting, name, change in made
     ]
+
+
+def plan_updates(stage: str, settings: Mapping[str, Any]) -> list[Run]:
+    """Returns the runs with 1 and 4 updates on a rollout: `updates-tune` for learning rates, `updates` with the best.
+
+    The threshold is that of 16 updates.
+    """
+    arms = [(arm, updates) for updates in UPDATES for arm in UPDATE_ARMS]
+
+    def run(arm: str, updates: int, rate: float, seed: int) -> Run:
+        return Run(arm, seed, rate, settings[arm]["overrides"], updates=updates, name=f"{arm}@{updates}")
+
+    if stage == "updates-tune":
+        return [run(*arm, rate, seed) for seed in FIRST_SEEDS for arm in arms for rate in UPDATE_RATES]
+    rates = chosen_rates(read("updates-tune"))
+    return [run(*arm, rates[f"{arm[0]}@{arm[1]}"], seed) for seed in UPDATE_SEEDS for arm in arms]
+
+
+def chosen_rates(runs: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the learning rate with the highest mean area for each arm and number of updates.
+
+    Raises:
+        ValueError: If a learning rate lacks a seed.
+    """
+    found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        found[run["name"]][run["lr"]].append(run["auc"])
+    lacking = [name for name, made in found.items() if {*made} != {*UPDATE_RATES} or {*map(len, made.values())} != {4}]
+    if lacking or len(found) != len(UPDATES) * len(UPDATE_ARMS):
+        raise ValueError("Tuning is not complete. Run `run.py --stage updates-tune` first.")
+    return {name: max(made, key=lambda rate: statistics.fmean(made[rate])) for name, made in found.items()}

@@ -149,6 +149,15 @@ def test_the_deciding_stage_has_60_seeds_of_each_tuned_arm_and_raises_without_tu
     assert named >= {name for q in study.ANCHOR_QUESTIONS for name in q[1:]}
     for one in variants[:5]:
         one.region()
+    with pytest.raises(ValueError, match="Tuning is not complete"):
+        study.plan("updates")
+    tried = study.plan("updates-tune")
+    assert len(tried) == 4 * 8 * 6
+    best = [{**one.as_dict(), "auc": 0.3 + (one.lr == 5.6e-3) * one.updates} for one in tried]
+    study.file_of("updates-tune").write_text("".join(json.dumps(one) + "\n" for one in best))
+    later = study.plan("updates")
+    assert {(one.updates, one.lr) for one in later} == {(1, 5.6e-3), (4, 5.6e-3)}
+    assert len(later) == 20 * 8
 
 
 def test_a_stage_resumes_without_the_finished_runs_and_drops_a_line_that_was_cut_off(tmp_path, monkeypatch):
