@@ -100,6 +100,19 @@ def ranks() -> str:
     return table(("statistic", *(f"`{name}`" for name in MODELS)), rows)
 
 
+FRONT = {
+    "log_r": "abs(log π/μ), which PPO clips", "tv_binary": "Binary TV, DPPO on the sampled token",
+    "tv_20": "Top-20 TV, DPPO on the top 20",
+}  # fmt: skip
+"""The statistics on the front page, in words."""
+
+
+def front() -> str:
+    """Returns the first primary measure of three statistics, for the README."""
+    rows = [(words, *(f"{primary(name, 'rank', s).mean():.2f}" for name in MODELS)) for s, words in FRONT.items()]
+    return table(("statistic", *(f"`{name}`" for name in MODELS)), rows)
+
+
 def matched_rates() -> str:
     """Returns the second primary measure, recall and share of the sum, at 5%."""
     rows = []
@@ -269,8 +282,9 @@ def verdict() -> str:
 
 
 def page() -> None:
-    """Writes the marked blocks of k-proxies.md."""
+    """Writes the marked blocks of k-proxies.md, and one of the README."""
     file = RESULTS / "k-proxies.md"
+    fill(RESULTS.parents[1] / "README.md", "statistics", front())
     blocks = {
         "verdict": verdict, "setting": setting, "spread": spread, "ranks": ranks, "matched": matched_rates,
         "tests": tested, "rates": by_rate, "arms": by_arm, "outward": lambda: by_arm(outward),

@@ -139,17 +139,19 @@ def with_interval(parts: np.ndarray, whole: np.ndarray, draws: np.ndarray) -> tu
 
 
 def page() -> None:
-    """Writes a marked block of i-mismatch.md."""
+    """Writes two marked blocks of i-mismatch.md."""
     about = json.loads(DATA.with_suffix(".json").read_text())
     fields = Settings.__dataclass_fields__
     sums, tokens, draws = gaps(Settings(**{name: about[name] for name in fields}))
     wide, usual = sums["bf16, fp32 logits"], sums["bf16"]
     share, high, low = (1 - x for x in with_interval(wide, usual, draws))
     made = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    fill(
+        RESULTS / "i-mismatch.md", "share",
+        f"**On identical tokens, {100 * share:.0f}% [{100 * low:.0f}, {100 * high:.0f}]** of the mean \\|Δ log p\\| "
+        "goes away once the bf16 sampler's logits are fp32 ([measurement](#on-identical-tokens)).",
+    )  # fmt: skip
     lines = [
-        f"**{100 * share:.0f}% [{100 * low:.0f}, {100 * high:.0f}] of the mean \\|Δ log p\\| goes away once the bf16 "
-        "sampler's logits are fp32.**",
-        "",
         "| sampler | completions | tokens | mean \\|Δ log p\\| to the fp32 trainer [95%] |",
         "|---|---|---|---|",
     ]

@@ -131,6 +131,13 @@ def label(run: Mapping[str, Any]) -> str:
     return f"{run['preset']} lr={run['lr']:.3g} {json.dumps(run['overrides'], sort_keys=True)}"
 
 
+def threshold(overrides: Mapping[str, Any]) -> str:
+    """Returns a threshold as a page shows it."""
+    flat = {key: value for one in overrides.values() if isinstance(one, dict) for key, value in one.items()}
+    flat |= {key: value for key, value in overrides.items() if not isinstance(value, dict)}
+    return ", ".join(f"`{key}={value}`" for key, value in flat.items() if key != "kind") or "–"
+
+
 def read(stage: str) -> list[dict[str, Any]]:
     """Returns the stage's finished runs. A last line that an interruption cut off is not one."""
     path = file_of(stage)

@@ -188,10 +188,15 @@ def decide() -> str:
     return "\n\n".join(parts)
 
 
+def anchor_areas() -> dict[str, dict[int, float]]:
+    """Returns the areas of variants and of the arms that they vary, on the variants' seeds."""
+    seeds = set(study.ANCHOR_SEEDS)
+    return areas(run for run in study.read("decide") + study.read("anchors") if run["seed"] in seeds)
+
+
 def anchors() -> str:
     """Returns the verdicts of the stage on anchors, a separate family."""
-    seeds = set(study.ANCHOR_SEEDS)
-    found = areas(run for run in study.read("decide") + study.read("anchors") if run["seed"] in seeds)
+    found = anchor_areas()
     return "\n\n".join([arms_table(found), table(answers(found, study.ANCHOR_QUESTIONS))])
 
 

@@ -142,19 +142,6 @@ def test_the_guide_of_explain_counts_the_runs_that_moved_far_and_did_not_collaps
     assert said in (ROOT / "docs/guides/explain.md").read_text()
 
 
-def test_the_readme_s_figures_on_whole_distributions_follow_from_the_smollm2_tokens():
-    m = smollm2_clipping.moved(smollm2_clipping.after(smollm2_clipping.load(), 16))
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    for words in (
-        f"mean exact total variation (TV) of {m['rare']:.3f}, where all tokens average {m['all']:.3f}",
-        f"(Spearman {m['ratio']:.2f} against {m['binary']:.2f})",
-        f"Top-20 TV reaches {m['top-20']:.2f}",
-    ):
-        assert words in readme
-    assert m["ratio"] > m["binary"]
-    assert m["rare"] > m["all"]
-
-
 @pytest.mark.parametrize(
     ("arm", "corrected"),
     [("dppo-binary-tv", False), ("dppo-binary-tv-proximal", True), ("troll-behavior", False), ("troll", True)],

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = [
     ["answers.py"], ["clipping.py", "page"], ["smollm2_masks.py", "page"], ["smollm2_clipping.py", "page"],
     ["smollm2_mismatch.py", "page"], ["smollm2_prefill.py", "page"], ["moe_mismatch.py", "page"],
-    ["explained.py", "page"], ["proxies.py", "page"],
+    ["explained.py", "page"], ["proxies.py", "page"], ["smollm2_same_tokens.py", "page"],
 ]  # fmt: skip
 
 
