@@ -451,11 +451,14 @@ def results(session: nox.Session) -> None:
     for command in (
         "answers.py", "clipping.py page", "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw",
         "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "smollm2_prefill.py page",
-        "smollm2_kept.py page", "moe_mismatch.py page", "why.py draw", "proxies.py draw", "proxies.py page",
+        "smollm2_same_tokens.py page", "smollm2_kept.py page", "moe_mismatch.py page", "why.py draw", "proxies.py draw",
+        "proxies.py page",
     ):  # fmt: skip
         script, *what = command.split()
         session.run("python", f"benchmarks/evidence/{script}", *what)
-    session.run("python", "benchmarks/evidence2/world_table.py", "page")
+    for command in ("world_table.py page", "second_study.py draw", "second_study.py page", "flowchart.py"):
+        script, *what = command.split()
+        session.run("python", f"benchmarks/evidence2/{script}", *what)
 
 
 @nox.session(python="3.11")

@@ -17,7 +17,6 @@ from holm import LEVEL, holm
 from pages import fill
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
-README = RESULTS.parents[1] / "README.md"
 TIER_1 = ("pg-is", "ppo", "cispo", "dppo-binary-tv", "dppo-topk-tv", "troll", "drpo", "ipo")
 RIVALS = ("dppo-binary-kl", "dppo-topk-kl", "dppo-full-tv", "cppo", "trm", "gspo", "sapo", "spo", "kpop")
 """Published settings, run in `stale` only. `minirl`, `tis`, `icepop` and `mis` equal PPO there: nothing mismatches."""
@@ -254,7 +253,6 @@ def overview() -> None:
     fill(page, "overview", accuracies(settings, (*TIER_1, *extra)))
     fill(page, "rivals", numbers("index", RIVALS))
     fill(page, "many", many())
-    fill(README, "results", accuracies(SETTINGS, ("pg-is", "ppo", "dppo-binary-tv", "troll")))
     missing = [
         f"{setting}: `{arm}`, seed {seed}"
         for setting in SETTINGS

@@ -271,3 +271,36 @@ def test_the_page_of_the_world_is_what_its_command_writes(tmp_path, monkeypatch)
     monkeypatch.setattr(world_table, "PAGE", page)
     world_table.page()
     assert page.read_text() == (ROOT / "docs/results/world-2.md").read_text()
+
+
+def test_the_pages_of_the_study_are_what_their_command_writes(tmp_path, monkeypatch):
+    import second_study
+
+    names = ("PAGE", "README", "GUIDE")
+    originals = {name: getattr(second_study, name) for name in names}
+    for name, page in originals.items():
+        copied = tmp_path / page.name
+        copied.write_text(page.read_text())
+        monkeypatch.setattr(second_study, name, copied)
+    second_study.page()
+    for name, page in originals.items():
+        assert getattr(second_study, name).read_text() == page.read_text(), page.name
+
+
+@pytest.mark.parametrize("stage", ["tune", "decide"])
+def test_every_registered_run_was_made_and_no_other(stage):
+    planned = [run.key(one.as_dict()) for one in study.plan(stage)]
+    made = [run.key(one) for one in study.read(stage)]
+    assert sorted(made) == sorted(planned)
+
+
+def test_a_stage_that_is_not_complete_has_no_verdicts(tmp_path, monkeypatch):
+    import second_study
+
+    monkeypatch.setattr(study, "DATA", tmp_path)
+    assert second_study.missing("decide") == "The stage `decide` has not started."
+    made = [one for arm in study.known(study.THRESHOLDS) for one in tuned(arm, {1: 0.2, 3: 0.2, 7: 0.4, 12: 0.3})]
+    study.file_of("tune").write_text("".join(json.dumps(one) + "\n" for one in made))
+    first = [{**one.as_dict(), "auc": 0.1 * at} for at, one in enumerate(study.plan("decide")[:-1])]
+    study.file_of("decide").write_text("".join(json.dumps(one) + "\n" for one in first))
+    assert second_study.missing("decide") == "The stage `decide` is not complete: 359 of 360 runs."

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
-ROWS = re.findall(r"^\| [a-k] \| (.+?) \| (.+) \| \[[a-k]\]\((.+?)\) \|$", (RESULTS / "index.md").read_text(), re.M)
+ROWS = re.findall(r"^\| [a-l] \| (.+?) \| (.+) \| \[[a-l]\]\((.+?)\) \|$", (RESULTS / "index.md").read_text(), re.M)
 
 
 def verdict(page):
