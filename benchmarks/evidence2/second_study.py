@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import study
 import verdicts
-from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "evidence"))
 from pages import command, fill
@@ -27,8 +26,7 @@ Runs = Sequence[Mapping[str, Any]]
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Returns the mean and half of its 95% t interval."""
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return statistics.fmean(values), float(half)
+    return statistics.fmean(values), float(verdicts.half_interval(values))
 
 
 def by_arm(runs: Runs) -> dict[str, list[Mapping[str, Any]]]:
@@ -201,7 +199,7 @@ def draw() -> None:
     figure, (curves, gaps) = plt.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1, 1.15))
     for at, (arm, made) in enumerate(by_arm(study.read("decide")).items()):
         values = np.array([run["accuracy"] for run in made])
-        mean, half = values.mean(0), stats.t.ppf(0.975, len(values) - 1) * stats.sem(values, 0)
+        mean, half = values.mean(0), verdicts.half_interval(values)
         steps, color = range(values.shape[1]), COLOURS[at % len(COLOURS)]
         curves.plot(steps, mean, LINES[at % len(LINES)], color=color, label=arm, linewidth=1.4)
         curves.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)

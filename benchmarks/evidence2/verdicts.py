@@ -149,6 +149,11 @@ def table(found: Sequence[Answer]) -> str:
     return "\n".join(lines)
 
 
+def half_interval(values: Any) -> Any:
+    """Returns half of the 95% t interval of the mean over the first axis."""
+    return stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+
+
 def arms_table(found: Areas) -> str:
     """Returns a Markdown table of each arm's mean area."""
     lines = [
@@ -157,7 +162,7 @@ def arms_table(found: Areas) -> str:
     ]
     for arm, by_seed in found.items():
         values = np.array(list(by_seed.values()))
-        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else math.nan
+        half = half_interval(values) if len(values) > 1 else math.nan
         spread = values.std(ddof=1) if len(values) > 1 else math.nan
         lines.append(
             f"| `{arm}` | {len(values)} | {values.mean():.4f} ± {half:.4f} | "
