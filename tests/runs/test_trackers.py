@@ -68,6 +68,20 @@ def test_wandb_joins_nested_keys_and_leaves_out_what_is_not_a_number(tmp_path):
     assert run.status == "finished"
 
 
+def test_the_log_that_wandb_links_into_a_run_is_not_a_fault(tmp_path):
+    (tmp_path / "core.log").write_text("{}\n")
+    folder = unpacked("wandb-0.31.0", tmp_path / "run")
+    logs = next(folder.rglob("*.wandb")).parent / "logs"
+    logs.mkdir(exist_ok=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "core.log")
+    check(open_run(folder))
+    check(open_run(logs.parent))
+    (logs / "another.log").symlink_to(tmp_path / "core.log")
+    assert [fault.split(": ")[1] for fault in open_run(folder).faults] == [
+        "a link that leads out of the folder; left out"
+    ]
+
+
 def test_several_wandb_runs_are_refused_by_name(tmp_path):
     folder = unpacked("wandb-0.31.0", tmp_path / "one")
     unpacked("wandb-0.31.0", tmp_path / "two")

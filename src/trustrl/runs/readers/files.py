@@ -15,6 +15,9 @@ DEEPEST = 5
 """Levels of folders that are searched."""
 
 MOST_FILES = 50_000
+WANDB_LOG = "debug-core.log"
+"""W&B links this log of its own process into each run. It has no metrics."""
+
 LOG_END = 1_000_000
 """Bytes at the end of a log that are searched for its last lines."""
 
@@ -69,7 +72,7 @@ def files_of(path: Path, run: str | None = None) -> Files:
             short = name if depth == 0 else f"{relative}/{name}".replace(os.sep, "/")
             if (why := _unfit(Path(folder, name), path)) is None:
                 names.append(short)
-            else:
+            elif name != WANDB_LOG:
                 faults.append(f"{short}: {why}; left out")
         if len(names) > MOST_FILES:
             raise ConfigError(
