@@ -57,6 +57,8 @@ def families() -> dict[str, list[verdicts.Answer]]:
     }
     if not missing("anchors"):
         found["anchors"] = verdicts.answers(verdicts.anchor_areas(), study.ANCHOR_QUESTIONS)
+    if not missing("cap"):
+        found["cap"] = verdicts.answers(verdicts.areas(study.read("cap")), study.CAP_QUESTIONS)
     return found
 
 
@@ -100,18 +102,18 @@ def arms(runs: Runs) -> str:
     return "\n".join(lines)
 
 
-def settings() -> str:
-    """Returns the chosen setting of each arm, and whether it is at an edge of the grid."""
+def settings(stage: str) -> str:
+    """Returns the chosen setting of each arm of a tuning stage, and whether it is at an edge of the grid."""
     lines = [
         "| arm | learning rate | threshold | mean area | highest mean of the finalists | at an edge of the grid |",
         "|---|---|---|---|---|---|",
     ]
-    for arm, one in study.chosen(study.read("tune")).items():
+    for arm, one in study.chosen(study.read(stage)).items():
         rates = sorted({rate for rate, _ in study.grid(arm)})
-        thresholds = study.THRESHOLDS[arm]
+        thresholds = [one for rate, one in study.grid(arm) if rate == rates[0]]
         edges = [name for name, at in (("lowest", rates[0]), ("highest", rates[-1])) if one["lr"] == at]
         edges = [f"{name} learning rate" for name in edges]
-        if thresholds and one["overrides"] in (thresholds[0], thresholds[-1]):
+        if len(thresholds) > 1 and one["overrides"] in (thresholds[0], thresholds[-1]):
             edges.append("tightest threshold" if one["overrides"] == thresholds[0] else "loosest threshold")
         lines.append(
             f"| `{arm}` | {one['lr']:g} | {study.threshold(one['overrides'])} | {one['mean']:.3f} | "
@@ -160,10 +162,10 @@ def updates() -> str:
 def hours() -> str:
     """Returns the number of runs and the CPU hours of each stage."""
     parts, total = [], 0.0
-    for stage in ("tune", "decide", "anchors", "updates-tune", "updates"):
-        runs = study.read(stage)
-        if not runs:
+    for stage in ("tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap"):
+        if missing(stage):
             continue
+        runs = study.read(stage)
         spent = sum(run["cpu_seconds"] for run in runs) / 3600
         total += spent
         parts.append(f"{len(runs):,} runs and {spent:.1f} CPU hours in `{stage}`")
@@ -176,13 +178,15 @@ def page() -> None:
     fill(PAGE, "verdict", verdict(found["primary"]))
     for name in ("primary", "secondary"):
         fill(PAGE, name, verdicts.table(found[name]))
-    fill(PAGE, "settings", settings())
+    fill(PAGE, "settings", settings("tune"))
     fill(PAGE, "grids", grids())
     fill(GUIDE, "effects", short([one for answers in found.values() for one in answers]))
     fill(PAGE, "arms", arms(study.read("decide")))
     fill(PAGE, "anchors", missing("anchors") or verdicts.table(found["anchors"]))
     fill(PAGE, "variants", "" if missing("anchors") else arms(study.read("anchors")))
     fill(PAGE, "updates", missing("updates") or updates())
+    fill(PAGE, "cap", missing("cap") or verdicts.table(found["cap"]))
+    fill(PAGE, "capped", "" if missing("cap") else f"{arms(study.read('cap'))}\n\n{settings('cap-tune')}")
     fill(PAGE, "hours", hours())
     fill(README, "verdicts", short(found["primary"]))
 

@@ -93,6 +93,27 @@ ANCHOR_QUESTIONS = (
     ("Symmetric against signed", "ipo", "dppo-binary-tv"),
 )
 
+CAP = 2.0
+"""Largest weight π/μ of the capped arms."""
+
+CAPPED = {
+    "cispo": "cispo",
+    "dppo-binary-tv-capped": "dppo-binary-tv",
+    "dppo-topk-tv-capped": "dppo-topk-tv",
+}
+"""Arms of the follow-up on weights, and their presets. CISPO is policy gradient with a cap."""
+
+CAP_OTHERS = ("pg-is", "ppo", "dppo-binary-tv", "dppo-topk-tv")
+"""Tuned arms that the follow-up runs again, with its own seeds."""
+
+CAP_QUESTIONS = (
+    ("A cap alone against no region", "cispo", "pg-is"),
+    ("Binary DPPO: a cap against none", "dppo-binary-tv-capped", "dppo-binary-tv"),
+    ("Top-K DPPO: a cap against none", "dppo-topk-tv-capped", "dppo-topk-tv"),
+    ("Top-K DPPO with a cap against PPO", "dppo-topk-tv-capped", "ppo"),
+    ("Top-K DPPO with a cap against a cap alone", "dppo-topk-tv-capped", "cispo"),
+)
+
 UPDATES, UPDATE_ARMS = (1, 4), ("pg-is", "ppo", "dppo-binary-tv", "troll")
 UPDATE_RATES = (1.8e-3, 3.2e-3, 5.6e-3, 1e-2, 1.8e-2, 3.2e-2)
 """Numbers of updates other than 16 of the exploratory stage, its arms, and the learning rates that it tunes."""
@@ -107,6 +128,7 @@ ANCHOR_SEEDS = DECIDE_SEEDS[:40]
 """Variants are run with seeds of the deciding stage, whose runs of the arms that they vary serve both."""
 
 UPDATE_SEEDS = DECIDE_SEEDS[:20]
+CAP_SEEDS = range(10100, 10140)
 
 
 def file_of(stage: str) -> Path:
@@ -121,9 +143,11 @@ def known(arms: Iterable[str]) -> list[str]:
 
 def grid(arm: str) -> list[tuple[float, dict[str, Any]]]:
     """Returns an arm's 15 settings: learning rate and overrides of its preset."""
-    if not THRESHOLDS[arm]:
-        return [(rate, {}) for rate in FINE_RATES]
-    return [(rate, overrides) for rate in RATES for overrides in THRESHOLDS[arm]]
+    cap = {"max_ratio": CAP} if arm in CAPPED else {}
+    thresholds = THRESHOLDS.get(CAPPED.get(arm, arm))
+    if not thresholds:
+        return [(rate, cap) for rate in FINE_RATES]
+    return [(rate, {**overrides, **cap}) for rate in RATES for overrides in thresholds]
 
 
 def label(run: Mapping[str, Any]) -> str:
@@ -151,9 +175,10 @@ def by_setting(runs: Iterable[Mapping[str, Any]], arm: str) -> list[dict[int, fl
     """Returns areas by seed for each setting of the arm's grid."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
     for run in runs:
-        if run["preset"] == arm:
+        if run["name"] == arm:
             found[label(run)][run["seed"]] = run["auc"]
-    return [found[label({"preset": arm, "lr": rate, "overrides": one})] for rate, one in grid(arm)]
+    preset = CAPPED.get(arm, arm)
+    return [found[label({"preset": preset, "lr": rate, "overrides": one})] for rate, one in grid(arm)]
 
 
 def finalists(areas: Sequence[Mapping[int, float]]) -> list[int]:
@@ -177,11 +202,11 @@ def chosen(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         ValueError: If an arm has not finished tuning.
     """
     found = {}
-    for arm in dict.fromkeys(run["preset"] for run in runs):
+    for arm in dict.fromkeys(run["name"] for run in runs):
         areas = by_setting(runs, arm)
         last = finalists(areas)
         if not last or any(seed not in areas[at] for at in last for seed in TUNE_SEEDS):
-            raise ValueError(f"{arm} lacks tuning runs. Run `run.py --stage tune` again to finish them.")
+            raise ValueError(f"{arm} lacks tuning runs. Start its tuning stage again to finish them.")
         means = {at: statistics.fmean(areas[at][seed] for seed in TUNE_SEEDS) for at in last}
         best = max(last, key=means.__getitem__)
         for at in last:
@@ -206,15 +231,9 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         wanted = known(POWER_SETTINGS if arms is None else arms)
         return [Run(arm, seed, *POWER_SETTINGS[arm]) for seed in POWER_SEEDS for arm in wanted]
     if stage == "tune":
-        wanted, runs = known(THRESHOLDS if arms is None else arms), read("tune")
-        first = [Run(arm, seed, *setting) for seed in FIRST_SEEDS for arm in wanted for setting in grid(arm)]
-        last = {arm: [grid(arm)[at] for at in finalists(by_setting(runs, arm))] for arm in wanted}
-        return first + [
-            Run(arm, seed, *setting)
-            for seed in TUNE_SEEDS[len(FIRST_SEEDS) :]
-            for arm in wanted
-            for setting in last[arm]
-        ]
+        return plan_tuning(stage, known(THRESHOLDS if arms is None else arms))
+    if stage == "cap-tune":
+        return plan_tuning(stage, list(CAPPED))
     settings = chosen(read("tune"))
     untuned = set(THRESHOLDS) - set(settings) - {OPTIONAL}
     if untuned:
@@ -226,12 +245,36 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         ]
     if stage.startswith("updates"):
         return plan_updates(stage, settings)
+    if stage == "cap":
+        settings |= chosen(read("cap-tune"))
+        if lacking := {*CAPPED} - {*settings}:
+            raise ValueError(f"No tuning runs of {', '.join(sorted(lacking))}. Run `run.py --stage cap-tune` first.")
+        return [
+            arm_run(arm, seed, settings[arm]["lr"], settings[arm]["overrides"])
+            for seed in CAP_SEEDS
+            for arm in (*CAP_OTHERS, *CAPPED)
+        ]
     made = [("ipo", settings["ipo"], "ipo", {})]
     made += [(preset, settings[base], name, change) for name, (base, preset, change) in VARIANTS.items()]
     return [
         Run(preset, seed, setting["lr"], {**setting["overrides"], **change}, name=name)
         for seed in ANCHOR_SEEDS
         for preset, setting, name, change in made
+    ]
+
+
+def arm_run(arm: str, seed: int, rate: float, overrides: dict[str, Any]) -> Run:
+    """Returns a run of an arm, which may have another name than its preset."""
+    return Run(CAPPED.get(arm, arm), seed, rate, overrides, name=arm)
+
+
+def plan_tuning(stage: str, arms: Sequence[str]) -> list[Run]:
+    """Returns the runs of both rounds of tuning, or of the first if it has not finished."""
+    runs = read(stage)
+    first = [arm_run(arm, seed, *setting) for seed in FIRST_SEEDS for arm in arms for setting in grid(arm)]
+    last = {arm: [grid(arm)[at] for at in finalists(by_setting(runs, arm))] for arm in arms}
+    return first + [
+        arm_run(arm, seed, *setting) for seed in TUNE_SEEDS[len(FIRST_SEEDS) :] for arm in arms for setting in last[arm]
     ]
 
 

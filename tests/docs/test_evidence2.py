@@ -79,20 +79,29 @@ def test_the_predicted_power_is_the_share_of_simulated_studies_that_decide():
 
 
 def test_every_arm_is_tuned_with_the_same_number_of_runs_and_no_seed_serves_two_stages():
-    assert {len(study.grid(arm)) for arm in study.THRESHOLDS} == {15}
-    stages = [study.PILOT_SEEDS, study.POWER_SEEDS, study.TUNE_SEEDS, study.DECIDE_SEEDS]
+    assert {len(study.grid(arm)) for arm in (*study.THRESHOLDS, *study.CAPPED)} == {15}
+    stages = [study.PILOT_SEEDS, study.POWER_SEEDS, study.TUNE_SEEDS, study.DECIDE_SEEDS, study.CAP_SEEDS]
     assert len(set().union(*stages)) == sum(map(len, stages))
     assert set(study.FIRST_SEEDS) < set(study.TUNE_SEEDS)
     assert set(study.ANCHOR_SEEDS) < set(study.DECIDE_SEEDS)
     for arm in study.known(study.THRESHOLDS):
         for _, overrides in study.grid(arm):
             trustrl.preset(arm, **overrides)
+    for arm, preset in study.CAPPED.items():
+        assert all(trustrl.preset(preset, **overrides).max_ratio == 2 for _, overrides in study.grid(arm))
 
 
 def tuned(arm, means):
     """Tuning runs whose areas are the given means by place in the grid, and 0.1 elsewhere."""
     return [
-        {"preset": arm, "lr": rate, "overrides": overrides, "seed": seed, "auc": means.get(at, 0.1)}
+        {
+            "preset": study.CAPPED.get(arm, arm),
+            "name": arm,
+            "lr": rate,
+            "overrides": overrides,
+            "seed": seed,
+            "auc": means.get(at, 0.1),
+        }
         for at, (rate, overrides) in enumerate(study.grid(arm))
         for seed in (study.TUNE_SEEDS if at in means else study.FIRST_SEEDS)
     ]
@@ -158,6 +167,16 @@ def test_the_deciding_stage_has_60_seeds_of_each_tuned_arm_and_raises_without_tu
     later = study.plan("updates")
     assert {(one.updates, one.lr) for one in later} == {(1, 5.6e-3), (4, 5.6e-3)}
     assert len(later) == 20 * 8
+    with pytest.raises(ValueError, match="No tuning runs of cispo, dppo-binary-tv-capped, dppo-topk-tv-capped"):
+        study.plan("cap")
+    assert len(study.plan("cap-tune")) == 3 * 15 * 4
+    made = [one for arm in study.CAPPED for one in tuned(arm, {1: 0.2, 3: 0.2, 7: 0.4, 12: 0.3})]
+    study.file_of("cap-tune").write_text("".join(json.dumps(one) + "\n" for one in made))
+    assert len(study.plan("cap-tune")) == 3 * 108
+    follow_up = study.plan("cap")
+    assert len(follow_up) == 40 * 7
+    assert {one.name for one in follow_up} == {arm for q in study.CAP_QUESTIONS for arm in q[1:]}
+    assert {one.preset for one in follow_up} == {"cispo", *study.CAP_OTHERS}
 
 
 def test_a_stage_resumes_without_the_finished_runs_and_drops_a_line_that_was_cut_off(tmp_path, monkeypatch):
