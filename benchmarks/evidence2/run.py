@@ -7,6 +7,7 @@
     python benchmarks/evidence2/run.py --stage updates --processes 2
     python benchmarks/evidence2/run.py --stage cap-tune --processes 2
     python benchmarks/evidence2/run.py --stage cap --processes 2
+    python benchmarks/evidence2/run.py --stage cap-size --processes 2
 
 Each finished run is one line of docs/results/data/evidence2-STAGE.jsonl. Only this process writes the file, so an
 interruption loses the runs in progress and nothing else.
@@ -26,7 +27,7 @@ import torch
 from study import file_of, label, plan, read
 from synonym_training import Run, train
 
-STAGES = ("pilot", "power", "tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap")
+STAGES = ("pilot", "power", "tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap", "cap-size")
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """glibc's limits above which freed memory goes back to the system. Each matrix of logits would be mapped anew."""
 

@@ -159,10 +159,28 @@ def updates() -> str:
     return "\n".join(lines)
 
 
+def cap_sizes() -> str:
+    """Returns the areas of Binary DPPO with every cap, in the settings tuned without a cap and with one."""
+    seeds = set(study.CAP_SIZE_SEEDS)
+    found = by_arm([run for run in study.read("cap") + study.read("cap-size") if run["seed"] in seeds])
+    settings = study.chosen(study.read("tune")) | study.chosen(study.read("cap-tune"))
+    names = [f"cap {cap:g}" if cap else "no cap" for cap in study.CAP_SIZES]
+    lines = ["| tuned | learning rate | threshold | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
+    for arm, tuned in (("dppo-binary-tv", None), ("dppo-binary-tv-capped", study.CAP)):
+        cells = []
+        for cap in study.CAP_SIZES:
+            area, half = interval([run["auc"] for run in found[arm if cap == tuned else f"{arm}@{cap or 'none'}"]])
+            cells.append(f"{area:.3f} ± {half:.3f}")
+        bound = settings[arm]["overrides"]["max_increase"]
+        how = f"with a cap of {tuned:g}" if tuned else "without a cap"
+        lines.append(f"| {how} | {settings[arm]['lr']:g} | `max_increase={bound}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def hours() -> str:
     """Returns the number of runs and the CPU hours of each stage."""
     parts, total = [], 0.0
-    for stage in ("tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap"):
+    for stage in ("tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap", "cap-size"):
         if missing(stage):
             continue
         runs = study.read(stage)
@@ -187,6 +205,7 @@ def page() -> None:
     fill(PAGE, "updates", missing("updates") or updates())
     fill(PAGE, "cap", missing("cap") or verdicts.table(found["cap"]))
     fill(PAGE, "capped", "" if missing("cap") else f"{arms(study.read('cap'))}\n\n{settings('cap-tune')}")
+    fill(PAGE, "cap-sizes", missing("cap-size") or cap_sizes())
     fill(PAGE, "hours", hours())
     fill(README, "verdicts", short(found["primary"]))
 

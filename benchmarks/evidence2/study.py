@@ -114,6 +114,9 @@ CAP_QUESTIONS = (
     ("Top-K DPPO with a cap against a cap alone", "dppo-topk-tv-capped", "cispo"),
 )
 
+CAP_SIZES = (2.0, 3.0, 5.0, None)
+"""Caps of the exploratory stage `cap-size`, which varies Binary DPPO. DPPO's scaling runs have 5."""
+
 UPDATES, UPDATE_ARMS = (1, 4), ("pg-is", "ppo", "dppo-binary-tv", "troll")
 UPDATE_RATES = (1.8e-3, 3.2e-3, 5.6e-3, 1e-2, 1.8e-2, 3.2e-2)
 """Numbers of updates other than 16 of the exploratory stage, its arms, and the learning rates that it tunes."""
@@ -129,6 +132,7 @@ ANCHOR_SEEDS = DECIDE_SEEDS[:40]
 
 UPDATE_SEEDS = DECIDE_SEEDS[:20]
 CAP_SEEDS = range(10100, 10140)
+CAP_SIZE_SEEDS = CAP_SEEDS[:20]
 
 
 def file_of(stage: str) -> Path:
@@ -245,10 +249,12 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         ]
     if stage.startswith("updates"):
         return plan_updates(stage, settings)
-    if stage == "cap":
+    if stage.startswith("cap"):
         settings |= chosen(read("cap-tune"))
         if lacking := {*CAPPED} - {*settings}:
             raise ValueError(f"No tuning runs of {', '.join(sorted(lacking))}. Run `run.py --stage cap-tune` first.")
+        if stage == "cap-size":
+            return plan_sizes(settings)
         return [
             arm_run(arm, seed, settings[arm]["lr"], settings[arm]["overrides"])
             for seed in CAP_SEEDS
@@ -261,6 +267,23 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
         for seed in ANCHOR_SEEDS
         for preset, setting, name, change in made
     ]
+
+
+def plan_sizes(settings: Mapping[str, Any]) -> list[Run]:
+    """Returns Binary DPPO with every cap, in the setting tuned with a cap and in the one tuned without.
+
+    The two that the stage `cap` has are left out.
+    """
+    return [
+        Run(
+            "dppo-binary-tv", seed, settings[arm]["lr"], {**settings[arm]["overrides"], "max_ratio": cap},
+            name=f"{arm}@{cap or 'none'}",
+        )
+        for seed in CAP_SIZE_SEEDS
+        for arm, tuned_with in (("dppo-binary-tv", None), ("dppo-binary-tv-capped", CAP))
+        for cap in CAP_SIZES
+        if cap != tuned_with
+    ]  # fmt: skip
 
 
 def arm_run(arm: str, seed: int, rate: float, overrides: dict[str, Any]) -> Run:

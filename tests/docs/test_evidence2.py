@@ -177,6 +177,12 @@ def test_the_deciding_stage_has_60_seeds_of_each_tuned_arm_and_raises_without_tu
     assert len(follow_up) == 40 * 7
     assert {one.name for one in follow_up} == {arm for q in study.CAP_QUESTIONS for arm in q[1:]}
     assert {one.preset for one in follow_up} == {"cispo", *study.CAP_OTHERS}
+    sizes = study.plan("cap-size")
+    assert len(sizes) == 20 * 6
+    assert {(one.name, one.region().max_ratio) for one in sizes} == {
+        *(("dppo-binary-tv" + f"@{cap}", cap) for cap in (2.0, 3.0, 5.0)),
+        *(("dppo-binary-tv-capped" + f"@{cap or 'none'}", cap) for cap in (3.0, 5.0, None)),
+    }
 
 
 def test_a_stage_resumes_without_the_finished_runs_and_drops_a_line_that_was_cut_off(tmp_path, monkeypatch):
