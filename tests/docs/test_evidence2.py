@@ -312,7 +312,9 @@ def test_the_pages_of_the_study_are_what_their_command_writes(tmp_path, monkeypa
         assert getattr(second_study, name).read_text() == page.read_text(), page.name
 
 
-@pytest.mark.parametrize("stage", ["tune", "decide", "anchors", "updates-tune", "updates"])
+@pytest.mark.parametrize(
+    "stage", ["tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap", "cap-size"]
+)
 def test_every_registered_run_was_made_and_no_other(stage):
     planned = [run.key(one.as_dict()) for one in study.plan(stage)]
     made = [run.key(one) for one in study.read(stage)]

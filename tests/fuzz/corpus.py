@@ -40,7 +40,8 @@ READ = (
     "watch {here}/run --every 1",
 )
 RECORDS = (
-    "audit {here}/run --json --regions ppo,dppo-topk-tv", "calibrate {here}/run --json", "bound {here}/run --json", "records check {here}/run --json",
+    "audit {here}/run --json --regions ppo,dppo-topk-tv", "calibrate {here}/run --json", "bound {here}/run --json",
+    "records check {here}/run --json",
     *READ,
 )  # fmt: skip
 COMPARE = "compare {here}/run/small.toml --regions ppo,troll --seeds 1 --out {here}/run/grid"
