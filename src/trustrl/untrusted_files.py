@@ -98,6 +98,17 @@ def leads_out(file: Path, folder: Path) -> bool:
     return not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
 
 
+def shortened(value: object, longest: int = 200) -> str:
+    """Returns a value from a file as a message shows it.
+
+    Example:
+        >>> shortened("version " + 500 * "9", longest=12)
+        'version 9999… (508 characters)'
+    """
+    text = str(value)
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
+
+
 def parsed_json(text: bytes | str) -> Any:
     """Returns the value of JSON text in UTF-8.
 

@@ -315,6 +315,7 @@ def rewritten(path, metadata=None, drop=()):
             id="newer",
         ),
         pytest.param(lambda p: rewritten(p, {VERSION_KEY: b"new"}), "schema version b'new'", id="no number"),
+        pytest.param(lambda p: rewritten(p, {VERSION_KEY: 9000 * b"9"}), "9,003 characters", id="long number"),
         pytest.param(lambda p: rewritten(p, drop=["weight"]), "column weight of type float", id="without a column"),
         pytest.param(
             lambda p: rewritten(p, {VERSION_KEY: b"1", REGION_KEY: b"3"}), "region's settings", id="no region"

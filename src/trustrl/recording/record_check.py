@@ -16,7 +16,7 @@ from trustrl.recording.run_file import violations
 from trustrl.recording.schema import STEP_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY
 from trustrl.recording.storage import Place, Remote
 from trustrl.recording.value_checks import breaches
-from trustrl.untrusted_files import parsed_json
+from trustrl.untrusted_files import parsed_json, shortened
 
 MAX_GROUP = 65_536
 """Largest row group of the token table."""
@@ -207,7 +207,7 @@ def _check_tokens(
         found.error(file, f"must have its counts of tokens in the metadata `{STEP_KEY.decode()}`.")
         return
     if not fits:
-        found.error(file, f"must have the {rows} rows that its metadata counts, got {counts!r}.")
+        found.error(file, f"must have the {rows} rows that its metadata counts, got {shortened(repr(counts))}.")
 
 
 def _check_references(found: CheckedRecord, folder: Place, sequences: Any, texts: Any) -> None:

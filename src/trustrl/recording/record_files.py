@@ -16,7 +16,7 @@ from trustrl.recording.checksums import checked_file, parsed_footer
 from trustrl.recording.schema import COLUMNS, REGION_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY, arrow_schema
 from trustrl.recording.storage import Place, Remote, SamePlace
 from trustrl.recording.value_checks import first_breach
-from trustrl.untrusted_files import parsed_json
+from trustrl.untrusted_files import parsed_json, shortened
 
 RECORDS = "records"
 """Name of the records directory inside a run directory."""
@@ -232,13 +232,13 @@ def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | Non
     version = _checked_version(file, metadata.get(VERSION_KEY))
     got = metadata.get(TABLE_KEY, b"tokens").decode()
     if got != table:
-        raise RecordError(f"`{file}` must be a file of the {table} table, got one of the {got} table.")
+        raise RecordError(f"`{file}` must be a file of the {table} table, got one of the {shortened(got)} table.")
     expected = arrow_schema(table=table)
     for name in (column.name for column in TABLES[table] if column.since <= version):
         wanted = expected.field(name).type
         if name not in found.names or found.field(name).type != wanted:
             got = found.field(name).type if name in found.names else "no such column"
-            raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {got}.")
+            raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {shortened(got)}.")
     if table != "tokens":
         return None
     try:
@@ -246,13 +246,15 @@ def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | Non
     except ValueError as error:
         raise RecordError(f"`{file}` must contain its region's settings as JSON, got: {error}.") from None
     if not isinstance(region, dict) and (region is not None or version < _FIRST_WITHOUT_REGION):
-        raise RecordError(f"`{file}` must contain its region's settings as a JSON object, got {region!r}.")
+        raise RecordError(
+            f"`{file}` must contain its region's settings as a JSON object, got {shortened(repr(region))}."
+        )
     return region
 
 
 def _checked_version(file: Place, given: bytes | None) -> int:
     if given is None or not given.isdigit() or len(given) > 9:
-        got = "a Parquet file without a schema version" if given is None else f"schema version {given!r}"
+        got = "a Parquet file without a schema version" if given is None else f"schema version {shortened(repr(given))}"
         raise RecordError(f"`{file}` must be written by trustrl.recording, got {got}.")
     if int(given) > VERSION:
         raise RecordError(

@@ -14,6 +14,7 @@ from trustrl.optional_imports import need
 from trustrl.recording.record_files import check_rows, opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
 from trustrl.recording.storage import Place, Remote, place
+from trustrl.untrusted_files import shortened
 
 ROWS = 65_536
 """Rows in a piece. Only a longer sequence makes a larger piece."""
@@ -73,9 +74,10 @@ def read(path: str | PathLike[str] | Remote) -> Records:
         regions.append(_with_todays_settings(region))
     for file, region in zip(files, regions, strict=True):
         if region != regions[0]:
+            first, other = (shortened(one, longest=1000) for one in (regions[0], region))
             raise RecordError(
-                f"All files must be of one region, got {regions[0]} in `{files[0].name}` and {region} in "
-                f"`{file.name}`. Read them one by one."
+                f"All files must be of one region, got {first} in `{files[0].name}` and {other} in `{file.name}`. Read "
+                "them one by one."
             )
     return Records(pa.concat_tables(tables), regions[0])
 

@@ -13,6 +13,7 @@ from trustrl.recording.checksums import checked_json, sealed_json
 from trustrl.recording.record_files import RUN
 from trustrl.recording.schema import VERSION
 from trustrl.recording.storage import Place, Remote
+from trustrl.untrusted_files import shortened
 
 PACKAGES = ("torch", "pyarrow", "transformers", "accelerate", "trl", "verl", "vllm", "sglang", "ray")
 """Packages whose versions are always recorded, if they are installed."""
@@ -149,7 +150,7 @@ def violations(found: Any, schema: Mapping[str, Any] = RUN_SCHEMA, place: str = 
     kinds = [kinds] if isinstance(kinds, str) else kinds
     fits = any(isinstance(found, _KINDS[kind]) and not isinstance(found, bool) for kind in kinds)
     if kinds and not fits:
-        yield place, f"of type {' or '.join(kinds)}, got {found!r}"
+        yield place, f"of type {' or '.join(kinds)}, got {shortened(repr(found))}"
     elif isinstance(found, Mapping):
         for name in schema.get("required", ()):
             if name not in found:
