@@ -86,7 +86,9 @@ def test_a_run_that_another_process_writes_is_followed_to_its_end(tmp_path):
 
 def test_ctrl_c_ends_it_with_a_page_that_no_longer_reloads(tmp_path):
     folder, out = run_folder(tmp_path / "a", finished=False), tmp_path / "new" / "live.html"
-    process = watch(folder, "--every", 0.1, "--out", out)
+    # A shell's background job ignores Ctrl-C, and so would all processes that it starts.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    process = watch(folder, "--every", 0.1, "--out", out, **heard)
     try:
         read_until(process.stdout, "small: unfinished")
         until(lambda: out.exists() and 'id="live"' in out.read_text(encoding="utf-8"))
