@@ -12,8 +12,8 @@ BOXES = {
     "any": (1, 0, "All regions are the same algorithm.\nKeep the loss you have.", ANSWER),
     "noise": (0, 1, "Mean |log π' − log μ| above 0.1 nats?\n(bf16 on SmolLM2: 0.04)", QUESTION),
     "probe": (1, 1, "Find the cause first: trustrl probe.\nNo region repairs a wrong sampler.", ANSWER),
-    "one": (0, 2, "At most 4 updates on a rollout?", QUESTION),
-    "few": (1, 2, "Any region on μ: we saw no difference.\nWatch trustrl/masked_share.", ANSWER),
+    "several": (0, 2, "At most 4 updates on a rollout?", QUESTION),
+    "alike": (1, 2, "Any region on μ: we saw no difference.\nWatch trustrl/masked_share.", ANSWER),
     "bound": (0, 3, "Must you bound how far the\nwhole distribution moved?", QUESTION),
     "exact": (1, 3, "dppo-topk-tv with max_ratio=2, or troll.\nBinary TV does not measure it.", ANSWER),
     "topk": (0, 4, "Does your engine record\nthe sampler's top-K?", QUESTION),
@@ -21,8 +21,8 @@ BOXES = {
     "ppo": (0, 5, "ppo. Tune its clip: 0.2/0.28, 0.5/0.7,\n0.8/1.12, each with 3 learning rates.", ANSWER),
 }
 ARROWS = (
-    ("same", "any", "yes"), ("same", "noise", "no"), ("noise", "probe", "yes"), ("noise", "one", "no"),
-    ("one", "few", "yes"), ("one", "bound", "no"), ("bound", "exact", "yes"), ("bound", "topk", "no"),
+    ("same", "any", "yes"), ("same", "noise", "no"), ("noise", "probe", "yes"), ("noise", "several", "no"),
+    ("several", "alike", "yes"), ("several", "bound", "no"), ("bound", "exact", "yes"), ("bound", "topk", "no"),
     ("topk", "center", "yes"), ("topk", "ppo", "no"),
 )  # fmt: skip
 WIDTH, HEIGHT, ACROSS, DOWN = 4.2, 0.95, 5.4, 1.55

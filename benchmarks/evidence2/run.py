@@ -24,10 +24,9 @@ from multiprocessing import get_context
 
 import synonym_world
 import torch
-from study import file_of, label, plan, read
+from study import PREPARATION, STAGES, file_of, label, plan, read
 from synonym_training import Run, train
 
-STAGES = ("pilot", "power", "tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap", "cap-size")
 MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 """glibc's limits above which freed memory goes back to the system. Each matrix of logits would be mapped anew."""
 
@@ -60,7 +59,7 @@ def remaining(stage: str, arms: list[str] | None) -> list[Run]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--stage", choices=(*PREPARATION, *STAGES), required=True)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--arms", help="Comma-separated arms. All by default.")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="Start no run after this time.")

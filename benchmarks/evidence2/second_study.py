@@ -166,10 +166,10 @@ def cap_sizes() -> str:
     settings = study.chosen(study.read("tune")) | study.chosen(study.read("cap-tune"))
     names = [f"cap {cap:g}" if cap else "no cap" for cap in study.CAP_SIZES]
     lines = ["| tuned | learning rate | threshold | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
-    for arm, tuned in (("dppo-binary-tv", None), ("dppo-binary-tv-capped", study.CAP)):
+    for arm, tuned in study.CAP_SIZE_ARMS.items():
         cells = []
         for cap in study.CAP_SIZES:
-            area, half = interval([run["auc"] for run in found[arm if cap == tuned else f"{arm}@{cap or 'none'}"]])
+            area, half = interval([run["auc"] for run in found[study.sized(arm, cap)]])
             cells.append(f"{area:.3f} ± {half:.3f}")
         bound = settings[arm]["overrides"]["max_increase"]
         how = f"with a cap of {tuned:g}" if tuned else "without a cap"
@@ -180,7 +180,7 @@ def cap_sizes() -> str:
 def hours() -> str:
     """Returns the number of runs and the CPU hours of each stage."""
     parts, total = [], 0.0
-    for stage in ("tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap", "cap-size"):
+    for stage in study.STAGES:
         if missing(stage):
             continue
         runs = study.read(stage)

@@ -97,11 +97,11 @@ CAP = 2.0
 """Largest weight π/μ of the capped arms."""
 
 CAPPED = {
-    "cispo": "cispo",
-    "dppo-binary-tv-capped": "dppo-binary-tv",
-    "dppo-topk-tv-capped": "dppo-topk-tv",
+    "cispo": ("pg-is", "cispo"),
+    "dppo-binary-tv-capped": ("dppo-binary-tv", "dppo-binary-tv"),
+    "dppo-topk-tv-capped": ("dppo-topk-tv", "dppo-topk-tv"),
 }
-"""Arms of the follow-up on weights, and their presets. CISPO is policy gradient with a cap."""
+"""Arms of the follow-up on weights: the arm that they cap, whose grid they have, and their preset."""
 
 CAP_OTHERS = ("pg-is", "ppo", "dppo-binary-tv", "dppo-topk-tv")
 """Tuned arms that the follow-up runs again, with its own seeds."""
@@ -115,7 +115,8 @@ CAP_QUESTIONS = (
 )
 
 CAP_SIZES = (2.0, 3.0, 5.0, None)
-"""Caps of the exploratory stage `cap-size`, which varies Binary DPPO. DPPO's scaling runs have 5."""
+CAP_SIZE_ARMS = {"dppo-binary-tv": None, "dppo-binary-tv-capped": CAP}
+"""Caps of the exploratory stage `cap-size`, and the arms whose settings it takes, with the cap each was tuned with."""
 
 UPDATES, UPDATE_ARMS = (1, 4), ("pg-is", "ppo", "dppo-binary-tv", "troll")
 UPDATE_RATES = (1.8e-3, 3.2e-3, 5.6e-3, 1e-2, 1.8e-2, 3.2e-2)
@@ -135,6 +136,11 @@ CAP_SEEDS = range(10100, 10140)
 CAP_SIZE_SEEDS = CAP_SEEDS[:20]
 
 
+PREPARATION = ("pilot", "power")
+STAGES = ("tune", "decide", "anchors", "updates-tune", "updates", "cap-tune", "cap", "cap-size")
+"""Stages before the registration, and the registered ones, in the order in which they were run."""
+
+
 def file_of(stage: str) -> Path:
     """Returns the stage's file of results: one JSON object for each run."""
     return DATA / f"evidence2-{stage}.jsonl"
@@ -145,10 +151,15 @@ def known(arms: Iterable[str]) -> list[str]:
     return [arm for arm in arms if arm in trustrl.presets()]
 
 
+def preset_of(arm: str) -> str:
+    """Returns the preset of an arm."""
+    return CAPPED[arm][1] if arm in CAPPED else arm
+
+
 def grid(arm: str) -> list[tuple[float, dict[str, Any]]]:
     """Returns an arm's 15 settings: learning rate and overrides of its preset."""
     cap = {"max_ratio": CAP} if arm in CAPPED else {}
-    thresholds = THRESHOLDS.get(CAPPED.get(arm, arm))
+    thresholds = THRESHOLDS[CAPPED[arm][0] if arm in CAPPED else arm]
     if not thresholds:
         return [(rate, cap) for rate in FINE_RATES]
     return [(rate, {**overrides, **cap}) for rate in RATES for overrides in thresholds]
@@ -181,8 +192,7 @@ def by_setting(runs: Iterable[Mapping[str, Any]], arm: str) -> list[dict[int, fl
     for run in runs:
         if run["name"] == arm:
             found[label(run)][run["seed"]] = run["auc"]
-    preset = CAPPED.get(arm, arm)
-    return [found[label({"preset": preset, "lr": rate, "overrides": one})] for rate, one in grid(arm)]
+    return [found[label({"preset": preset_of(arm), "lr": rate, "overrides": one})] for rate, one in grid(arm)]
 
 
 def finalists(areas: Sequence[Mapping[int, float]]) -> list[int]:
@@ -269,6 +279,11 @@ def plan(stage: str, arms: Iterable[str] | None = None) -> list[Run]:
     ]
 
 
+def sized(arm: str, cap: float | None) -> str:
+    """Returns the name of an arm's runs with a cap: the arm's own if it was tuned with that cap."""
+    return arm if cap == CAP_SIZE_ARMS[arm] else f"{arm}@{cap or 'none'}"
+
+
 def plan_sizes(settings: Mapping[str, Any]) -> list[Run]:
     """Returns Binary DPPO with every cap, in the setting tuned with a cap and in the one tuned without.
 
@@ -277,10 +292,10 @@ def plan_sizes(settings: Mapping[str, Any]) -> list[Run]:
     return [
         Run(
             "dppo-binary-tv", seed, settings[arm]["lr"], {**settings[arm]["overrides"], "max_ratio": cap},
-            name=f"{arm}@{cap or 'none'}",
+            name=sized(arm, cap),
         )
         for seed in CAP_SIZE_SEEDS
-        for arm, tuned_with in (("dppo-binary-tv", None), ("dppo-binary-tv-capped", CAP))
+        for arm, tuned_with in CAP_SIZE_ARMS.items()
         for cap in CAP_SIZES
         if cap != tuned_with
     ]  # fmt: skip
@@ -288,7 +303,7 @@ def plan_sizes(settings: Mapping[str, Any]) -> list[Run]:
 
 def arm_run(arm: str, seed: int, rate: float, overrides: dict[str, Any]) -> Run:
     """Returns a run of an arm, which may have another name than its preset."""
-    return Run(CAPPED.get(arm, arm), seed, rate, overrides, name=arm)
+    return Run(preset_of(arm), seed, rate, overrides, name=arm)
 
 
 def plan_tuning(stage: str, arms: Sequence[str]) -> list[Run]:

@@ -99,7 +99,7 @@ def leads_out(file: Path, folder: Path) -> bool:
 
 
 def shortened(value: object, longest: int = 200) -> str:
-    """Returns a value from a file as a message shows it.
+    """Returns a value from a file for a message, cut to its first `longest` characters.
 
     Example:
         >>> shortened("version " + 500 * "9", longest=12)

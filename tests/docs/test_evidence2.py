@@ -87,15 +87,15 @@ def test_every_arm_is_tuned_with_the_same_number_of_runs_and_no_seed_serves_two_
     for arm in study.known(study.THRESHOLDS):
         for _, overrides in study.grid(arm):
             trustrl.preset(arm, **overrides)
-    for arm, preset in study.CAPPED.items():
-        assert all(trustrl.preset(preset, **overrides).max_ratio == 2 for _, overrides in study.grid(arm))
+    for arm in study.CAPPED:
+        assert all(trustrl.preset(study.preset_of(arm), **overrides).max_ratio == 2 for _, overrides in study.grid(arm))
 
 
 def tuned(arm, means):
     """Tuning runs whose areas are the given means by place in the grid, and 0.1 elsewhere."""
     return [
         {
-            "preset": study.CAPPED.get(arm, arm),
+            "preset": study.preset_of(arm),
             "name": arm,
             "lr": rate,
             "overrides": overrides,
