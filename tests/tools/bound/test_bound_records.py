@@ -2,6 +2,9 @@
 
 import json
 import math
+import pickle
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -147,21 +150,20 @@ def test_processes_find_the_same(tmp_path):
     folder = recorded.record(tmp_path, seeds=range(5))
     rewards = Rewards(torch.arange(600), torch.linspace(0.0, 1.0, 600, dtype=torch.float64))
     files = part_files(folder)
-    one, two = (
-        count_records(files, _WithRewards(rewards), kind=UpdateSums, columns=COLUMNS, workers=num) for num in (1, 2)
-    )
+    of = partial(sums_of, rewards=rewards, delta=0.15)
+    one, two = (count_records(files, of, kind=UpdateSums, columns=COLUMNS, workers=num) for num in (1, 2))
     assert torch.equal(one.updates, two.updates)
     assert torch.equal(one.largest, two.largest)
     torch.testing.assert_close(one.sums, two.sums, rtol=1e-13, atol=1e-13)
     assert one.sums[:, SUMS.index("sequences")].tolist() == [8.0] * 10
 
 
-class _WithRewards:
-    def __init__(self, rewards):
-        self._rewards = rewards
-
-    def __call__(self, piece: Piece) -> UpdateSums:
-        return sums_of(piece, self._rewards, 0.15)
+def test_rewards_reach_worker_processes_without_shared_memory():
+    rewards = Rewards(torch.arange(600), torch.linspace(0.0, 1.0, 600, dtype=torch.float64))
+    sent = pickle.loads(ForkingPickler.dumps(rewards))
+    assert torch.equal(sent.sequence, rewards.sequence)
+    assert torch.equal(sent.reward, rewards.reward)
+    assert not any(x.is_shared() for x in (sent.sequence, sent.reward, rewards.sequence, rewards.reward))
 
 
 def test_sequences_without_a_reward_or_with_a_fault_are_left_out_and_counted(updates, tmp_path, capsys):
@@ -245,6 +247,7 @@ def test_no_sequence_that_counts_is_an_error(updates, tmp_path):
     folder = enumerated.record(tmp_path, pairs, reward, BINARY)
     sequences = read_rewards(folder)
     elsewhere = sequences._replace(rewards=Rewards(sequences.rewards.sequence + 10_000, sequences.rewards.reward))
-    found = count_records(part_files(folder), _WithRewards(elsewhere.rewards), kind=UpdateSums, columns=COLUMNS)
+    of = partial(sums_of, rewards=elsewhere.rewards, delta=0.15)
+    found = count_records(part_files(folder), of, kind=UpdateSums, columns=COLUMNS)
     with pytest.raises(trustrl.errors.RecordError, match="256 without a reward, 0 with a faulty token"):
         bound_report(found, elsewhere, Threshold(0.15, None, "x"))

@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -41,6 +42,13 @@ class Rewards:
         at = torch.searchsorted(self.sequence, sequence).clamp(max=len(self.sequence) - 1)
         return torch.where(self.sequence[at] == sequence, self.reward[at], torch.nan)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Serializes the rewards into the pickle.
+
+        Worker processes would otherwise receive them in shared memory, of which containers have 64 MB by default.
+        """
+        return _rewards_from_bytes, (_to_bytes(self.sequence, self.reward),)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateSums:
@@ -62,14 +70,26 @@ class UpdateSums:
 
     def to_bytes(self) -> bytes:
         """Serializes the sums for another process. `from_bytes` loads them without executing code."""
-        out = io.BytesIO()
-        torch.save([self.updates, self.sums, self.largest], out)
-        return out.getvalue()
+        return _to_bytes(self.updates, self.sums, self.largest)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "UpdateSums":
         """Loads sums that `to_bytes` wrote."""
-        return cls(*torch.load(io.BytesIO(data), weights_only=True))
+        return cls(*_from_bytes(data))
+
+
+def _to_bytes(*tensors: Tensor) -> bytes:
+    out = io.BytesIO()
+    torch.save(list(tensors), out)
+    return out.getvalue()
+
+
+def _from_bytes(data: bytes) -> list[Tensor]:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _rewards_from_bytes(data: bytes) -> Rewards:
+    return Rewards(*_from_bytes(data))
 
 
 def by_update(updates: Int[Tensor, "n 2"], sums: Float[Tensor, "n k"], largest: Float[Tensor, "n m"]) -> UpdateSums:
