@@ -187,7 +187,7 @@ def verl_oldest(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def verl_long(session: nox.Session) -> None:
-    """Tests long runs on verl: thirty steps of a mixture of experts, and an asynchronous mode.
+    """Tests long runs on verl, such as thirty steps of a mixture of experts, and an asynchronous mode.
 
     Not in CI. Run `nox -s trl_vllm` first, which makes vLLM's environment.
     """

@@ -20,9 +20,12 @@ from support import trl_world as world
 from trustrl import DPPO, BinaryKL, BinaryTV, TopKKL, TopKTV
 
 RELEASE = os.environ.get("TRUSTRL_TRL_1_8")
-pytestmark = pytest.mark.skipif(
-    RELEASE is None, reason="TRUSTRL_TRL_1_8 is not set: pip install --no-deps --target FOLDER trl==1.8.0"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        RELEASE is None, reason="TRUSTRL_TRL_1_8 is not set: pip install --no-deps --target FOLDER trl==1.8.0"
+    ),
+    pytest.mark.xdist_group("TRL's own DPPO"),
+]
 
 LOW, HIGH, CAP, K = {"tv": 0.06, "kl": 0.02}, {"tv": 0.08, "kl": 0.03}, 20.0, 20
 SMALL_K = 5

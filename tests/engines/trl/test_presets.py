@@ -95,7 +95,12 @@ def runs():
     return Runs()
 
 
-@pytest.mark.parametrize("name", trustrl.presets())
+def grouped(names):
+    """The tests of one preset go to one worker, which trains it once."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(f"preset {name}")) for name in names]
+
+
+@pytest.mark.parametrize("name", grouped(trustrl.presets()))
 def test_every_preset_trains_with_finite_losses_gradients_and_weights(runs, name):
     run = runs[name]
     assert [entry["step"] for entry in run.history] == list(range(1, STEPS + 1))
@@ -104,14 +109,14 @@ def test_every_preset_trains_with_finite_losses_gradients_and_weights(runs, name
     assert all(x.isfinite().all() for x in run.weights.values())
 
 
-@pytest.mark.parametrize("name", trustrl.presets())
+@pytest.mark.parametrize("name", grouped(trustrl.presets()))
 def test_on_fresh_samples_every_preset_is_plain_policy_gradient(runs, name):
     fresh = runs[name].differences[::UPDATES_PER_ROLLOUT]
     assert len(fresh) == STEPS // UPDATES_PER_ROLLOUT
     assert max(fresh) < 1e-3
 
 
-@pytest.mark.parametrize("name", trustrl.presets())
+@pytest.mark.parametrize("name", grouped(trustrl.presets()))
 def test_every_preset_acts_on_later_updates(runs, name):
     most = max(runs[name].differences)
     if name in NEVER_ACTS:
@@ -120,7 +125,7 @@ def test_every_preset_acts_on_later_updates(runs, name):
         assert most > 0.05, f"{name} differs from pg-is by at most {most:.2g}: give it settings at which it acts"
 
 
-@pytest.mark.parametrize("name", SAME_AS_PPO)
+@pytest.mark.parametrize("name", grouped(SAME_AS_PPO))
 def test_a_correction_for_the_sampler_does_nothing_where_the_trainer_samples(runs, name):
     difference = world.error(runs[name].weights, runs["ppo"].weights)
     assert difference < 1e-6, f"{SAME_AS_PPO[name]} changed something"

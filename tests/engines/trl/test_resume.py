@@ -74,7 +74,9 @@ def staleness(metrics):
     return 0 if found == "below_1" else int(found.removeprefix("from_"))
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"resumed, {name}")) for name in NAMES]
+)
 def whole_run(request, tmp_path_factory):
     """(region's name, folder with its checkpoints, trainer) of a run that nobody interrupted."""
     folder = tmp_path_factory.mktemp("whole")

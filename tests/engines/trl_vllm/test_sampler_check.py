@@ -16,6 +16,8 @@ from trustrl.errors import ConfigError
 
 GAP = "trustrl/decode_prefill_gap"
 
+pytestmark = pytest.mark.xdist_group("sampler check")
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -11,7 +11,10 @@ from support.kernel_counts import limits, torch_release
 from support.verl_launch import on_ranks
 from trustrl.engines.common.seam import version_of
 
-pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
+pytestmark = [
+    pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention"),
+    pytest.mark.xdist_group("device counts"),
+]
 
 PER_STEP = {
     "check_recorded": 1,  # raises on NaN before training

@@ -20,6 +20,8 @@ CASES = ("binary on π', bypassed", "top-K on π'", "TROLL on π'", "exact TV on
          "TROLL on π', truncated")  # fmt: skip
 ROWS = 24
 
+pytestmark = pytest.mark.xdist_group("first update")
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):

@@ -23,7 +23,7 @@ def peak_beside_gradients(preset):
     return found["peak"] - found["gradients"]
 
 
-@pytest.mark.parametrize("preset", ["dppo-topk-tv", "troll"])
+@pytest.mark.parametrize("preset", ["dppo-topk-tv", pytest.param("troll", marks=pytest.mark.long)])
 def test_a_step_at_a_real_vocabulary_needs_a_third_of_the_logits_memory(preset):
     """One copy of the logits is 622 MB; a second copy of the gradients, which FSDP2 makes, is 78 of what is left."""
     used = peak_beside_gradients(preset)

@@ -17,6 +17,8 @@ from trustrl.recording import read, read_run, read_sequences, read_texts
 
 RANKS, STEPS, UPDATES = 2, 2, 6
 
+pytestmark = pytest.mark.xdist_group("stock record of a worker")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

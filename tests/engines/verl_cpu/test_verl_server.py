@@ -25,6 +25,8 @@ PYTHON = os.environ.get(VARIABLE)
 NEEDED = ("verl", "tensordict", "pyvers", "omegaconf", "antlr4", "codetiming", "orjson", "hydra", "transfer_queue")
 """Packages that verl's server imports and vLLM's environment lacks."""
 
+pytestmark = pytest.mark.xdist_group("recording server")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

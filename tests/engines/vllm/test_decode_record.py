@@ -24,6 +24,8 @@ from trustrl.errors import EngineError
 ROOT = Path(__file__).parents[3]
 PROMPTS = [{"prompt_token_ids": ids} for ids in some_sequences(3, 9, 20, 4, 4, 7)]
 
+pytestmark = pytest.mark.xdist_group("decode record")
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
