@@ -43,15 +43,14 @@ LOGGED = {
     "dppo": {"actor/trustrl/divergence_mean"},
 }
 
+MARKS = {"Binary: vLLM at top-p 0.9": (pytest.mark.long,)}
+
 pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
-
-
-LONG = {"Binary: vLLM at top-p 0.9": (pytest.mark.long,)}
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, id=name, marks=[pytest.mark.xdist_group(name), *LONG.get(name, ())]) for name in RUNS],
+    params=[pytest.param(name, id=name, marks=[pytest.mark.xdist_group(name), *MARKS.get(name, ())]) for name in RUNS],
 )
 def run(request, tmp_path_factory):
     """The folder of a run; the model is random and is rewarded for some letters more than for others."""
