@@ -80,7 +80,7 @@ def test_ctrl_c_ends_an_audit_and_its_workers_without_a_traceback(run_folder):
     )
     process = subprocess.run(
         [sys.executable, "-c", code, "audit", str(run_folder), "--workers", "2"],
-        capture_output=True, text=True, check=False, start_new_session=True, timeout=60,
+        capture_output=True, text=True, check=False, start_new_session=True, timeout=300,
     )  # fmt: skip
     assert (process.returncode, process.stdout, process.stderr) == (1, "", "error: Interrupted.\n")
 

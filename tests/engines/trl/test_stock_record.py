@@ -358,6 +358,6 @@ def test_a_script_is_recorded_without_editing_it(tmp_path):
     )
     command = [sys.executable, "-m", "trustrl.engines.trl", script]
     environment = own_environment(PYTHONPATH=python_path(), TRUSTRL_RECORD=str(tmp_path / "elsewhere"))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(read_sequences(tmp_path / "elsewhere")) == 6

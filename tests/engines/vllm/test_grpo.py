@@ -21,7 +21,7 @@ def test_two_steps_of_trl_stay_on_policy(tmp_path):
     environment = own_environment(without=CPU_ENVIRONMENT, PYTHONPATH=os.pathsep.join(sys.path))
     script = Path(__file__).with_name("grpo_run.py")
     run = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=180
+        [sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line.partition("REPORT ")[2] for line in run.stdout.splitlines() if "REPORT " in line]

@@ -19,7 +19,7 @@ def test_every_rank_gets_the_scores_of_its_own_sequences(tmp_path):
     environment = own_environment(without=CPU_ENVIRONMENT, PYTHONPATH=paths, ACCELERATE_USE_CPU="true")
     script = Path(__file__).with_name("parallel_run.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, tmp_path]
-    run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=180)
+    run = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     # Two ranks share the pipe: one may write before the other has ended its line.
     texts = run.stdout.split("REPORT ")[1:]
