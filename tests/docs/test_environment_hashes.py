@@ -47,7 +47,7 @@ def test_one_release_has_the_same_hashes_in_every_environment():
 def test_nox_installs_an_environment_file_only_with_its_hashes():
     installs = [line for line in (ROOT / "noxfile.py").read_text().splitlines() if '"environments/' in line]
     assert [line.strip() for line in installs] == [
-        'session.install("--require-hashes", "--no-deps", "-r", f"environments/{environment}.txt")'
+        'install(session, "--require-hashes", "--no-deps", "-r", f"environments/{environment}.txt")'
     ]
 
 

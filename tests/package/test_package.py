@@ -72,11 +72,13 @@ def our_warnings_are_errors():
     """Takes the place of the fixture for all tests, which imports trustrl: here it is not to be found."""
 
 
-def run(*command, cwd=None):
+def run(*command, cwd=None, stderr=subprocess.PIPE):
     """Its output; what it said where it fails. Neither our source nor our settings of Python reach it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + (done.stderr or "")[-3000:]
     return done.stdout
 
 
@@ -193,11 +195,11 @@ def test_type_checkers_know_every_public_name(bin, tmp_path):
 
 
 @pytest.mark.parametrize("extras", TOGETHER, ids=",".join)
-def test_extras_can_be_installed_together_and_leave_torch_as_it_is(extras, bin, wheel, tmp_path):
-    """pip finds versions that fit; nothing is installed. What fits together fits for each one alone."""
-    report = tmp_path / "report.json"
-    run(bin / "pip", "install", "--quiet", "--dry-run", "--report", report, f"{wheel}[{','.join(extras)}]")
-    chosen = {plain(one["metadata"]["name"]) for one in json.loads(report.read_text())["install"]}
+def test_extras_can_be_installed_together_and_leave_torch_as_it_is(extras, bin, wheel):
+    """uv finds versions that fit, in a tenth of pip's time; nothing is installed. What fits together fits alone."""
+    into = (f"{wheel}[{','.join(extras)}]", "--python", bin / "python")
+    said = run(sys.executable, "-m", "uv", "pip", "install", "--dry-run", *into, stderr=subprocess.STDOUT)
+    chosen = {plain(name) for name in re.findall(r"^ \+ ([^=@ ]+)", said, re.M)}
     wanted = {plain(re.split(r"[<>=\[]", line)[0]) for extra in extras for line in EXTRAS[extra]}
     assert wanted <= chosen
     assert "torch" not in chosen

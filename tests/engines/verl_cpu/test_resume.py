@@ -35,6 +35,7 @@ def resumed(settings, run):
     )
 
 
+@pytest.mark.long
 def test_verl_s_checkpoints_are_signed_and_a_damaged_one_is_replaced_by_the_one_before(tmp_path):
     save_model(tmp_path / "model", tied=True)
     settings, run = [*SMALL, f"model.name={tmp_path / 'model'}"], tmp_path / "run"

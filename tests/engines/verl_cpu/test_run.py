@@ -43,7 +43,7 @@ LOGGED = {
     "dppo": {"actor/trustrl/divergence_mean"},
 }
 
-MARKS = {"Binary: vLLM at top-p 0.9": (pytest.mark.long,)}
+MARKS = {name: (pytest.mark.long,) for name in RUNS if "vLLM" in name}
 
 pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
 

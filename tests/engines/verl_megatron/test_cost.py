@@ -17,6 +17,7 @@ def printed(script, *arguments):
     return json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_step_needs_a_fraction_of_verls_own_logits():
     """Each rank's part of the logits is 311 MB: 1,024 tokens, 75,968 ids, float32. Megatron keeps its gradients."""
