@@ -39,8 +39,11 @@ def install(session: nox.Session, *what: str) -> None:
 
 
 def install_torch(session: nox.Session, torch: str = TORCH) -> None:
-    """Installs torch. uv finds the CPU build only where it is told a place, in UV_FIND_LINKS."""
-    (install if os.environ.get("UV_FIND_LINKS") else nox.Session.install)(session, torch)
+    """Installs torch: with pip, unless UV_FIND_LINKS names the place where uv finds the CPU build."""
+    if os.environ.get("UV_FIND_LINKS"):
+        install(session, torch)
+    else:
+        session.install(torch)
 
 
 def install_core(session: nox.Session, *groups: str) -> None:
