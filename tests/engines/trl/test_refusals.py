@@ -19,7 +19,7 @@ from support import trl_world as world
 from trustrl import DPPO, PPO, TROLL, FullTV
 from trustrl.engines.common import seam
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
-from trustrl.engines.common.vocabulary_read import at_completions
+from trustrl.engines.common.vocabulary_read import Opaque, at_completions
 from trustrl.engines.refusals.trl import ROWS
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, callbacks, sampler, trainer as engine
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
@@ -217,7 +217,7 @@ def test_exact_divergences_need_the_rollout_weights_head():
     inputs = world.sequences()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     wanted = at_completions(ids, world.COMPLETION, anchor_hidden=torch.zeros(6, world.COMPLETION, 64))
-    call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": wanted}
+    call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": Opaque(wanted)}
     with pytest.raises(EngineError, match="head of the rollout weights must be kept"):
         model(**call)
     forward.remember_head(model)
@@ -244,7 +244,7 @@ def test_a_model_that_caps_its_logits_has_its_own_log_probs():
         model.lm_head.weight.mul_(20)
         logp = torch.log_softmax(model(ids).logits[:, 5:-1], -1).gather(-1, ids[:, 6:, None]).squeeze(-1)
         VocabularyForward(model, float32_head=True)
-        found = model(input_ids=ids, trustrl_vocabulary=at_completions(ids, 4)).log_probs
+        found = model(input_ids=ids, trustrl_vocabulary=Opaque(at_completions(ids, 4))).log_probs
     torch.testing.assert_close(found, logp, atol=1e-5, rtol=0)
 
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from trustrl.engines.common.vocabulary_read import Head, VocabularyOutput, Wanted, read_vocabulary
+from trustrl.engines.common.vocabulary_read import Head, Opaque, VocabularyOutput, Wanted, read_vocabulary
 from trustrl.errors import ConfigError
 
 KEYWORD = "trustrl_vocabulary"
-"""The keyword that is added to a model's forward."""
+"""The keyword that is added to a model's forward. Its value is an `Opaque` request."""
 
 
 class VocabularyForward:
@@ -36,8 +36,8 @@ class VocabularyForward:
 
         @functools.wraps(type(model).forward)  # `generate` reads the signature
         def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            wanted = kwargs.pop(KEYWORD, None)
-            return original(*args, **kwargs) if wanted is None else self._run(this, wanted, *args, **kwargs)
+            request: Opaque[Wanted] | None = kwargs.pop(KEYWORD, None)
+            return original(*args, **kwargs) if request is None else self._run(this, request.value, *args, **kwargs)
 
         model.forward = types.MethodType(forward, model)
 

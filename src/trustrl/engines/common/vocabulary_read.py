@@ -5,7 +5,7 @@ N: tokens, D: hidden size, K: ids.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,21 @@ from transformers.utils import ModelOutput
 from trustrl.core.token_logprobs import AnchorStates, VocabShard, token_logprobs
 from trustrl.errors import EngineError
 from trustrl.kernels.kept_logprobs import kept_logprobs
+
+Value = TypeVar("Value")
+
+
+class Opaque(Generic[Value]):
+    """A value that mixed precision does not reach on its way through a wrapped forward.
+
+    FSDP casts every floating tensor among a forward's arguments to the dtype of the weights, inside named tuples,
+    dataclasses, and containers too. It passes an object of a plain class on as it is.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Value) -> None:
+        self.value = value
 
 
 class Wanted(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from trustrl.engines.common.vocabulary_forward import KEYWORD
-from trustrl.engines.common.vocabulary_read import Wanted
+from trustrl.engines.common.vocabulary_read import Opaque, Wanted
 from trustrl.errors import EngineError
 
 
@@ -38,6 +38,6 @@ class AskingModel:
                 f"got {sorted(kwargs)}. Install a TRL version listed in trustrl's documentation, or choose a region on "
                 "the sampled token such as trustrl.preset('dppo-binary-tv')."
             )
-        kwargs[KEYWORD] = self._wanted(kwargs["labels"])
+        kwargs[KEYWORD] = Opaque(self._wanted(kwargs["labels"]))
         self.outputs.append(self._model(*args, **kwargs))
         return self.outputs[-1]

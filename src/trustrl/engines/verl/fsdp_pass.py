@@ -17,7 +17,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_s
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from trustrl.engines.common.vocabulary_forward import KEYWORD, VocabularyForward, refuse_adapted_head
-from trustrl.engines.common.vocabulary_read import VocabularyOutput, Wanted
+from trustrl.engines.common.vocabulary_read import Opaque, VocabularyOutput, Wanted
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.response_layout import Places, places
 from trustrl.engines.verl.vocabulary_pass import VocabularyPass
@@ -52,11 +52,11 @@ class FSDPPass(VocabularyPass):
             return inputs, args
         where = places(micro_batch)
         wanted = self._wanted(what, where, micro_batch)
-        inputs[KEYWORD] = wanted
-        pad_size = args.get("pad_size", 0)
+        pad_size, request = args.get("pad_size", 0), wanted
         if self._engine.use_ulysses_sp:
             mine, here = _slice(where, pad_size)
-            inputs[KEYWORD] = wanted.at(mine, lambda last_hidden: last_hidden[0, here])
+            request = wanted.at(mine, lambda last_hidden: last_hidden[0, here])
+        inputs[KEYWORD] = Opaque(request)
 
         def read(output: VocabularyOutput) -> dict[str, Tensor]:
             if self._engine.use_ulysses_sp:
