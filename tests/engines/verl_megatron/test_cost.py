@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("megatron.core")
 
-from support.regions_oracle import K
+from support.regions_oracle import HIDDEN, K
 from support.verl_launch import ON_MEGATRON, on_ranks
 
 
@@ -34,3 +34,12 @@ def test_ranks_send_k_plus_3_numbers_per_token_and_nothing_else():
     assert sum(one["rows"] for one in sent) > 20
     for one in sent:
         assert [size for _, size in one["collectives"]] == [4 * (K + 3) * one["rows"]], one
+
+
+def test_a_record_of_exact_divergences_has_the_models_own_precision(tmp_path):
+    """Megatron converts what its model returns to float32, which would double the record and the cost of products."""
+    how = {"tp": 2, "dtype": "bfloat16", "only": "exact TV on π'"}
+    arguments = tmp_path / "found.json", json.dumps(how)
+    on_ranks("verl_megatron.py", 2, *arguments, folder="verl_megatron", modules=ON_MEGATRON)
+    (case,) = json.loads((tmp_path / "found.json").read_text())["cases"].values()
+    assert case["bytes_per_token"] == 2 * HIDDEN + 8

@@ -103,7 +103,9 @@ class MegatronPass(VocabularyPass):
         weight, start = _words(self._weight, self._engine)
         group = parallel_state.get_tensor_model_parallel_group()
         shard = VocabShard(group, start, reduce_hidden_gradient=not self._last.output_layer.sequence_parallel)
-        found = read_vocabulary(states[at], Head(weight), wanted, rollout_head=self._rollout_head, shard=shard)
+        # Megatron's `Float16Module` converts whatever its model returns to float32, as it would logits.
+        chosen = states[at].to(weight.dtype)
+        found = read_vocabulary(chosen, Head(weight), wanted, rollout_head=self._rollout_head, shard=shard)
         return {
             _FOUND + name: x.new_zeros((*numbers.shape, *x.shape[1:])).index_put(at, x)
             for name, x in found.items()
