@@ -167,7 +167,7 @@ def inside(logp: Tensor, kept: Tensor | None) -> Tensor:
     return logp if kept is None else logp.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
-def _support(logp: Tensor, ids: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+def support(logp: Tensor, ids: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(log-probs at the ids, log of the mass outside them and the sampled token)."""
     outside = torch.ones_like(logp, dtype=torch.bool)
     outside.scatter_(-1, ids, False).scatter_(-1, token_ids.unsqueeze(-1), False)
@@ -208,9 +208,9 @@ def expected(folder: str, ranks: int, case: Case) -> Found:
             ids, values, tail = all_ranks.behavior_top_ids, all_ranks.behavior_top_logp, None
         else:
             ids = before.topk(needs.topk, -1).indices
-            values, tail = _support(before, ids, tokens)
+            values, tail = support(before, ids, tokens)
         rollout["topk"] = TopK(ids, values, of=needs.anchor, tail_logp=tail)
-        policy["topk_logp"], policy["tail_logp"] = _support(logp, ids, tokens)
+        policy["topk_logp"], policy["tail_logp"] = support(logp, ids, tokens)
     if needs.full:
         tv = 0.5 * (logp.detach().exp() - before.exp()).abs().sum(-1)
         kl = (before.exp() * (before - logp.detach())).sum(-1)

@@ -181,15 +181,6 @@ def test_a_quantised_output_layer_is_refused():
     refuse_adapted_head(SimpleNamespace(get_output_embeddings=lambda: torch.nn.Linear(4, 8)))
 
 
-def test_images_are_refused():
-    with pytest.raises(ConfigError, match="model must be a text model"):
-        check_model(SimpleNamespace(_is_vlm=True, args=None), PPO(), output_layer=None)
-    trainer = world.ours(PPO())
-    inputs = world.batch(trainer.model) | {"pixel_values": torch.zeros(1)}
-    with pytest.raises(ConfigError, match="Rollouts must be text, got images"):
-        trainer._compute_loss(trainer.model, inputs)
-
-
 def moe() -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -256,10 +256,6 @@ SETTINGS = (*_LOSS, *_ANCHORS, *_SAMPLING)
 
 MODEL = (
     Refusal(
-        setting="model", must_be="a text model", refused=_is("vision-language"), example={"model": "vision-language"},
-        why="Regions on images are not supported.",
-    ),
-    Refusal(
         setting="The model's output layer", must_be="a plain linear layer",
         refused=lambda got, given, region: (
             got is not None and (given("trl", ()) >= OLDEST_FUSED or VOCABULARY.holds(region.needs()))

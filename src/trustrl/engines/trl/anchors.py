@@ -6,10 +6,12 @@ and the turn, 4 (n + 1) for n ids that truncated sampling kept, and 2 for each r
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 
 from trustrl.config.axes import Needs
 from trustrl.config.statistics import Anchor
@@ -17,7 +19,7 @@ from trustrl.core.records import RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
 from trustrl.engines.common.kept_columns import KeptColumn
 from trustrl.engines.common.kept_policy import anchor_fields, padded_kept
-from trustrl.engines.common.loss_seam import Score
+from trustrl.engines.common.loss_seam import SCORE, Score
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.vocabulary_read import at_completions
@@ -38,6 +40,9 @@ RECORDED = "sampling_per_token_logps"
 
 TRAINERS = "old_per_token_logps"
 """The trainer's own log-probs at the rollout weights, as TRL names them, over the whole vocabulary."""
+
+SCORED = frozenset(inspect.signature(getattr(GRPOTrainer, SCORE)).parameters)
+"""The parameters of TRL's method that computes log-probs; those for images have the names of a rollout's tensors."""
 
 
 class AnchorRecorder:
@@ -147,17 +152,21 @@ class AnchorRecorder:
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
-        sequences = input_ids, attention_mask, length, rows
+        images = {name: x for name, x in rollout.items() if name in SCORED and x is not None}
+
+        def score(scored: Any) -> tuple[Any, ...]:
+            return self._logps(scored, input_ids, attention_mask, length, rows, **images)
+
         if kept is not None:
             chunks = _Chunks(kept, rollout["completion_ids"])
             request: dict[str, Any] = {"length": length, "temperature": self._sampling.temperature}
             asking = AskingModel(model, lambda x: at_completions(x, kept_ids=chunks.next(x), **request))
-            self._logps(asking, *sequences)
+            score(asking)
             return self._within_kept(asking.outputs, rollout["completion_ids"])
         if self.distribution_from != "trainer":
-            return {"logp": self._logps(model, *sequences)[0]}
+            return {"logp": score(model)[0]}
         asking = self.asking(model, length)
-        return {"logp": self._logps(asking, *sequences)[0], **self._distribution(asking)}
+        return {"logp": score(asking)[0], **self._distribution(asking)}
 
     def asking(self, model: Any, length: int) -> AskingModel:
         """Returns a proxy of the model that requests the trainer's distribution at so many last tokens."""

@@ -55,7 +55,9 @@ class SamplerCheck:
 
 
 def _comparable(trainer: Any) -> bool:
-    """Returns whether prefill scores the distribution that was drawn from: vLLM scores before temperature."""
+    """Returns whether prefill scores the distribution that was drawn from: vLLM scores ids, before temperature."""
+    if getattr(trainer, "_is_vlm", False):  # on every rank alike, with or without images in its rows
+        return False
     if not trainer.use_vllm or getattr(trainer, "rollout_func", None) is not None:
         return False
     generation = trainer.vllm_generation

@@ -365,5 +365,3 @@ def _check_inputs(inputs: dict[str, Any], trainer: type) -> None:
         method = "_generate_and_score_completions"
         cls = overrides.provider(trainer, method, after=TrustRegionMixin)
         raise overrides.broken(cls, method, f"carry {', '.join(missing)}", f"got {', '.join(sorted(inputs))}")
-    if inputs.get("pixel_values") is not None:
-        raise ConfigError("Rollouts must be text, got images. Regions on vision-language models are not supported.")

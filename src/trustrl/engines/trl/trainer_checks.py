@@ -51,7 +51,6 @@ def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> No
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     facts = {
-        "model": "vision-language" if getattr(trainer, "_is_vlm", False) else None,
         "The model's output layer": output_layer,
         "router_aux_loss_coef": trainer.router_aux_loss_coef if getattr(trainer, "aux_loss_enabled", False) else 0,
         "DeepSpeed's ZeRO stage": 3 if is_deepspeed_zero3_enabled() else None,
