@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.config import validators
+from trustrl.config.sampling_parameters import describes_the_draw
 from trustrl.errors import IncompatibleSamplingError
 
 PADDING = torch.iinfo(torch.int64).max
@@ -48,13 +49,13 @@ class Sampling:
             IncompatibleSamplingError: If the two sides differ. The message names the setting to change.
         """
         who = f" ({self.engine})" if self.engine else ""
-        if self.logprobs == "raw" and (self.temperature != 1.0 or self.truncated):
+        if not describes_the_draw(self.logprobs, temperature=self.temperature, truncated=self.truncated):
             raise IncompatibleSamplingError(
                 f"Rollout log-probs{who} must be 'processed', got 'raw' with temperature {self.temperature:g} and "
                 f"truncated={self.truncated}. Raw log-probs do not describe the distribution that was sampled. "
                 "Configure the engine to return processed log-probs (vLLM: logprobs_mode='processed_logprobs')."
             )
-        if policy.logprobs == "raw" and (policy.temperature != 1.0 or policy.truncated):
+        if not describes_the_draw(policy.logprobs, temperature=policy.temperature, truncated=policy.truncated):
             raise IncompatibleSamplingError(
                 f"Policy log-probs must be 'processed', got 'raw' with temperature {policy.temperature:g} and "
                 f"truncated={policy.truncated}. Divide the logits by the temperature before the softmax."

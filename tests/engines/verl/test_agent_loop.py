@@ -5,6 +5,7 @@ tests/engines/verl_cpu.
 """
 
 import asyncio
+import itertools
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ pytest.importorskip("verl")
 import numpy as np
 import torch
 from omegaconf import OmegaConf
+from transfer_queue.utils.serial_utils import encode
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -24,7 +26,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 import trustrl
 from trustrl.engines.common.kept_columns import KeptColumn, column_of
-from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, REPLICA, TOPK, TOPK_IDS, TOPK_LOGP
 from trustrl.engines.verl import anchors, rollout_pieces
 from trustrl.engines.verl.agent_loop import RecordsTopK, wanted
 from trustrl.errors import EngineError, MissingDataError
@@ -37,9 +39,9 @@ PROMPT = [3, 1, 4, 1]
 class TableServer:
     """Answers with the next tokens of a script, each drawn from one row of a table; every answer is a version newer."""
 
-    def __init__(self, answers, *, aborted=0, faulty=False, routed=False):
+    def __init__(self, answers, *, aborted=0, faulty=False, routed=False, rows=32):
         make = torch.Generator().manual_seed(0)
-        self.logp = torch.randn(32, VOCABULARY, generator=make).log_softmax(-1)
+        self.logp = torch.randn(rows, VOCABULARY, generator=make).log_softmax(-1)
         self.answers, self.aborted, self.faulty = list(answers), aborted, faulty
         self.asked, self.log, self.routed = [], [], routed
         self.generate = SimpleNamespace(remote=self._generate)
@@ -72,17 +74,36 @@ class TableServer:
         return np.arange(rows * 6, dtype=np.uint8).reshape(rows, 3, 2)
 
 
-def client(server, cls=LLMServerClient):
-    """verl's own client, connected to one server."""
-    made = object.__new__(cls)
-    made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 16}}})
-    made._only_hybrid = False
+class Balancer:
+    """A load balancer that answers one request after the other with the next of its servers."""
 
-    async def acquire(*_, **__):
-        return "one", server
+    def __init__(self, servers):
+        self.turns = itertools.cycle(servers.items())
+        for name in ("require_acquire_fields", "require_release_fields", "acquire_server", "release_server"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
-    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
-    return made
+    async def _require_acquire_fields(self):
+        return []
+
+    async def _require_release_fields(self):
+        return []
+
+    async def _acquire_server(self, request_id):
+        return next(self.turns)
+
+    def _release_server(self, server_id):
+        pass
+
+
+def client(server, cls=LLMServerClient, **servers):
+    """verl's own client, connected to one server, or to several by name."""
+    settings = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 16}}})
+    return cls(settings, Balancer(servers or {"10.0.0.7:8000": server}))
+
+
+def per_token(fields, length):
+    """The version and the turn of each response token."""
+    return tuple(anchors.per_token(fields[anchors.REQUESTS], length).tolist())
 
 
 class TheirLoop:
@@ -133,8 +154,7 @@ def test_each_response_token_gets_the_row_it_was_drawn_from_and_no_second_reques
     wanted = server.logp[3:6].topk(K, -1)
     assert found["teacher_ids"].tolist() == wanted.indices.tolist()
     assert found["teacher_logprobs"].tolist() == wanted.values.tolist()
-    assert found[anchors.VERSION].tolist() == [7, 7, 7]
-    assert found[anchors.TURN].tolist() == [0, 0, 0]
+    assert per_token(found, 3) == ([7, 7, 7], [0, 0, 0])
     assert len(server.asked) == 1
     assert TOPK_IDS not in found  # verl would carry them to the trainer a second time
 
@@ -144,8 +164,7 @@ def test_a_tool_loop_of_three_turns_keeps_the_rows_of_each():
     out = run(Loop(config(), client(server), tools=([10, 11], [0])))
     found = out.extra_fields
     assert out.response_mask == [1, 1, 0, 0, 1, 0, 1, 1, 1]
-    assert found[anchors.TURN].tolist() == [0, 0, -1, -1, 1, -1, 2, 2, 2]
-    assert found[anchors.VERSION].tolist() == [7, 7, -1, -1, 8, -1, 9, 9, 9]
+    assert per_token(found, 9) == ([7, 7, -1, -1, 8, -1, 9, 9, 9], [0, 0, -1, -1, 1, -1, 2, 2, 2])
     at = [t for t, on in enumerate(out.response_mask) if on]
     ids, logp = found["teacher_ids"][at].tolist(), found["teacher_logprobs"][at].tolist()
     assert [(i, v) for _, i, v in server.log] == list(zip(ids, logp, strict=True))  # what the server's own log says
@@ -164,8 +183,7 @@ def test_an_interrupted_rollout_has_the_version_of_each_part():
     finally:
         asyncio.sleep = asleep
     assert out.response_ids == [5, 9, 2, 8, 7, 6]
-    assert out.extra_fields[anchors.VERSION].tolist() == [7, 7, 7, 8, 9, 9]
-    assert out.extra_fields[anchors.TURN].tolist() == [0, 0, 0, 1, 2, 2]
+    assert per_token(out.extra_fields, 6) == ([7, 7, 7, 8, 9, 9], [0, 0, 0, 1, 2, 2])
     ids, logp = (out.extra_fields[name].tolist() for name in ("teacher_ids", "teacher_logprobs"))
     assert [(version, i, v) for version, i, v in server.log] == [
         (version, i, v) for version, i, v in zip([7, 7, 7, 8, 9, 9], ids, logp, strict=True)
@@ -205,7 +223,7 @@ def test_a_resumed_rollouts_routing_is_joined_as_verl_joins_it():
 def test_a_response_that_verl_cuts_keeps_the_rows_that_are_left():
     server = TableServer([[5, 9], [2, 8, 7]])
     out = run(Loop(config(), client(server), tools=([10],), response_length=4))
-    assert out.extra_fields[anchors.TURN].tolist() == [0, 0, -1, 1]
+    assert per_token(out.extra_fields, 4)[1] == [0, 0, -1, 1]
     assert out.extra_fields["teacher_ids"].shape == (4, K)
 
 
@@ -219,8 +237,8 @@ def test_several_outputs_of_one_loop_get_their_own_pieces():
 
     server = TableServer([[5, 9, 2], [8, 7]])
     first, second = run(Records(config(), client(server)))
-    assert first.extra_fields[anchors.VERSION].tolist() == [7, 7, 7]
-    assert second.extra_fields[anchors.VERSION].tolist() == [8, 8]
+    assert per_token(first.extra_fields, 3)[0] == [7, 7, 7]
+    assert per_token(second.extra_fields, 2)[0] == [8, 8]
 
 
 def as_a_worker_gets(*outputs):
@@ -271,7 +289,7 @@ def test_a_worker_numbers_versions_by_its_own_steps(sent, wanted):
 
 def test_a_token_in_the_loss_without_a_version_leaves_the_batch_without_versions():
     lacking = good()
-    del lacking.extra_fields[anchors.VERSION]
+    del lacking.extra_fields[anchors.REQUESTS]
     assert anchors.versions(as_a_worker_gets(good(), lacking), {}) == {}
     lacking.response_mask = [0] * len(lacking.response_mask)  # verl's padding
     assert anchors.versions(as_a_worker_gets(good(), lacking), {})
@@ -307,7 +325,7 @@ def test_only_regions_on_the_samplers_top_k_ask_for_it_and_all_get_versions(of, 
     if k <= VOCABULARY:
         found = run(Loop(of, client(server))).extra_fields
         assert ("extra_args" in server.asked[0]) == bool(k)
-        assert found[anchors.VERSION].tolist() == [7, 7, 7]
+        assert per_token(found, 3)[0] == [7, 7, 7]
         assert ("teacher_ids" in found) == bool(k)
 
 
@@ -356,6 +374,78 @@ def test_more_kept_ids_than_the_limit_reach_the_worker_as_an_error():
     )
     with pytest.raises(EngineError, match=r"at most 4 ids at each token, got more at 2 of 3 tokens"):
         anchors.check(trustrl.preset("dppo-binary-tv").needs(), batch)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "refused"),
+    [
+        ({"min_p": 0.1}, r"max_kept must be set if an agent loop truncates.*got null with min_p=0.1"),
+        ({"top_k": 20, "min_p": 0.0}, r"max_kept must be set.*got null with top_k=20"),
+        ({"temperature": 0.7}, r"sampling parameters that verl passes to `run`, got temperature=0.7"),
+        ({"presence_penalty": 0.5}, r"sampling parameters that verl passes to `run`, got presence_penalty=0.5"),
+        ({"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "max_tokens": 8}, None),
+    ],
+    ids=["min_p", "top_k", "temperature", "penalty", "nothing"],
+)
+def test_a_loop_that_changes_the_distribution_of_its_own_requests_stops_the_worker(theirs, refused):
+    """The checks at start see verl's settings alone."""
+
+    class Changing(TheirLoop):
+        async def run(self, sampling_params, **kwargs):
+            return await super().run({**sampling_params, **theirs})
+
+    class Records(RecordsTopK, Changing):
+        pass
+
+    out = run(Records(config(**BINARY), client(TableServer([[5, 9, 2]]))), top_p=1.0)
+    sample = {"response_mask": torch.ones(3), "rollout_log_probs": torch.zeros(3), "extra_fields": out.extra_fields}
+    batch = list_of_dict_to_tensordict([sample])
+    if refused is None:
+        anchors.check(trustrl.preset("dppo-binary-tv").needs(), batch)
+        return
+    with pytest.raises(EngineError, match=refused):
+        anchors.check(trustrl.preset("dppo-binary-tv").needs(), batch)
+
+
+def test_min_p_of_a_loops_own_requests_is_recorded_with_max_kept():
+    class Changing(TheirLoop):
+        async def run(self, sampling_params, **kwargs):
+            return await super().run({**sampling_params, "min_p": 0.1})
+
+    class Records(RecordsTopK, Changing):
+        pass
+
+    out = run(Records(config(**BINARY, max_kept=10), client(TableServer([[5, 9]]))))
+    assert out.extra_fields[KEPT_COUNTS].tolist() == [6, 10]
+    assert anchors.FAULT not in out.extra_fields
+
+
+def test_validation_may_truncate_with_verls_own_settings():
+    """They are those that verl passes to the loop, and validation trains on nothing."""
+    out = run(Loop(config(**BINARY), client(TableServer([[5, 9]]))), top_p=0.7, temperature=0.6)
+    assert anchors.FAULT not in out.extra_fields
+
+
+def test_a_sequence_carries_the_name_of_the_server_that_sampled_it():
+    out = run(Loop(config(), client(TableServer([[5, 9], [2]])), tools=([10],)))
+    assert out.extra_fields[REPLICA] == "10.0.0.7:8000"
+    both = {name: TableServer([[5, 9], [2]]) for name in ("one", "two")}
+    out = run(Loop(config(**BINARY), client(None, **both), tools=([10],)))
+    assert out.extra_fields[REPLICA] is None  # two servers drew it
+    theirs = run(TheirLoop(config(), client(TableServer([[5, 9]]))))
+    assert theirs.extra_fields[REPLICA] == "10.0.0.7:8000"  # a record of verl's own loss names it too
+
+
+@pytest.mark.parametrize("length", [1, 512, 4096])
+def test_a_region_on_the_sampled_token_adds_a_few_bytes_per_sequence_and_none_per_token(length):
+    """As verl's queue encodes them. `docs/engines/verl.md` has the figures."""
+    answers = [[token % VOCABULARY for token in range(length)]]
+    loop = Loop(config(**BINARY), client(TableServer(answers, rows=length + 8)), response_length=length)
+    fields = run(loop).extra_fields
+    verls = {name: value for name, value in fields.items() if not name.startswith("trustrl_")}
+    unnamed = {name: value for name, value in fields.items() if name != REPLICA}
+    whole, plain, nameless = (sum(map(len, encode(part))) for part in (fields, verls, unnamed))
+    assert (whole - plain, whole - nameless) == (92, 30)
 
 
 def test_requests_outside_a_loop_are_left_alone():

@@ -134,8 +134,15 @@ REFUSED = {
         [f"{CORRECTION}.rollout_is must be null", "'token'", "nothing would be corrected", "bypass_mode=False"],
     ),
     "raw log-probs": (
-        [*RIGHT, f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
-        [f"{ROLLOUT}.logprobs_mode must be processed_logprobs", "0.7"],
+        [*RIGHT, f"{ROLLOUT}.logprobs_mode=raw_logprobs"], [f"{ROLLOUT}.logprobs_mode must be processed_logprobs", "Raw"]
+    ),
+    "raw log-probs by vLLM's own arguments": (
+        [*RIGHT, f"+{ROLLOUT}.engine_kwargs.vllm.logprobs_mode=raw_logprobs"],
+        [f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode must be processed_logprobs", "got 'raw_logprobs'", "Raw log-probs"],
+    ),
+    "min-p without kept ids": ([*RIGHT, f"+{ROLLOUT}.min_p=0.1"], [f"{POLICY_LOSS}.max_kept must be set"]),
+    "kept ids without truncation": (
+        [*RIGHT, *KEPT, f"{ROLLOUT}.agent.default_agent_loop=trustrl_single_turn_agent"], [f"{POLICY_LOSS}.max_kept must be null", "agent loop of your own"],
     ),
     "top-p without kept ids": (
         [*RIGHT, f"{ROLLOUT}.top_p=0.95"],
@@ -222,6 +229,11 @@ def test_what_a_region_needs_is_filled_in_where_nobody_chose():
     assert check_settings(wide).divergence.k == 32
     mine = configuration(*TOPK, f"{ROLLOUT}.agent.default_agent_loop=mine")
     assert fill_in(mine) == {}
+
+
+def test_a_loop_of_ones_own_may_record_kept_ids_of_its_own_truncation():
+    config = configuration(*RIGHT, *KEPT, f"{ROLLOUT}.agent.default_agent_loop=mine")
+    assert check_settings(config) == trustrl.preset("dppo-binary-tv")
 
 
 @pytest.mark.parametrize("truncation", ["top_p=0.9", "top_k=50"])

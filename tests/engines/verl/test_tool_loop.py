@@ -115,15 +115,15 @@ def test_three_turns_of_verls_own_tool_loop_are_recorded_as_the_sampler_said():
     mask, found = np.array(out.response_mask, bool), out.extra_fields
     assert 0 < mask.sum() < len(mask)
     kept = KeptColumn(found[KEPT_IDS], found[KEPT_COUNTS]).rows()
+    versions, turns = anchors.per_token(found[anchors.REQUESTS], len(mask)).numpy()
     recorded = [
         (
-            int(found[anchors.VERSION][t]), out.response_ids[t], out.response_logprobs[t],
+            int(versions[t]), out.response_ids[t], out.response_logprobs[t],
             found[anchors.SAMPLED_IDS][t].tolist(), found[anchors.SAMPLED_LOGP][t].tolist(), kept[t].tolist(),
         )
         for t in mask.nonzero()[0]
     ]  # fmt: skip
     assert recorded == server.log
-    turns = found[anchors.TURN]
     assert turns[mask].tolist() == sorted(turns[mask])
     assert set(turns[mask]) == {0, 1, 2}
     assert set(turns[~mask]) == {-1}

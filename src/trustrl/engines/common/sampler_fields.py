@@ -12,5 +12,8 @@ KEPT = "trustrl_kept"
 MAX_KEPT = 4096
 """The default of that number."""
 
+REPLICA = "trustrl_replica"
+"""The key of `extra_fields` with the name of the server that sampled a sequence."""
+
 KEPT_IDS, KEPT_COUNTS = "trustrl_kept_ids", "trustrl_kept_counts"
 """The answer in `extra_fields`: (n,) int32 ids, one token after the other, and the (T,) int32 number at each token."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trustrl.config.axes import Needs, Region
+from trustrl.config.sampling_parameters import TRUNCATION
 from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.errors import ConfigError
 
@@ -160,9 +161,9 @@ def plain_sampling(group: str) -> dict[str, Refusal]:
         group: The engine's group of settings that holds the parameters.
     """
     neutral: dict[str, tuple[float, float, str, Callable[[Any, Given, Region], bool]]] = {
-        "top_p": (1.0, 0.9, TRUNCATED, lambda got, given, region: got < 1.0),
-        "top_k": (-1, 50, TRUNCATED, lambda got, given, region: got > 0),
-        "min_p": (0.0, 0.1, TRUNCATED, lambda got, given, region: got > 0.0),
+        "top_p": (1.0, 0.9, TRUNCATED, lambda got, given, region: TRUNCATION["top_p"](got)),
+        "top_k": (-1, 50, TRUNCATED, lambda got, given, region: TRUNCATION["top_k"](got)),
+        "min_p": (0.0, 0.1, TRUNCATED, lambda got, given, region: TRUNCATION["min_p"](got)),
         "repetition_penalty": (1.0, 1.1, PENALISED, other_than(1.0)),
     }
     return {

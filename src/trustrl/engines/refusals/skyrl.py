@@ -6,6 +6,7 @@ Imports neither torch nor SkyRL at load time, so the documentation can list the 
 from typing import Any
 
 from trustrl.config.axes import Region
+from trustrl.config.sampling_parameters import describes_the_draw, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
@@ -126,7 +127,9 @@ SAMPLING_ROWS = (
         must_be="processed_logprobs",
         why="At {temperature}, vLLM's raw log-probs are not those of the distribution that it samples from.",
         refused=lambda mode, given, region: (
-            mode != "processed_logprobs" and given(f"{SAMPLING}.temperature", 1.0) != 1.0
+            not describes_the_draw(
+                logprobs_kind(mode), temperature=given(f"{SAMPLING}.temperature", 1.0), truncated=False
+            )
         ),
         default="raw_logprobs",
         scope=ON_SAMPLER,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trustrl.config.axes import Region
+from trustrl.config.sampling_parameters import describes_the_draw, is_truncated, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from trustrl.engines.refusals.rows import (
     DRAFTS_ON_CPU,
@@ -72,7 +73,7 @@ def _samples_itself(given: Given) -> bool:
 
 def truncated(given: Given) -> bool:
     """Returns whether tokens are drawn from a part of the vocabulary."""
-    return bool(given("top_p", 1.0) < 1.0 or given("top_k", 0) or given("min_p", 0.0))
+    return is_truncated(lambda name: given(name, None))
 
 
 def _records_kept(given: Given) -> bool:
@@ -281,7 +282,9 @@ MODEL = (
 SERVER = (
     Refusal(
         setting="The vLLM server's logprobs_mode", must_be="'processed_logprobs'", default="processed_logprobs",
-        refused=lambda got, given, region: got != "processed_logprobs" and given("temperature", 1.0) != 1.0,
+        refused=lambda got, given, region: not describes_the_draw(
+            logprobs_kind(got), temperature=given("temperature", 1.0), truncated=truncated(given)
+        ),
         example={"The vLLM server's logprobs_mode": "raw_logprobs", "temperature": 0.7},
         why="At a temperature other than 1, raw log-probs are not those that vLLM samples from. Restart it with "
         "`--logprobs-mode processed_logprobs`.",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trustrl.config.axes import Region
+from trustrl.config.sampling_parameters import PROCESSED, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean, TokenSum
 from trustrl.engines.refusals.rows import (
     DRAFTS_ON_CPU,
@@ -61,8 +62,9 @@ def _too_few_ids(most: int, given: Given, region: Region) -> bool:
     return given(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(given, region)
 
 
-def _raw_logprobs(mode: str | None, given: Given, region: Region) -> bool:
-    return mode not in (None, "processed_logprobs") and given(f"{ROLLOUT}.temperature", 1.0) != 1.0
+def _rollout_settings_decide(given: Given) -> bool:
+    """Returns whether the agent loop draws with the settings of `rollout`. A loop of the user's may pass others."""
+    return given(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
 
 
 def _in_bypass_mode(value: Any, given: Given, region: Region) -> bool:
@@ -160,15 +162,18 @@ SAMPLER_RECORD = (
         scope=ON_SAMPLER,
         example={f"{ROLLOUT}.calculate_log_probs": False},
     ),
-    Refusal(
-        setting=f"{ROLLOUT}.logprobs_mode",
-        must_be="processed_logprobs",
-        why="At {temperature}, raw log-probs are not those of the distribution that the sampler draws from.",
-        refused=_raw_logprobs,
-        scope=ON_SAMPLER,
-        facts=lambda given, region: {"temperature": f"temperature {given(f'{ROLLOUT}.temperature', 1.0):g}"},
-        words={"temperature": "a temperature other than 1"},
-        example={f"{ROLLOUT}.logprobs_mode": "raw_logprobs", f"{ROLLOUT}.temperature": 0.7},
+    *(
+        Refusal(
+            setting=setting,
+            must_be=PROCESSED,
+            why="Raw log-probs are those before temperature, penalties and truncation, which each request may set. "
+            "They are not those of the distribution that the sampler draws from.",
+            refused=lambda mode, given, region: logprobs_kind(mode) == "raw",
+            default=PROCESSED,
+            scope=ON_SAMPLER,
+            example={setting: "raw_logprobs"},
+        )
+        for setting in (f"{ROLLOUT}.logprobs_mode", f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode")
     ),
 )
 """Rows about the log-probs that the sampler records."""
@@ -236,7 +241,7 @@ SAMPLER_DISTRIBUTION = (
 SAMPLING = (
     Refusal(
         setting=MAX_KEPT,
-        must_be="set with top_p or top_k",
+        must_be="set with top_p, top_k or min_p",
         why="The kept ids must be recorded, so that π is renormalized over the same tokens as μ. `python -m "
         "trustrl.engines.verl` sets it.",
         refused=lambda kept, given, region: kept is None and truncated(given),
@@ -244,9 +249,12 @@ SAMPLING = (
     ),
     Refusal(
         setting=MAX_KEPT,
-        must_be="null without top_p and top_k",
-        why="The sampler keeps the whole vocabulary.",
-        refused=lambda kept, given, region: kept is not None and not truncated(given),
+        must_be="null without top_p, top_k and min_p",
+        why="The sampler keeps the whole vocabulary. An agent loop of your own may truncate its requests, and may set "
+        "it.",
+        refused=lambda kept, given, region: (
+            kept is not None and not truncated(given) and _rollout_settings_decide(given)
+        ),
         example={MAX_KEPT: 1024},
     ),
     Refusal(
@@ -263,7 +271,7 @@ SAMPLING = (
     *(
         Refusal(
             setting=f"{CORRECTION}.{name}",
-            must_be="null with top_p or top_k",
+            must_be="null with top_p, top_k or min_p",
             why="verl would compare a probability of the whole vocabulary with one of the kept ids.",
             refused=lambda got, given, region: got is not None and truncated(given),
             example={f"{CORRECTION}.{name}": "token", f"{ROLLOUT}.top_p": 0.9, MAX_KEPT: 1024},
@@ -271,7 +279,7 @@ SAMPLING = (
         )
         for name in ("rollout_is", "rollout_rs")
     ),
-    plain_sampling(ROLLOUT)["repetition_penalty"],  # verl has no min_p
+    plain_sampling(ROLLOUT)["repetition_penalty"],
     Refusal(
         setting=f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config",
         must_be="absent",

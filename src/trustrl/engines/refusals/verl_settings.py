@@ -6,6 +6,7 @@ Imports neither torch nor verl.
 from typing import Any
 
 from trustrl.config.axes import Region
+from trustrl.config.sampling_parameters import is_truncated
 from trustrl.engines.common import sampler_fields
 from trustrl.engines.refusals.rows import SAMPLER_TOPK, Given
 
@@ -44,7 +45,7 @@ def settings_needed(given: Given, region: Region) -> dict[str, Any]:
 
 def truncated(given: Given) -> bool:
     """Returns whether tokens are drawn from a part of the vocabulary."""
-    return bool(given(f"{ROLLOUT}.top_p", 1.0) < 1.0 or given(f"{ROLLOUT}.top_k", -1) > 0)
+    return is_truncated(lambda name: given(f"{ROLLOUT}.{name}", None))
 
 
 def recorded_ids(given: Given, region: Region) -> int:

@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 def is_truncated(settings: Any) -> bool:
-    """Returns whether TRL's settings draw tokens from a part of the vocabulary."""
+    """Returns whether TRL's settings, or None, draw tokens from a part of the vocabulary."""
     return settings is not None and truncated(rows.reader(settings))
 
 

@@ -5,10 +5,12 @@ whole sequence: about 0 in float32 on a CPU, and a few hundredths of a nat in bf
 vLLM decodes, and never scores again afterwards.
 """
 
+import functools
 from typing import Any
 
 import torch
 
+from trustrl.config.sampling_parameters import is_truncated
 from trustrl.config.validators import whole
 from trustrl.engines.trl.anchors import RECORDED
 from trustrl.engines.trl.sampled_rows import in_loss_of
@@ -63,8 +65,8 @@ def _comparable(trainer: Any) -> bool:
     generation = trainer.vllm_generation
     if generation.mode != "colocate" or generation.enable_sleep_mode:  # a sleeping sampler cannot score
         return False
-    truncated = (trainer.top_p or 1.0) < 1.0 or bool(trainer.top_k) or bool(trainer.min_p)
-    return trainer.temperature == 1.0 and not truncated and trainer.repetition_penalty == 1.0
+    settings = functools.partial(getattr, trainer)
+    return not is_truncated(settings) and trainer.temperature == trainer.repetition_penalty == 1.0
 
 
 def _room(trainer: Any) -> int:

@@ -1,7 +1,7 @@
 """Agent loops that record the sampler's top-K and the version of its weights for every token.
 
 They run verl's own loops and collect the answers of all requests (see `rollout_pieces`). The top-K travels in the
-fields that verl passes to its workers, versions and turns in `extra_fields`.
+fields that verl passes to its workers. Versions, turns and the replica travel in `extra_fields`.
 
 verl catches every error of an agent loop, logs it, and trains on the remaining sequences (or, in asynchronous modes,
 on others instead). Recording fails more often for long sequences, so this would bias training toward short answers.
@@ -18,10 +18,10 @@ from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 
 from trustrl.engines.common.kept_columns import column_of
 from trustrl.engines.common.region_settings import is_region_name
-from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS
+from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS, REPLICA
 from trustrl.engines.refusals.verl_settings import RECORDING
 from trustrl.engines.verl import rollout_pieces
-from trustrl.engines.verl.anchors import FAULT, NOT_SCORED, SAMPLED_IDS, SAMPLED_LOGP, TURN, VERSION
+from trustrl.engines.verl.anchors import FAULT, NOT_SCORED, REQUESTS, SAMPLED_IDS, SAMPLED_LOGP
 from trustrl.engines.verl.verl_config import region_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class RecordsTopK:
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """Runs verl's own loop, and records what its requests returned."""
-        with rollout_pieces.collecting(*wanted(self.config)) as collection:
+        with rollout_pieces.collecting(*wanted(self.config), sampling_params) as collection:
             output = await super().run(sampling_params, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         for one in output if isinstance(output, list) else [output]:
             one.extra_fields |= _recorded(one, collection)
@@ -55,7 +55,7 @@ def _recorded(output: Any, collection: rollout_pieces.Collection) -> dict[str, A
             found[SAMPLED_IDS] = torch.full(shape, NOT_SCORED, dtype=torch.int32)
             found[SAMPLED_LOGP] = torch.zeros(shape)
         return found
-    found = {VERSION: placed.version, TURN: placed.turn}
+    found = {REQUESTS: placed.requests, REPLICA: placed.replica}
     if collection.k:
         found[SAMPLED_IDS] = torch.from_numpy(placed.topk_ids)
         found[SAMPLED_LOGP] = torch.from_numpy(placed.topk_logp)

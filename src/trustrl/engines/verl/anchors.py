@@ -31,8 +31,11 @@ whose own pass is π'."""
 SAMPLED_IDS, SAMPLED_LOGP = "teacher_ids", "teacher_logprobs"
 """μ's top-K, (B, R, K): the fields that verl passes from agent loops to workers. verl's distillation uses them too."""
 
+REQUESTS = "trustrl_requests"
+"""The key of `extra_fields` with the requests behind a response, (n, 3): first token, one after the last, version."""
+
 VERSION, TURN = "trustrl_version", "trustrl_turn"
-"""The keys of `extra_fields` with the version of the weights and the number of the request that drew each token."""
+"""The fields added to a batch: the version of the weights and the number of the request that drew each token."""
 
 NOT_SCORED, FAULT = -1, "trustrl_fault"
 """The ids of a sequence that the sampler could not score, and the key of the reason in its `extra_fields`."""
@@ -148,15 +151,34 @@ def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:
     Returns:
         The fields, or nothing if a token in the loss lacks a version: one of verl's own agent loops made the sequence.
     """
-    rows = _per_token(data, VERSION)
-    if rows is None:
+    lengths = _lengths(data)
+    drawn = torch.full((2, len(lengths), max(lengths)), NOT_SCORED)
+    for row, (extra, length) in enumerate(zip(extra_fields(data), lengths, strict=True)):
+        if extra.get(REQUESTS) is not None:
+            drawn[:, row, :length] = per_token(extra[REQUESTS], length)
+    version, turn = drawn
+    # A server may not report its version.
+    lacking = (version == NOT_SCORED) & padded(data["response_mask"]).bool().cpu()
+    if bool(lacking.any()):
         return {}
-    found = rows.clone()
-    for version in rows.unique().tolist():
-        found[rows == version] = _steps_before(version, sent) + 1
-    fields = {VERSION: found, TURN: _per_token(data, TURN)}
+    steps = version.clone()
+    for number in version.unique().tolist():
+        steps[version == number] = _steps_before(number, sent) + 1
     device = data["response_mask"].device
-    return {name: like_responses(x.to(device), data) for name, x in fields.items() if x is not None}
+    return {name: like_responses(x.to(device), data) for name, x in ((VERSION, steps), (TURN, turn))}
+
+
+def per_token(requests: np.ndarray, length: int) -> Tensor:
+    """Returns the version of the weights and the number of the request behind each response token, (2, length).
+
+    Args:
+        requests: The requests, as `REQUESTS` carries them.
+        length: The number of response tokens.
+    """
+    drawn = torch.full((2, length), NOT_SCORED)
+    for turn, (start, stop, version) in enumerate(requests.tolist()):
+        drawn[:, start:stop] = torch.tensor([[version], [turn]])
+    return drawn
 
 
 def sequence_versions(data: Any, sent: Mapping[int, int]) -> Tensor | None:
@@ -178,18 +200,6 @@ def sequence_versions(data: Any, sent: Mapping[int, int]) -> Tensor | None:
             return None
         found.append(_steps_before(int(first), sent) + 1)
     return torch.tensor(found)
-
-
-def _per_token(data: Any, key: str) -> Tensor | None:
-    """Returns a number per response token from `extra_fields`, (B, R); None if a token in the loss lacks it."""
-    lengths = _lengths(data)
-    rows = torch.full((len(lengths), max(lengths)), NOT_SCORED, dtype=torch.int64)
-    for row, (one, length) in enumerate(zip(extra_fields(data), lengths, strict=True)):
-        if one.get(key) is not None:
-            found = torch.as_tensor(one[key][:length], dtype=torch.int64)
-            rows[row, : len(found)] = found
-    lacking = (rows == NOT_SCORED) & padded(data["response_mask"]).bool().cpu()  # a server may not report its version
-    return None if bool(lacking.any()) else rows
 
 
 def _steps_before(version: int, sent: Mapping[int, int]) -> int:

@@ -6,7 +6,7 @@ with the fields that the server returned. `place` then puts them at the position
 request's prompt, and compares the ids.
 
 Cost per token: 8 K + 4 bytes from the server to the loop, 4 (n + 1) more for n ids that truncation kept, and no further
-request.
+request. Versions and turns cost 12 bytes per request, whatever its length.
 """
 
 import functools
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from trustrl.config.sampling_parameters import is_truncated, shaping, truncating
 from trustrl.engines.common import seam
 from trustrl.engines.common.kept_columns import KeptColumn, check_limit
-from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, REPLICA, TOPK, TOPK_IDS, TOPK_LOGP
 from trustrl.errors import EngineError, MissingDataError
 
 NOT_SAMPLED = -1
@@ -34,6 +35,7 @@ class Piece(NamedTuple):
     prompt_ids: list[int]
     token_ids: list[int]
     version: int | None
+    replica: str | None
     topk: tuple[np.ndarray, np.ndarray] | None
     kept: KeptColumn | None
 
@@ -44,17 +46,31 @@ class Collection:
 
     k: int
     max_kept: int = 0
+    sampling_params: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that verl gave the loop. The checks at start have seen them."""
+
     pieces: list[Piece] = field(default_factory=list)
+    unseen: dict[str, float | None] = field(default_factory=dict)
+    """Parameters of the loop's own requests that change the distribution in a way that the trainer does not know."""
+
+    def note(self, asked: Mapping[str, Any]) -> None:
+        """Compares the parameters of one request with those that verl gave the loop."""
+        compared = [shaping] if self.max_kept else [shaping, truncating]
+        for parameters in compared:
+            given, now = parameters(self.sampling_params.get), parameters(asked.get)
+            names = [name for name in {**given, **now} if given.get(name) != now.get(name)]
+            self.unseen |= {name: asked.get(name) for name in names}
 
 
 class Placed(NamedTuple):
-    """Records at each response token."""
+    """Records of one response."""
 
-    version: np.ndarray
-    """(R,) int32: the trainer's step whose weights drew the token; −1 if unknown or not sampled."""
+    requests: np.ndarray
+    """(n, 3) int32: for each request the first of its tokens in the response, the one after the last, and the trainer's
+    step whose weights drew them, −1 if unknown. Other tokens were not sampled."""
 
-    turn: np.ndarray
-    """(R,) int32: the number of the request that drew the token, from 0; −1 if not sampled."""
+    replica: str | None
+    """The server that answered all of these requests; None if several did, or if it is unknown."""
 
     topk_ids: np.ndarray
     """(R, K) int32; −1 if not sampled."""
@@ -67,17 +83,19 @@ class Placed(NamedTuple):
 
 
 _CURRENT: ContextVar[Collection | None] = ContextVar("rollout_pieces", default=None)
+_SERVER: ContextVar[str | None] = ContextVar("server", default=None)
 
 
 @contextmanager
-def collecting(k: int, max_kept: int = 0) -> Iterator[Collection]:
+def collecting(k: int, max_kept: int = 0, sampling_params: Mapping[str, Any] | None = None) -> Iterator[Collection]:
     """Context manager that collects the pieces of all requests made inside, by this task and by tasks it starts.
 
     Args:
         k: The number of the sampler's most probable ids to ask for; 0 for none.
         max_kept: The largest number of ids that truncation may keep. Requests without truncation do not ask for them.
+        sampling_params: The parameters that verl gave the loop.
     """
-    collection = Collection(k, max_kept)
+    collection = Collection(k, max_kept, sampling_params or {})
     before = _CURRENT.set(collection)
     try:
         yield collection
@@ -91,19 +109,30 @@ def install() -> None:
     Raises:
         EngineError: If verl's client has other parameters than this adapter supports.
     """
-    original = LLMServerClient.generate
+    original, acquire = LLMServerClient.generate, LLMServerClient._acquire_server
     if hasattr(original, "collects"):
         return
     seam.require_parameters(
         LLMServerClient, "generate", ("self", "request_id", "prompt_ids", "sampling_params"), more=True
     )
+    seam.require_parameters(LLMServerClient, "_acquire_server", ("self", "request_id"), more=True)
+
+    @functools.wraps(acquire)
+    async def noting_the_server(self: Any, request_id: Any, **more: Any) -> Any:
+        server_id, server = await acquire(self, request_id, **more)
+        _SERVER.set(server_id)  # `generate` awaits this in the same task
+        return server_id, server
 
     @functools.wraps(original)
     async def generate(self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **more: Any) -> Any:
         collection = _CURRENT.get()
+        _SERVER.set(None)
         if collection is None:
-            return await original(self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more)
-        asked = {TOPK: collection.k, KEPT: collection.max_kept if is_truncated(sampling_params) else 0}
+            output = await original(self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more)
+            output.extra_fields[REPLICA] = _SERVER.get()  # verl's own loops carry it with the sequence
+            return output
+        collection.note(sampling_params)
+        asked = {TOPK: collection.k, KEPT: collection.max_kept if is_truncated(sampling_params.get) else 0}
         if any(asked.values()):
             asked = {name: number for name, number in asked.items() if number}
             sampling_params = {**sampling_params, "extra_args": {**(sampling_params.get("extra_args") or {}), **asked}}
@@ -114,17 +143,12 @@ def install() -> None:
             topk = None if fields[0] is None else (fields[0], fields[1])
             kept = None if fields[2] is None else KeptColumn(fields[2], fields[3])
             version = output.extra_fields.get("global_steps")
-            collection.pieces.append(Piece(list(prompt_ids), list(output.token_ids), version, topk, kept))
+            ids = list(prompt_ids), list(output.token_ids)
+            collection.pieces.append(Piece(*ids, version, _SERVER.get(), topk, kept))
         return output
 
     generate.collects = True  # pyright: ignore[reportAttributeAccessIssue]
-    LLMServerClient.generate = generate
-
-
-def is_truncated(sampling_params: Mapping[str, Any]) -> bool:
-    """Returns whether a request's tokens are drawn from a part of the vocabulary."""
-    top_p, top_k, min_p = (sampling_params.get(name) for name in ("top_p", "top_k", "min_p"))
-    return (top_p or 1.0) < 1.0 or (top_k or 0) > 0 or (min_p or 0.0) > 0.0
+    LLMServerClient.generate, LLMServerClient._acquire_server = generate, noting_the_server
 
 
 def place(collection: Collection, prompt_ids: list[int], response_ids: list[int], response_mask: list[int]) -> Placed:
@@ -137,15 +161,17 @@ def place(collection: Collection, prompt_ids: list[int], response_ids: list[int]
         response_mask: 1 on the tokens in the loss.
 
     Raises:
-        EngineError: If a token in the loss is in no piece, or if truncation kept more ids than are recorded.
+        EngineError: If a token in the loss is in no piece, if truncation kept more ids than are recorded, or if the
+            loop's requests change the distribution in a way that the trainer does not know.
         MissingDataError: If a server returned no top-K.
     """
+    _refuse_unseen(collection.unseen)
     k, length, sequence = collection.k, len(response_ids), [*prompt_ids, *response_ids]
-    placed = Placed(
-        np.full(length, NOT_SAMPLED, np.int32), np.full(length, NOT_SAMPLED, np.int32),
-        np.full((length, k), NOT_SAMPLED, np.int32), np.full((length, k), -np.inf, np.float32), [()] * length,
-    )  # fmt: skip
-    turn = 0
+    ids, logp = np.full((length, k), NOT_SAMPLED, np.int32), np.full((length, k), -np.inf, np.float32)
+    kept: list[Any] = [()] * length
+    sampled = np.zeros(length, bool)
+    spans: list[tuple[int, int, int]] = []
+    replicas: set[str | None] = set()
     for piece in collection.pieces:
         start = len(piece.prompt_ids) - len(prompt_ids)
         rows = min(len(piece.token_ids), length - start)
@@ -153,30 +179,48 @@ def place(collection: Collection, prompt_ids: list[int], response_ids: list[int]
             continue
         if response_ids[start : start + rows] != piece.token_ids[:rows]:
             continue
-        at = slice(start, start + rows)
-        placed.turn[at] = turn
-        placed.version[at] = NOT_SAMPLED if piece.version is None else piece.version
-        turn += 1
+        span = slice(start, start + rows)
+        sampled[span] = True
+        spans.append((start, start + rows, NOT_SAMPLED if piece.version is None else piece.version))
+        replicas.add(piece.replica)
         if k:
-            _place_topk(placed, piece, at, k)
+            ids[span], logp[span] = _topk_of(piece, rows, k)
         if piece.kept is not None:
             check_limit(piece.kept, collection.max_kept)
-            placed.kept[at] = piece.kept.rows()[:rows]
-    lost = int(np.sum((placed.turn == NOT_SAMPLED) & (np.asarray(response_mask) != 0)))
+            kept[span] = piece.kept.rows()[:rows]
+    lost = int(np.sum(~sampled & (np.asarray(response_mask) != 0)))
     if lost:
         raise EngineError(
             f"Every token in the loss must be one that the sampler drew, got {lost} of {length} that are in no "
             "request's answer. The agent loop must keep the sampled ids and must not tokenize the text again."
         )
-    return placed
+    requests = np.array(spans, np.int32).reshape(-1, 3)
+    return Placed(requests, replicas.pop() if len(replicas) == 1 else None, ids, logp, kept)
 
 
-def _place_topk(placed: Placed, piece: Piece, at: slice, k: int) -> None:
+def _refuse_unseen(unseen: Mapping[str, float | None]) -> None:
+    """Raises if requests of an agent loop change the distribution in a way that the trainer does not know."""
+    if not unseen:
+        return
+    got = " and ".join(f"{name}={value}" for name, value in unseen.items())
+    if truncating(unseen.get) == unseen:
+        raise EngineError(
+            f"policy_loss.max_kept must be set if an agent loop truncates its own requests, got null with {got}. μ is "
+            "renormalized over the kept ids, so they must be recorded. Set max_kept to the largest number of ids that "
+            "a token may keep, or leave the parameter out of the requests."
+        )
+    raise EngineError(
+        f"An agent loop must request tokens with the sampling parameters that verl passes to `run`, got {got}. π does "
+        "not include the change. Set temperature and penalties in actor_rollout_ref.rollout, or leave them out."
+    )
+
+
+def _topk_of(piece: Piece, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first K of the server's ids and log-probs at the first tokens of a piece."""
     if piece.topk is None or piece.topk[0].shape[-1] < k or len(piece.topk[0]) != len(piece.token_ids):
         found = None if piece.topk is None else piece.topk[0].shape
         raise MissingDataError(
             f"The sampler must return its {k} most probable ids at each of {len(piece.token_ids)} tokens, got {found}. "
             "Start the run with `python -m trustrl.engines.verl`, which installs a server that does."
         )
-    rows = at.stop - at.start
-    placed.topk_ids[at], placed.topk_logp[at] = piece.topk[0][:rows, :k], piece.topk[1][:rows, :k]
+    return piece.topk[0][:rows, :k], piece.topk[1][:rows, :k]

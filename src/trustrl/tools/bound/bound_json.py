@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trustrl.config.regions import TROLL
+from trustrl.config.sampling_parameters import is_truncated
 from trustrl.config.statistics import Anchor, BinaryKL, BinaryTV, FullKL, FullTV, TopKKL, TopKTV
 from trustrl.core.divergences import tv_limit
 from trustrl.errors import ConfigError, RecordError
@@ -140,7 +141,7 @@ def bound_report(
         "xi": given.xi,
         "half_range": given.half_range,
         "horizon": given.horizon,
-        "truncated_sampling": None if sampling is None else _truncates(sampling),
+        "truncated_sampling": None if sampling is None else is_truncated(sampling.get),
         "ball": {
             **ball._asdict(),
             "max_form": max_form(given.xi, given.horizon, ball.tv),
@@ -189,12 +190,6 @@ def _assumptions(
             f"--horizon must be at least {longest}, the length of the longest recorded completion, got {horizon}."
         )
     return _Assumptions(low, high, horizon or longest)
-
-
-def _truncates(sampling: Mapping[str, Any]) -> bool:
-    """Returns True if the sampler excluded tokens, so that μ is 0 where π is not."""
-    top_p, top_k, min_p = (sampling.get(name) for name in ("top_p", "top_k", "min_p"))
-    return (top_p is not None and top_p < 1) or (top_k is not None and top_k > 0) or (min_p is not None and min_p > 0)
 
 
 def _update(
