@@ -48,6 +48,9 @@ def records(region, seed, dtype, *, faulty, tails=False, packed=False):
     k = min(max(needs.topk, 20), 48)
     rollout = w.rollout(needs.anchor, dtype=dtype, k=k, with_tails=tails, version=version)
     policy = replace(w.policy_tokens(rollout, dtype=dtype), version=20)
+    if needs.fills:
+        own = w.policy.topk(k, dim=-1)
+        policy = replace(policy, topk=trustrl.TopK(own.indices, own.values.to(dtype).requires_grad_()))
     if faulty:
         with torch.no_grad():
             policy.logp[0, 0], policy.logp[0, 1] = torch.nan, 0.5
@@ -110,6 +113,9 @@ OTHERS = {
     "narrow record": replace(trustrl.preset("troll"), k=50, tail_mass=0.001),
     "wide ball": replace(trustrl.preset("troll"), bound=3.0),
     "narrow ball": replace(trustrl.preset("troll"), bound=1e-3),
+    "published selection": replace(trustrl.preset("troll"), k=12, rest="published", bound=0.2),
+    "published selection in sequences": replace(trustrl.preset("troll-gspo"), k=12, rest="published", bound=0.2),
+    "fill": replace(trustrl.preset("troll"), k=12, rest="fill", bound=0.2),
 }
 
 

@@ -59,7 +59,7 @@ def launches():
             clean | {"ROWS": token_pass.TILE // padded, "COLUMNS": padded},
         )
         rows, padded = projection_pass.tile(k)
-        both = {"TAIL_FLOOR": 1e-7, "ROWS": rows, "COLUMNS": padded}
+        both = {"TAIL_FLOOR": 1e-7, "NO_TAIL": False, "ROWS": rows, "COLUMNS": padded}
         found[f"project, {k} columns"] = (
             projection_kernels.project_kernel,
             both | {"SLACK": 1e-4, "EVALUATIONS": 32},

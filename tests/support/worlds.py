@@ -161,8 +161,9 @@ def mapped(record, change):
 
 
 def gradient(policy):
-    grads = [x.grad for x in (policy.logp, policy.topk_logp, policy.full_logp)]
-    found = [g.clone() for g in grads if g is not None]
-    for x in (policy.logp, policy.topk_logp, policy.full_logp):
+    own = [] if policy.topk is None else [policy.topk.logp]
+    leaves = [policy.logp, policy.topk_logp, policy.full_logp, *own]
+    found = [x.grad.clone() for x in leaves if x.grad is not None]
+    for x in leaves:
         x.grad = None
     return found

@@ -254,7 +254,7 @@ class TROLL(AnchoredRegion):
     """Treatment of unrecorded ids. `bucket` is one cell that carries gradient. The others are for comparison:
     `published` keeps of each policy its own top ids up to a mass of 1 − tail_mass, joins both sets and sets a policy to
     1e-12 at ids that only the other one keeps, as the paper does; `fill` sets only the anchor to 1e-12, at the policy's
-    own top ids. Both ignore all other ids."""
+    own top ids. Both ignore all other ids, and normalize both sides over the cells before they are divided."""
 
     level: Literal["token", "sequence"] = field(default="token", kw_only=True)
     """Ratio in the objective: `token` is π̂(a)/b(a); `sequence` is its geometric mean over the response, as in GSPO."""

@@ -19,7 +19,8 @@ FLOOR = tl.constexpr(-1000.0)
 def project_kernel(
     logp, log_policy, log_anchor, log_ratio, usable, ids, valid, anchor_columns, own_columns, tokens, anchor_tail,
     own_tail, bound, alpha, tolerance, out, outside_out, active_out, projected, pull_out, n, width,
-    SLACK: tl.constexpr, TAIL_FLOOR: tl.constexpr, EVALUATIONS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SLACK: tl.constexpr, TAIL_FLOOR: tl.constexpr, EVALUATIONS: tl.constexpr, NO_TAIL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Projects the tokens of one block that are outside the ball."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -52,15 +53,16 @@ def project_kernel(
     at_token = tl.where(active, b_own + beta * d_own - log_norm, u_own)
     pull = _pull(u, log_b + beta[:, None] * d - log_norm[:, None])
     pull += _pull_one(u_own, b_own + beta * d_own - log_norm) + _pull_one(u_tail, b_tail + beta * d_tail - log_norm)
-    weight = tl.exp(tl.where(outside, at_token - anchor, tl.load(log_ratio + at, mask=here, other=0.0)))
+    normalized = on if NO_TAIL else outside  # a selection without a tail holds less than a mass of 1
+    log_weight = tl.where(normalized, at_token - v_own, tl.load(log_ratio + at, mask=here, other=0.0))
     unprojected = tl.load(logp + at, mask=here, other=0.0).to(tl.float64)
-    chosen = tl.where(outside, at_token, unprojected)
+    chosen = tl.where(normalized, at_token, unprojected)
     tl.store(projected + at, chosen.to(projected.dtype.element_ty), mask=here)
     pulled = tl.where(active, tl.load(alpha) * pull, 0.0)
     tl.store(pull_out + at, pulled.to(pull_out.dtype.element_ty), mask=here)
     tl.store(outside_out + at, outside, mask=here)
     tl.store(active_out + at, active, mask=here)
-    tl.store(out + at, weight, mask=here)
+    tl.store(out + at, log_weight, mask=here)
     tl.store(out + n + at, kl_before, mask=here)
     tl.store(out + 2 * n + at, tl.where(active, kl_after, tl.where(outside, kl_at_one, kl_before)), mask=here)
     tl.store(out + 3 * n + at, tl.where(outside, beta, 0.0), mask=here)
@@ -72,7 +74,8 @@ def project_kernel(
 def project_backward_kernel(
     logp, log_policy, log_anchor, usable, ids, valid, anchor_columns, own_columns, tokens, anchor_tail, own_tail, alpha,
     beta_in, outside_in, active_in, d_projected, d_pull, d_logp, d_own_columns, d_own_tail, n, width,
-    TAIL_FLOOR: tl.constexpr, BY_SUBTRACTION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TAIL_FLOOR: tl.constexpr, BY_SUBTRACTION: tl.constexpr, NO_TAIL: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients with respect to the sampled token's log-prob, the columns and the tail."""
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -122,11 +125,10 @@ def project_backward_kernel(
     column = tl.arange(0, COLUMNS)
     place = at.to(tl.int64)[:, None] * width + column[None, :]
     inside = here[:, None] & (column < width)[None, :]
-    cell = outside[:, None] & (x > -float("inf"))
-    tl.store(
-        d_own_columns + place, tl.where(cell, g, 0.0).to(tl.float32).to(d_own_columns.dtype.element_ty), mask=inside
-    )
-    tl.store(d_logp + at, tl.where(outside, g_own, g_token).to(d_logp.dtype.element_ty), mask=here)
+    normalized = on if NO_TAIL else outside
+    g = tl.where(normalized[:, None] & (x > -float("inf")), g, 0.0).to(tl.float32)
+    tl.store(d_own_columns + place, g.to(d_own_columns.dtype.element_ty), mask=inside)
+    tl.store(d_logp + at, tl.where(normalized, g_own, g_token).to(d_logp.dtype.element_ty), mask=here)
     if d_own_tail is not None:
         tl.store(
             d_own_tail + at, tl.where(outside, g_tail, 0.0).to(tl.float32).to(d_own_tail.dtype.element_ty), mask=here

@@ -53,14 +53,15 @@ class Projected(NamedTuple):
     """Results of `project`, one per token."""
 
     logp: Tensor
-    """log π̂ of the sampled token outside the ball, the given log-prob inside; with gradient."""
+    """log π̂ of the sampled token outside the ball; with gradient. Inside, the given log-prob, normalized over the cells
+    if they have no tail."""
 
     pull: Tensor
     """α · KL(π‖π̂), 0 inside; with gradient to π."""
 
     outside: Tensor
-    weight: Tensor
-    """π̂/b outside, π/b inside."""
+    log_weight: Tensor
+    """log π̂ − log b, b normalized over the cells as π̂ is; inside, the given ratio's unless the cells have no tail."""
 
     kl_before: Tensor
     kl_after: Tensor
@@ -96,7 +97,8 @@ class _Project(Function):
                 logp.contiguous(), given.log_policy, given.log_anchor, given.log_ratio, given.usable,
                 *_dense(given.columns, own), given.anchor_tail, given.policy_tail, *numbers, values, *flags,
                 projected, pull, n, width, SLACK=settings.slack, TAIL_FLOOR=settings.tail_floor,
-                EVALUATIONS=settings.evaluations, ROWS=rows, COLUMNS=padded, num_warps=WARPS,
+                EVALUATIONS=settings.evaluations, NO_TAIL=given.columns.no_tail, ROWS=rows, COLUMNS=padded,
+                num_warps=WARPS,
             )  # fmt: skip
         ctx.save_for_backward(logp, own, tail, values[3], flags, numbers[1])
         ctx.given, ctx.settings = given, settings
@@ -119,7 +121,8 @@ class _Project(Function):
                 logp.contiguous(), given.log_policy, given.log_anchor, given.usable, *_dense(given.columns, own),
                 given.anchor_tail, given.policy_tail, alpha, beta, *flags, d_projected.contiguous(),
                 d_pull.contiguous(), d_logp, d_own, d_tail, n, width, TAIL_FLOOR=ctx.settings.tail_floor,
-                BY_SUBTRACTION=tail is None and not given.columns.no_tail, ROWS=rows, COLUMNS=padded, num_warps=WARPS,
+                BY_SUBTRACTION=tail is None and not given.columns.no_tail, NO_TAIL=given.columns.no_tail, ROWS=rows,
+                COLUMNS=padded, num_warps=WARPS,
             )  # fmt: skip
         return d_logp, d_own, d_tail, None, None
 

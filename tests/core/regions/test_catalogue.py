@@ -9,8 +9,6 @@ import torch
 import trustrl
 from support.worlds import grad_of, log, run, world
 from trustrl.core.regions.batch import beyond_moment
-from trustrl.core.regions.troll import troll_project
-from trustrl.errors import MissingDataError
 
 
 def row(region, policy, behavior, advantage, proximal=None):
@@ -229,52 +227,6 @@ def test_troll_in_sequences_has_the_geometric_mean_of_projected_ratios():
     assert sequence.loss.item() == pytest.approx(-mean_of_rows.item(), rel=1e-10)
     assert (token.decision.extra["projected"]).any()
     assert grad_of(policy.topk_logp).abs().sum() > 0
-
-
-def published(log_p, log_b, sampled, k, tail_mass):
-    """Both sides over the union of each policy's own top ids and the sampled token, 1e-12 where one keeps the other not."""
-
-    def kept(logp):
-        found, mass = {sampled}, 0.0
-        for i in sorted(range(len(logp)), key=lambda i: -logp[i])[:k]:
-            if mass < 1 - tail_mass:
-                found.add(i)
-            mass += math.exp(logp[i])
-        return found
-
-    keeps_p, keeps_b = kept(log_p), kept(log_b)
-    union = sorted(keeps_p | keeps_b)
-    sides = [
-        [x[i] if i in keeps else math.log(1e-12) for i in union] for x, keeps in ((log_p, keeps_p), (log_b, keeps_b))
-    ]
-    return [torch.log_softmax(torch.tensor(x, dtype=torch.float64), -1) for x in sides], union.index(sampled)
-
-
-@pytest.mark.parametrize("tail_mass", [0.0, 1e-5, 0.2])
-def test_the_published_selection_of_troll_joins_both_policies_own_top_ids(tail_mass):
-    """Weights and gradients of `rest="published"` against the selection written out, projected by the whole-support path."""
-    w, k = world(7, rows=3, width=5, vocabulary=40, drift=1.5, peak=3.0), 6
-    region = trustrl.TROLL(alpha=0.0, k=k, rest="published", tail_mass=tail_mass)
-    rollout = w.rollout("proximal", k=k)
-    top = w.policy.topk(k, -1)
-    policy = w.policy_tokens(rollout)
-    own = top.values.clone().requires_grad_()
-    policy = replace(policy, topk=trustrl.TopK(top.indices, own))
-    out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum())
-    differs = 0
-    for i, t in w.in_loss.nonzero().tolist():
-        sampled = int(w.tokens[i, t])
-        (log_p, log_b), column = published(w.policy[i, t].tolist(), w.proximal[i, t].tolist(), sampled, k, tail_mass)
-        kl = (log_p.exp() * (log_p - log_b)).sum()
-        assert out.decision.extra["projected_kl_before"][i, t].item() == pytest.approx(kl.item(), rel=1e-9, abs=1e-12)
-        if kl > region.bound * 1.001:
-            found = troll_project(log_p.unsqueeze(0), log_b.unsqueeze(0), bound=region.bound).log_projected[0, column]
-            anchor = w.at_token(w.proximal)[i, t]
-            assert out.decision.weight[i, t].item() == pytest.approx(math.exp(found - anchor), rel=1e-6)
-            differs += 1
-    assert differs > 5
-    with pytest.raises(MissingDataError, match=r"PolicyTokens\.topk must be given"):
-        trustrl.policy_loss(replace(policy, topk=None), rollout, region, reduction=trustrl.TokenSum())
 
 
 def test_the_published_selection_has_no_gradient_at_ids_that_only_the_anchor_keeps():

@@ -4,6 +4,9 @@ r"""TROLL: projects each token's distribution onto a KL ball around the anchor b
     log π̂ = log b + β d − A(β),   d = log π − log b,   A(β) = log Σ exp(log b + β d),   β ∈ (0, 1]
     ℓ = −A·π̂(a)/b(a) + α·KL(π‖sg π̂)
 
+All three distributions are normalized over the same cells before they are divided. With a bucket for the rest, the
+cells hold a mass of 1 and π(a)/b(a) inside the ball needs no normalization. A selection without a bucket does.
+
 The solution lies on a geometric path from b (β = 0) to π (β = 1), so the solver seeks one number per token.
 KL(β) = β E_β[d] − A(β) rises from 0 with slope β Var_β(d), and √KL is almost linear in β. Newton on √KL takes 3
 evaluations at the median.
@@ -48,8 +51,8 @@ class ProjectedTokens(NamedTuple):
     """α·KL(π‖sg π̂), with gradient; 0 inside."""
 
     outside: Bool[Tensor, " n"]
-    weight: Float[Tensor, " n"]
-    """π̂(a)/b(a), detached."""
+    log_weight: Float[Tensor, " n"]
+    """log π̂(a) − log b(a), detached. Both are normalized over the cells; see `_by_row`."""
 
     kl_before: Float[Tensor, " n"]
     kl_after: Float[Tensor, " n"]
@@ -66,10 +69,10 @@ def decide_troll(tokens: CleanTokens, region: TROLL) -> Decision:
     At level "sequence" the ratio is exp(mean over the response of log π̂(a) − log b(a)).
     """
     found = _by_launch(tokens, region) if isinstance(tokens.partition, CellSums) else _by_row(tokens, region)
-    weight = found.weight
+    log_weight = found.log_weight
     if region.level == "sequence":
-        log_projected = torch.where(found.outside, found.logp.detach().to(weight.dtype), tokens.log_policy)
-        weight = torch.exp(sequence_mean(log_projected - tokens.log_anchor, tokens.counted, tokens.grouped))
+        log_weight = sequence_mean(log_weight, tokens.counted, tokens.grouped)
+    weight = torch.exp(log_weight)
     decision = Decision(
         torch.ones_like(tokens.usable),
         weight,
@@ -89,32 +92,37 @@ def decide_troll(tokens: CleanTokens, region: TROLL) -> Decision:
 
 
 def _by_row(tokens: CleanTokens, region: TROLL) -> ProjectedTokens:
-    """Projects with torch operations on the partition's columns."""
+    """Projects with torch operations on the partition's columns.
+
+    Tokens outside the ball read their log-probs from the normalized cells. If the cells are a selection, all tokens do.
+    """
     kl_before = _kl_to_anchor(tokens)
     outside_ball = tokens.usable & (kl_before > region.bound * (1 + SLACK))
-    # Where reading the mask does not wait for a device, only the tokens outside the ball are processed.
-    rows = outside_ball.nonzero().squeeze(-1) if free_to_look(kl_before) else None
+    normalized = tokens.usable if region.needs().fills else outside_ball
+    # Where reading the mask does not wait for a device, only these tokens are processed.
+    rows = normalized.nonzero().squeeze(-1) if free_to_look(kl_before) else None
     log_policy, log_anchor, column = _distributions(tokens, rows)
     found = troll_project(log_policy, log_anchor, bound=region.bound)
 
-    at_token = found.log_projected.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    projected_logp, anchor_logp = (
+        x.gather(-1, column.unsqueeze(-1)).squeeze(-1) for x in (found.log_projected, log_anchor)
+    )
     gap = torch.where(log_policy > -torch.inf, log_policy - found.log_projected.detach(), 0.0)
     pull = region.alpha * (torch.exp(log_policy) * gap).sum(-1)
 
-    def everywhere(x: Tensor, inside: Tensor) -> Tensor:
-        """Returns x on tokens outside the ball and `inside` on the others."""
-        x = x.to(inside.dtype)
+    def everywhere(x: Tensor, others: Tensor, where: Tensor = outside_ball) -> Tensor:
+        """Returns x on the tokens of a mask and `others` elsewhere."""
+        x = x.to(others.dtype)
         if rows is not None:
-            x = torch.zeros_like(inside).index_add(0, rows, x)
-        return torch.where(outside_ball, x, inside)
+            x = torch.zeros_like(others).index_add(0, rows, x)
+        return torch.where(where, x, others)
 
-    weight = torch.exp(everywhere(at_token.detach(), tokens.log_policy) - tokens.log_anchor)
     none = torch.zeros_like(kl_before)
     return ProjectedTokens(
-        logp=everywhere(at_token, tokens.logp),
+        logp=everywhere(projected_logp, tokens.logp, normalized),
         pull=everywhere(pull, torch.zeros_like(tokens.logp)),
         outside=outside_ball,
-        weight=torch.where(outside_ball, weight, torch.exp(tokens.log_ratio)),
+        log_weight=everywhere(projected_logp.detach() - anchor_logp, tokens.log_ratio, normalized),
         kl_before=kl_before,
         kl_after=everywhere(found.kl_after, kl_before),
         beta=everywhere(found.beta, none),
