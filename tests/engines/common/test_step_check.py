@@ -7,7 +7,7 @@ import torch
 
 import trustrl
 from support.worlds import world
-from trustrl.engines.common.step_check import StepCheck, warn_if_it_cannot_act
+from trustrl.engines.common.step_check import StepCheck, check_initial_ratio, warn_if_it_cannot_act
 
 REGION = trustrl.preset("dppo-binary-tv")
 
@@ -101,3 +101,12 @@ def test_one_update_against_the_trainers_own_log_probs_is_reported_before_the_fi
         warn_if_it_cannot_act(REGION, updates_per_batch=1, remedy="Do this.")
     warn_if_it_cannot_act(REGION, updates_per_batch=2, remedy="")
     warn_if_it_cannot_act(trustrl.preset("pg-is"), updates_per_batch=1, remedy="")  # no region, nothing to act
+
+
+def test_log_probs_that_the_trainer_rounded_are_reported():
+    """verl's own, in bf16 without flash-attn."""
+    logp = torch.tensor([-10.0, -0.5])
+    everywhere = torch.tensor([True, True])
+    check_initial_ratio(logp, logp, everywhere, "trainer", "")  # warnings are errors here
+    with pytest.warns(trustrl.errors.TrustRLWarning, match=r"float32, got torch.bfloat16, .* multiple of 0.0625"):
+        check_initial_ratio(logp.bfloat16(), logp, everywhere, "trainer", "")

@@ -50,12 +50,14 @@ def training_worker(
     kind=Moved,
     checkpoint=None,
     learning_rate=0.0,
+    precision="fp32",
+    recorded_rows=3,
 ):
     engine = FSDPEngineConfig(
         strategy=strategy, fsdp_size=dist.get_world_size(), use_orig_params=strategy == "fsdp", use_dynamic_bsz=False, micro_batch_size_per_gpu=2, use_torch_compile=False,
-        infer_micro_batch_size_per_gpu=3, use_remove_padding=remove_padding, forward_only=False,
+        infer_micro_batch_size_per_gpu=recorded_rows, use_remove_padding=remove_padding, forward_only=False,
         ulysses_sequence_parallel_size=ulysses,
-        mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        mixed_precision={"param_dtype": precision, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )  # fmt: skip
     model = HFModelConfig(
         path=folder, use_remove_padding=remove_padding, enable_gradient_checkpointing=checkpointing,

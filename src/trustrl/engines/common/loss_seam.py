@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trustrl.engines.common import seam
+from trustrl.engines.common.unrounded_model import unrounded
 from trustrl.engines.common.vocabulary_forward import gather_head
 from trustrl.errors import EngineError
 
@@ -78,7 +79,7 @@ class Capture:
         # The caller enables gradients to read the reduction, also in evaluation. The model runs with the caller's
         # setting.
         with torch.set_grad_enabled(self._grad):
-            logp, entropy, *more = score(asking or model, *args, **kwargs)
+            logp, entropy, *more = score(asking or unrounded(model), *args, **kwargs)
         self.seen.append(Seen(logp, entropy, asking.outputs[0] if asking else None))
         # The region drops and counts tokens with a non-finite log-prob. They must not turn the other terms into NaN.
         return (torch.where(logp.isfinite(), logp, 0.0), entropy, *more)
@@ -97,7 +98,7 @@ class LossSeamMixin(_Trainer):
         """Runs the trainer's own method, and captures the policy's log-probs while a loss runs."""
         score, capture = super()._get_per_token_logps_and_entropies, self._capture
         if capture is None or model is not capture.model:  # the reference model, or a rollout
-            return score(model, *args, **kwargs)
+            return score(unrounded(model), *args, **kwargs)
         return capture.run(score, model, *args, **kwargs)
 
     def _loss_parts(self, run: Callable[[Tensor], Tensor], capture: Capture, in_loss: Tensor) -> LossParts:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trustrl.config import validators
@@ -29,6 +30,8 @@ ACTS = {"bounded": "trustrl/masked_share", "extra/projected": "trustrl/projected
 def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_by: str, switch: str) -> None:
     """Raises if the anchor differs from the policy while the policy still has the rollout's weights.
 
+    Warns if the trainer rounds the policy's log-probs.
+
     Args:
         logp: The policy's log-probs.
         anchor_logp: The anchor's log-probs.
@@ -39,6 +42,7 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_
     Raises:
         EngineError: If the log-probs differ by more than `LARGEST_GAP` on average; names the usual causes.
     """
+    _warn_if_rounded(logp)
     same = at & anchor_logp.isfinite() & logp.detach().isfinite()
     if not same.any():
         return
@@ -50,6 +54,18 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_
             "the same weights. Usual causes: weights that did not reach the sampler, a tied output layer that was not "
             "synced, raw instead of processed log-probs, a different temperature, truncated sampling, dropout. "
             f"Set {switch} to train without this check."
+        )
+
+
+def _warn_if_rounded(logp: Tensor) -> None:
+    if logp.dtype in (torch.bfloat16, torch.float16):
+        step = 8 * torch.finfo(logp.dtype).eps
+        warnings.warn(
+            f"The trainer's log-probs should be float32, got {logp.dtype}, which rounds a log-prob of -10 to a "
+            f"multiple of {step:g}, and the ratio with it. verl computes them in float32 if flash-attn is installed. "
+            "Top-K, TROLL and exact regions are not affected.",
+            TrustRLWarning,
+            stacklevel=3,
         )
 
 

@@ -53,6 +53,9 @@ class VocabularyForward:
         states = wanted.states(model.base_model(*args, **kwargs).last_hidden_state)
         gather_head(model)
         head = read_head(model)
+        if self.rollout_head is not None:
+            # Outside a forward pass, FSDP2 holds weights in float32. The rollout's pass had them in its own dtype.
+            self.rollout_head = self.rollout_head.to(head.weight.dtype)
         found = read_vocabulary(
             states.to(head.weight.device), head, wanted, rollout_head=self.rollout_head, float32=self.float32_head
         )

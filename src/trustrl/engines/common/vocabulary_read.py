@@ -121,6 +121,10 @@ class Head(NamedTuple):
             bias=None if self.bias is None else self.bias.detach().clone(),
         )
 
+    def to(self, dtype: torch.dtype) -> "Head":
+        """Returns the layer in another dtype."""
+        return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
 
 def read_vocabulary(
     states: Tensor,

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trustrl.engines.common.unrounded_model import unrounded
 from trustrl.engines.common.vocabulary_forward import KEYWORD
 from trustrl.engines.common.vocabulary_read import Opaque, Wanted
 from trustrl.errors import EngineError
@@ -19,7 +20,7 @@ class AskingModel:
     """
 
     def __init__(self, model: Any, wanted: Callable[[Tensor], Wanted]) -> None:
-        self._model = model
+        self._model = unrounded(model)
         self._wanted = wanted
         self.outputs: list[Any] = []
 

@@ -29,6 +29,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
 from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
+from trustrl.engines.common.unrounded_model import unrounded
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import ASYNC
 from trustrl.errors import ConfigError, EngineError
@@ -126,7 +127,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
                 f"AsyncGRPOTrainer's batches must carry {', '.join(missing)}, and they do not. Install a TRL version "
                 "listed in trustrl's documentation."
             )
-        seen = _CapturingModel(model)
+        seen = _CapturingModel(unrounded(model))
         theirs = {name: x for name, x in inputs.items() if name != VERSION}
         super().compute_loss(seen, theirs, return_outputs, num_items_in_batch)
         selected = inputs["token_index"] >= 0

@@ -1,0 +1,99 @@
+"""Layouts in which a policy is compared with itself, by engine, and the processes that run them.
+
+`python -m support.precision_layouts verl rows.json`, in the engine's environment, measures all layouts of the engine.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support import self_divergence as own
+from support.rendezvous import TESTS, own_environment, python_path
+
+HALVES = ("bf16", "fp16")
+
+
+class Layout(NamedTuple):
+    """One layout of an engine's worker."""
+
+    ranks: int = 1
+    settings: dict[str, Any] = {}
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16")
+
+
+LAYOUTS = {
+    "TRL": {
+        "autocast": Layout(precisions=("fp32", "bf16")),  # accelerate's fp16 needs a GPU
+        "weights in half precision": Layout(settings={"half_weights": True}, precisions=HALVES),
+        "FSDP2": Layout(settings={"fsdp2": True}),
+        "FSDP2, float32 head": Layout(settings={"fsdp2": True, "float32_head": True}, precisions=HALVES),
+        "FSDP2, two ranks": Layout(2, {"fsdp2": True}),
+    },
+    "verl": {
+        "FSDP2": Layout(),
+        "FSDP2, recorded in other micro-batches": Layout(settings={"recorded_rows": 3}, precisions=("fp32", "bf16")),
+        "FSDP2, no padding, recomputed activations": Layout(settings={"remove_padding": True, "checkpointing": True}),
+        "FSDP2, two ranks": Layout(2),
+        "FSDP1, two ranks": Layout(2, {"strategy": "fsdp"}),
+        "Ulysses on two ranks": Layout(2, {"remove_padding": True, "ulysses": 2}),
+    },
+}
+
+
+def run(engine: str, name: str, precision: str, model: str, kinds: Any = tuple(own.KINDS)) -> list[dict[str, Any]]:
+    """Returns the rows of one layout, measured in processes of their own.
+
+    Args:
+        engine: A key of `LAYOUTS`.
+        name: A layout of the engine.
+        precision: One of the layout's precisions.
+        model: The folder that `own.model_folder` filled.
+        kinds: The kinds of regions.
+    """
+    layout = LAYOUTS[engine][name]
+    about = {"engine": engine, "layout": name, "precision": precision}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        arguments = [model, out, json.dumps(about), json.dumps(list(kinds)), json.dumps(layout.settings)]
+        if engine == "TRL":
+            _on_trl(layout.ranks, arguments)
+        else:
+            from support.verl_launch import on_ranks  # needs no verl, and is verl's
+
+            on_ranks("verl_precision.py", layout.ranks, *arguments)
+        return json.loads(out.read_text())
+
+
+def _on_trl(ranks: int, arguments: list[Any]) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
+    done = subprocess.run(
+        [*map(str, [*launcher, TESTS / "support/trl_precision_worker.py", *arguments])],
+        env=own_environment(
+            ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=python_path()
+        ),
+        capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def main(engine: str, out: str) -> None:
+    """Measures every layout of an engine in every precision, and writes the rows."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = own.model_folder(Path(folder))
+        for name, layout in LAYOUTS[engine].items():
+            for precision in layout.precisions:
+                rows += run(engine, name, precision, model)
+                print(
+                    engine, name, precision, "within" if all(row["within"] for row in rows) else "OUTSIDE", flush=True
+                )
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(json.dumps(rows, ensure_ascii=False))
+    own.check(rows)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
