@@ -42,7 +42,7 @@ from trustrl.core.divergences.interval import Interval
 from trustrl.core.divergences.measure import measure
 from trustrl.core.divergences.sampled import binary_kl, binary_tv, k1, k2, k3
 from trustrl.core.losses import policy_terms
-from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
+from trustrl.core.records import PolicyTokens, RolloutTokens, TopK, differentiable_once
 from trustrl.core.regions.decision import correction_factor
 from trustrl.core.regions.dispatch import decide
 from trustrl.core.regions.dppo import leaving
@@ -365,7 +365,7 @@ def _loss(region: Region, logp: Tensor, anchor_logp: Tensor, advantage: Tensor, 
 
 
 def _terms(region: Region, policy: PolicyTokens, rollout: RolloutTokens) -> Tensor:
-    tokens = clean_tokens(policy, rollout, region.needs())
+    tokens = clean_tokens(differentiable_once(policy), rollout, region.needs())
     return policy_terms(decide(tokens, region), tokens).value.reshape(rollout.in_loss.shape)
 
 

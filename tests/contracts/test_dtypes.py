@@ -84,3 +84,39 @@ def test_bf16_verdicts_of_dppo_also_match_the_unrounded_formulas(seed):
         clear = (distance - bound).abs() > 1e-5
         assert torch.equal((~out.decision.keep)[clear & w.in_loss], stop[clear & w.in_loss])
         assert (stop & w.in_loss).any()
+
+
+def moved_far(name, advantage):
+    """fp16 records of tokens that rose by 3 to 15 nats: above 11, the ratio alone is more than fp16 can hold."""
+    region = narrow_preset(name, 20)
+    needs = region.needs()
+    w = world(2, rows=2, width=8, vocabulary=40, drift=0.1, mismatch=0.0)
+    fall = torch.linspace(3.0, 15.0, 16, dtype=torch.float64).reshape(2, 8, 1)
+    sampled = torch.zeros_like(w.policy).scatter(-1, w.tokens.unsqueeze(-1), 1.0)
+    w.behavior = w.proximal = torch.log_softmax(w.policy - fall * sampled, -1)
+    w.policy = torch.log_softmax(w.policy + 2.0 * sampled, -1)
+    w.advantage = torch.full_like(w.advantage, advantage)
+    w.in_loss[:] = True
+    rollout = w.rollout(needs.anchor, dtype=torch.float16, k=needs.topk or K)
+    policy = w.policy_tokens(rollout, dtype=torch.float16)
+    reduction = trustrl.SequenceMeanTokenMean(num_sequences=1) if needs.reduction else trustrl.TokenSum()
+    return trustrl.policy_loss(policy, rollout, region, reduction=reduction), policy
+
+
+@pytest.mark.parametrize("advantage", [-0.47, 0.47])
+@pytest.mark.parametrize("name", PRESETS)
+def test_fp16_log_probs_get_finite_gradients_or_the_token_is_counted(name, advantage):
+    out, policy = moved_far(name, advantage)
+    out.loss.backward()
+    for x in (policy.logp, policy.topk_logp, policy.full_logp):
+        assert x.grad is None or x.grad.isfinite().all()
+    # Whatever has no gradient is masked by the region, too small for fp16, or counted as an overflow.
+    lost = out.decision.keep & (out.decision.weight.abs() > 1e-6) & (policy.logp.grad == 0)
+    assert lost.sum() <= out.sums.added["fault/overflow"]
+
+
+def test_an_fp16_gradient_that_would_be_infinite_is_counted():
+    out, policy = moved_far("spo", -0.47)
+    out.loss.backward()
+    assert out.sums.added["fault/overflow"] > 0
+    assert (policy.logp.grad == 0).sum() == out.sums.added["fault/overflow"]

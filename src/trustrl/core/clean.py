@@ -52,6 +52,9 @@ class CleanTokens:
     resolution: float
     """Smallest 1 − π and 1 − b that these log-probs can express."""
 
+    largest_term: float
+    """Largest term and coefficient that are not dropped; see `largest_term`."""
+
     advantage: Float[Tensor, " n"]
 
     in_loss: Bool[Tensor, " n"]
@@ -156,6 +159,7 @@ def clean_tokens(
         log_anchor=clean[needs.anchor].clamp(max=0.0),
         log_ratio=clean["policy"] - clean[needs.anchor],
         resolution=resolution_of(policy.logp, anchor_logp),
+        largest_term=largest_term(policy.logp.dtype),
         advantage=clean["advantage"],
         in_loss=in_loss,
         usable=usable,
@@ -168,6 +172,16 @@ def clean_tokens(
         staleness=staleness,
         num_rows=num_rows,
     )
+
+
+def largest_term(dtype: torch.dtype) -> float:
+    """Returns the largest term that is not dropped, for log-probs that arrive in `dtype`.
+
+    Below it, a sum of ten million terms does not overflow the loss, which is float32 or wider. Nor does the gradient
+    that a term and a penalty hand back in `dtype`: half of 65,504 for float16.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return min(torch.finfo(wide).max * 1e-7, torch.finfo(dtype).max / 2)
 
 
 def possible(logp: Float[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:

@@ -1,5 +1,6 @@
 """Per-token terms of the loss, exactly 0 on masked and unusable tokens."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,6 @@ class Terms(NamedTuple):
     overflow: Bool[Tensor, " n"]
 
 
-def largest_term(dtype: torch.dtype) -> float:
-    """Returns the largest term that is not dropped. Below it, a sum over ten million tokens cannot overflow."""
-    return torch.finfo(dtype).max * 1e-7
-
-
 def policy_terms(decision: Decision, tokens: CleanTokens) -> Terms:
     r"""Returns the region's loss per token.
 
@@ -35,8 +31,7 @@ def policy_terms(decision: Decision, tokens: CleanTokens) -> Terms:
     The coefficient is detached, so ∂ℓ_t/∂log π̃ = −M w A exactly. If the region maximizes an objective, ℓ_t has the
     negative objective as its value and the same gradient.
     """
-    dtype = tokens.logp.dtype
-    largest = largest_term(dtype)
+    dtype, largest = tokens.logp.dtype, tokens.largest_term
     # Blanked at A = 0 too: a weight of inf times an advantage of 0 is NaN, and the gradient is 0 anyway.
     coefficient = torch.where(decision.keep & (tokens.advantage != 0), decision.weight, 0.0) * tokens.advantage
     logp = decision.logp
@@ -75,7 +70,7 @@ def penalty_terms(
     else:
         value = penalty.coefficient * _kl_to_reference(penalty, policy, rollout, tokens)
     wanted = tokens.usable & keep if penalty.only_kept else tokens.usable
-    finite = value.detach().abs() <= largest_term(value.dtype)
+    finite = value.detach().abs() <= tokens.largest_term
     return Terms(torch.where(wanted & finite, value, 0.0), wanted & ~finite)
 
 
@@ -91,8 +86,9 @@ def _kl_to_reference(penalty: KLPenalty, policy: PolicyTokens, rollout: RolloutT
     estimate = {"k1": k1, "k2": k2, "k3": k3}[penalty.estimator](log_ratio)
     if penalty.unbiased:
         moved = tokens.logp - tokens.log_anchor.to(tokens.logp.dtype)
-        # A product above the largest term is dropped and counted; the exponent keeps its gradient finite until then.
-        estimate = estimate * torch.exp(moved.clamp(max=80.0))
+        # The estimate may be 0 where its gradient is not, so the factor itself must be below the largest term.
+        representable = representable & (moved.detach() <= math.log(tokens.largest_term))
+        estimate = estimate * torch.exp(torch.where(representable, moved, 0.0))
     if penalty.gradient == "score":
         estimate = estimate.detach() * (tokens.logp - tokens.logp.detach() + 1.0)
     return torch.where(representable, estimate, torch.nan)

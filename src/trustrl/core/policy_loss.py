@@ -15,7 +15,7 @@ from trustrl.core.checked_steps import checked
 from trustrl.core.clean import OnNonFinite
 from trustrl.core.diagnostics import Sums, raise_on_faults
 from trustrl.core.losses import penalty_terms
-from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.records import PolicyTokens, RolloutTokens, differentiable_once
 from trustrl.core.reductions import reduce_terms
 from trustrl.core.regions.decision import Decision
 from trustrl.core.steps import Impl, Steps, resolved, steps_for
@@ -27,7 +27,7 @@ class LossOutput:
     """Result of `policy_loss`."""
 
     loss: Float[Tensor, ""]
-    """Sum of all reduced terms. Call `.backward()` on it."""
+    """Sum of all reduced terms. Call `.backward()` on it. A second derivative raises: coefficients are detached."""
 
     terms: dict[str, Float[Tensor, ""]]
     """Each reduced term by name, detached: `policy`, and one for each penalty."""
@@ -135,6 +135,7 @@ class _Request(NamedTuple):
 
 def _loss(policy: PolicyTokens, request: _Request, steps: Steps) -> LossOutput:
     rollout, region, needs, reduction, penalties, on_nonfinite = request
+    policy = differentiable_once(policy)
     tokens, decision = steps.judge(policy, rollout, region, needs, on_nonfinite)
     loss, overflow = steps.reduced_loss(decision, tokens, reduction)
     terms = {"policy": loss.detach()}

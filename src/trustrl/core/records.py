@@ -4,7 +4,7 @@ Tensors are (B, T) with one row per sequence, or packed (N,) with `sequence_ids`
 devices when it is made. It does not check values, which would wait for the device; `trustrl.check` does.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from trustrl.config.statistics import ANCHORS, Anchor
 from trustrl.config.validators import one_of
 from trustrl.core.sampling import Sampling
 from trustrl.errors import RecordError
+from trustrl.kernels.derivatives import once
 from trustrl.kernels.given_ids import first_of_its_id
 
 
@@ -278,6 +279,14 @@ class PolicyTokens:
                 x = getattr(self.full_divergence, name)
                 if x is not None:
                     _same(f"PolicyTokens.full_divergence.{name}", x, self.logp, shape)
+
+
+def differentiable_once(policy: PolicyTokens) -> PolicyTokens:
+    """Returns the record with log-probs whose gradient raises if it is differentiated."""
+    names = ("logp", "topk_logp", "tail_logp", "full_logp")
+    given = {name: getattr(policy, name, None) for name in names}  # callers may pass anything until `check_pair`
+    guarded = {name: once(x) for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    return replace(policy, **guarded) if guarded else policy
 
 
 def check_pair(policy: PolicyTokens, rollout: RolloutTokens) -> None:

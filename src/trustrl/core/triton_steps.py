@@ -12,10 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from trustrl.config.axes import Needs
 from trustrl.config.terms import Reduction
-from trustrl.core.clean import CleanTokens, OnNonFinite, clean_divergence, clean_tokens, require_fields
+from trustrl.core.clean import CleanTokens, OnNonFinite, clean_divergence, clean_tokens, largest_term, require_fields
 from trustrl.core.diagnostics import LARGEST_LOG_RATIO, Sums, add_extra, count_sequences
 from trustrl.core.histograms import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
-from trustrl.core.losses import largest_term
 from trustrl.core.numerics import largest_exponent
 from trustrl.core.partition import (
     ANCHOR_NOISE,
@@ -86,7 +85,6 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         assert resolution is not None
         anchor_tail, policy_tail, tv, kl = rows.cells
         partition = CellSums(anchor_tail, policy_tail, tv, kl, resolution, columns)
-    names = _fault_names(needs, sound is not None, columns)
     counted = dict(zip(token_pass.SAMPLED_FAULTS + token_pass.COLUMN_FAULTS, rows.faults.unbind(), strict=True))
     both = rollout.behavior_logp is not None and rollout.proximal_logp is not None
     in_loss, num_rows = rollout.in_loss.reshape(-1), rows_as_sequences(rollout)
@@ -96,6 +94,7 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         log_anchor=rows.log_anchor,
         log_ratio=rows.log_ratio,
         resolution=resolution_of(policy.logp, getattr(rollout, f"{needs.anchor}_logp")),
+        largest_term=largest_term(policy.logp.dtype),
         advantage=rows.advantage,
         in_loss=in_loss,
         usable=rows.usable,
@@ -104,7 +103,7 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         sequences=sequences_of(rollout) if needs.sequences or num_rows is None else None,
         partition=partition,
         full_divergence=divergence,
-        faults={name: counted[name] for name in names},
+        faults={name: counted[name] for name in _fault_names(needs, sound is not None, columns)},
         staleness=None if versions is None else rows.staleness,
         num_rows=num_rows,
     )
@@ -166,7 +165,7 @@ class _Loss(Function):
             penalty=penalty,
             weights=weights,
         )
-        total, slope, overflow = token_pass.terms(given, largest_term(tokens.logp.dtype))
+        total, slope, overflow = token_pass.terms(given, tokens.largest_term)
         ctx.save_for_backward(slope, overflow, tokens.usable, weights)
         ctx.penalized = penalty is not None
         ctx.mark_non_differentiable(overflow)

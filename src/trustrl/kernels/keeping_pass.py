@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trustrl.kernels import chunked_pass
 from trustrl.kernels.chunked_pass import ForwardResult, Gradients, UpstreamGradients
+from trustrl.kernels.derivatives import once_differentiable
 from trustrl.kernels.kept_logits import KeptLogits, room_for
 from trustrl.kernels.pass_inputs import PassInputs
 from trustrl.kernels.vocab_pass_op import forward_live, gradients_alive, vocab_pass

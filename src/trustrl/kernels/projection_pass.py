@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from trustrl.kernels.derivatives import once_differentiable
 from trustrl.kernels.projection_kernels import project_backward_kernel, project_kernel
 from trustrl.kernels.recorded_columns import Columns
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from trustrl.kernels.derivatives import once_differentiable
 from trustrl.kernels.logprob_outputs import LogitSummary
 
 

@@ -24,7 +24,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from trustrl.config.regions import TROLL
 from trustrl.core.clean import CleanTokens
@@ -32,6 +31,7 @@ from trustrl.core.numerics import free_to_look
 from trustrl.core.partition import CellSums, Partition
 from trustrl.core.regions.decision import Decision, corrected
 from trustrl.core.sequences import sequence_mean
+from trustrl.kernels.derivatives import once_differentiable
 
 MAX_EVALUATIONS = 32
 SLACK = 1e-4
