@@ -311,6 +311,19 @@ def skyrl(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+@nox.parametrize("engine", ["TRL", "verl"])
+def precision(session: nox.Session, engine: str) -> None:
+    """Compares policies with themselves in every layout and precision, and writes docs/reference/precision.md.
+
+    Not in CI, which measures one bf16 layout of each engine: about ten minutes per engine.
+    """
+    install_engine(session, engine.lower())
+    rows = f"build/precision/{engine}.json"
+    session.run("python", "-m", "support.precision_layouts", engine, rows, env={"PYTHONPATH": "tests"})
+    session.run("python", "tools/precision.py", rows)
+
+
+@nox.session(python="3.11")
 def sources(session: nox.Session) -> None:
     """Tests engines that no package index has, at the checkouts in the folder $TRUSTRL_SOURCES.
 
