@@ -75,7 +75,7 @@ def sequence_rows(ids=(5, 6, 7), **more) -> SequenceRows:
         "group": [11] * len(ids), "task_id": ["sums"] * len(ids), "prompt_tokens": [4] * len(ids),
         "completion_tokens": list(range(1, len(ids) + 1)), "reward": [float(at) for at in range(len(ids))],
         "rewards": [{"correct": 0.5, "format": float(at)} for at in range(len(ids))],
-        "advantage": [-1.0] * len(ids), "stop_reason": ["length"] * len(ids),
+        "advantage": [-1.0] * len(ids), "stop_reason": ["length"] * len(ids), "replica": [str(at % 2) for at in ids],
         "prompt": [f"2 + {at}" for at in ids], "completion": [f"= {at + 2}" for at in ids],
     }  # fmt: skip
     return SequenceRows(sequence=ids, **usual | more)

@@ -159,6 +159,9 @@ class RolloutTokens:
     """Experts that a sampler with a mixture of experts used for `behavior_logp`, layer by layer. Only recorded: no
     region reads them."""
 
+    replica: Int[Tensor, "*rows"] | None = None
+    """Number of the sampler's replica behind each sequence, (B,), or of each packed token; below 0 if unknown."""
+
     sampling: Sampling | None = None
     """Sampling settings behind the recorded log-probs, compared with `PolicyTokens.sampling` if both are given."""
 
@@ -212,6 +215,9 @@ class RolloutTokens:
             _same("RolloutTokens.topk.ids", self.topk.ids, mask, (*mask.shape, self.topk.ids.shape[-1]))
         if self.full is not None:
             _same("RolloutTokens.full.logp", self.full.logp, mask, (*mask.shape, self.full.logp.shape[-1]))
+        if self.replica is not None:
+            _integer("RolloutTokens.replica", self.replica)
+            _same("RolloutTokens.replica", self.replica, mask, mask.shape[:1])
         if self.experts is not None:
             _integer("RolloutTokens.experts", self.experts)
             _same("RolloutTokens.experts", self.experts, mask, (*mask.shape, self.experts.shape[-1]))

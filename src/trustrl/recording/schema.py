@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trustrl.optional_imports import need
 
-VERSION = 3
+VERSION = 4
 """Version of the specification. Adding or dropping a column, or changing its meaning, increments it."""
 
 VERSION_KEY, REGION_KEY, STEP_KEY = b"trustrl.schema_version", b"trustrl.region", b"trustrl.step"
@@ -81,6 +81,7 @@ SEQUENCE_COLUMNS = (
     Column("advantage", "float32", "advantage of the sequence, if its tokens share one", since=3),
     Column("stop_reason", "string", "reason why sampling ended, as the engine names it", since=3),
     Column("text", "string", "name of the file in texts/ that holds prompt and completion", since=3),
+    Column("replica", "string", "address or rank of the sampler's replica that drew the sequence", since=4),
 )
 """Columns of the sequence table, in file order. A null is an unknown value."""
 

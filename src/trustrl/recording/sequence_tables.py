@@ -47,6 +47,9 @@ class SequenceRows:
     stop_reason: Sequence[str | None] | None = None
     """Reason why sampling ended, as the engine names it."""
 
+    replica: Sequence[str | None] | None = None
+    """Address or rank of the sampler's replica that drew the sequence."""
+
     prompt: Sequence[str | None] | None = None
     completion: Sequence[str | None] | None = None
 

@@ -14,10 +14,10 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
-from trustrl.engines.common import seam
+from trustrl.engines.common import replica_gaps, seam
 from trustrl.engines.refusals.trl import OLDEST_FUSED
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin
-from trustrl.errors import ConfigError, EngineError, MissingDataError, NonFiniteError, RecordError
+from trustrl.errors import ConfigError, EngineError, MissingDataError, NonFiniteError, RecordError, TrustRLWarning
 
 EDGE = 0.002
 REGION = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE))
@@ -209,6 +209,31 @@ def recording_func(network, *, width=K, versions=None, length=6, edit=None):
         return found
 
     return roll_out
+
+
+def test_a_server_that_the_function_names_and_that_does_not_follow_is_named(monkeypatch):
+    """The network of `b` is never synced: its log-probs are far from the trainer's."""
+    monkeypatch.setattr(replica_gaps, "FEWEST_TOKENS", 8)
+    behind = rollout_func(sampler_network())
+
+    @torch.no_grad()
+    def roll_out(prompts, trainer):
+        found = behind(prompts, trainer)
+        found["trustrl_replica"] = ["a", "b"] * (len(prompts) // 2)
+        for row, (prompt, completion) in enumerate(zip(found["prompt_ids"], found["completion_ids"], strict=True)):
+            if row % 2 == 0:  # `a` follows
+                logits = trainer.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+                own = logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])
+                found["logprobs"][row] = (own[:, 0] + 1e-3).tolist()
+        return found
+
+    trainer = trainer_of(roll_out=roll_out, given={"startup_checks": False})
+    with pytest.warns(TrustRLWarning, match=r"Replica b stands out at step 0: "):
+        trainer.train()
+    assert trainer.state.log_history[0]["trustrl/stale_replicas"] == 1
+    trainer = trainer_of(roll_out=roll_out, given={"startup_checks": False, "on_stale_replica": "raise"})
+    with pytest.raises(EngineError, match=r"Replica b .* Set on_stale_replica='warn' to train on"):
+        trainer.train()
 
 
 @fused

@@ -11,6 +11,7 @@ from trustrl.core.diagnostics import Sums, rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common.replica_watch import ReplicaWatch
 from trustrl.engines.common.step_check import StepCheck, warn_if_micro_batches_do_not_add_up
 from trustrl.engines.common.step_sums import on_host, over_ranks, share_of_one_rank
 from trustrl.recording import Recorder
@@ -31,16 +32,24 @@ class StepMetrics:
         metrics: The metrics to log.
         startup_checks: Whether to check the first step's token weights.
         recorder: Records tokens; None records nothing.
+        replicas: Compares the replicas of the sampler; None compares nothing.
     """
 
     def __init__(
-        self, check: StepCheck, metrics: Choice, *, startup_checks: bool, recorder: Recorder | None = None
+        self,
+        check: StepCheck,
+        metrics: Choice,
+        *,
+        startup_checks: bool,
+        recorder: Recorder | None = None,
+        replicas: ReplicaWatch | None = None,
     ) -> None:
         self._sums: dict[str, Sums] = {}
         self._check = check
         self._metrics: Choice = metrics
         self._first_step = startup_checks
         self._recorder = recorder
+        self._replicas = replicas
 
     def add(
         self,
@@ -72,6 +81,8 @@ class StepMetrics:
             recorder.add(out, policy, rollout, sequences=sequences, step=trainer.state.global_step)
         ranks, anchor = trainer.accelerator.num_processes, trainer._needs.anchor
         added = share_of_one_rank(out.sums, weights, ranks) + _extremes(out, policy, rollout, anchor)
+        if self._replicas is not None and mode == "train":
+            added = added + self._replicas.sums(policy, rollout)
         added.added["rows_with_tokens"] = rollout.in_loss.any(-1).double().mean() / ranks
         added.added["micro_batches"] = weights.new_ones(()).double() / ranks
         before = self._sums.get(mode)
@@ -88,10 +99,12 @@ class StepMetrics:
             weight = total.added["loss_weight"].item()
             warn_if_micro_batches_do_not_add_up(trainer.args.loss_type, weight, filled.item())
             self._first_step = False
-        found = rates(total)
+        found, more = rates(total), _clip_metrics(total)
         if mode == "train":
             self._check.check(found, total)
-        for name, value in {**chosen(found, self._metrics), **_clip_metrics(total)}.items():
+            if self._replicas is not None:
+                more |= self._replicas.check(total, trainer.state.global_step)
+        for name, value in {**chosen(found, self._metrics), **more}.items():
             trainer._metrics[mode][name].append(value)
 
 

@@ -21,6 +21,7 @@ from trustrl.engines.common.kept_columns import KeptColumn
 from trustrl.engines.common.kept_policy import anchor_fields, padded_kept
 from trustrl.engines.common.loss_seam import SCORE, Score
 from trustrl.engines.common.region_needs import Behavior, sources
+from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.vocabulary_read import at_completions
 from trustrl.engines.trl.asking_model import AskingModel
@@ -233,6 +234,7 @@ def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampli
         topk=topk,
         version=inputs["trustrl_version"],
         turn=inputs.get("trustrl_turn"),
+        replica=inputs.get(REPLICA),
         kept_ids=inputs.get("trustrl_kept_ids"),
         experts=inputs.get("trustrl_experts"),
         sampling=sampling,

@@ -1,6 +1,7 @@
 """Sequences of TRL's rollouts in the token record: their ids, texts, rewards and groups."""
 
 import math
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -45,11 +46,12 @@ class RolloutRows:
         """
         self._scored = (inputs, completion_ids_list, rewards)
 
-    def name(self, rollout: dict[str, Any]) -> dict[str, Tensor]:
+    def name(self, rollout: dict[str, Any], replicas: Sequence[str | None] | None = None) -> dict[str, Tensor]:
         """Records the sequences of a training rollout, and returns the tensor of ids to add to it.
 
         Args:
             rollout: The result of TRL's `_generate_and_score_completions`.
+            replicas: The replica that sampled each sequence, or None if it is unknown.
         """
         step, mask = self._trainer.state.global_step, rollout["completion_mask"]
         before, number = self._last
@@ -59,10 +61,17 @@ class RolloutRows:
         scored, self._scored = self._scored, None
         chosen = self._recorder.sampled(ids).nonzero().squeeze(1).tolist()
         if chosen:
-            self._recorder.add_sequences(self._rows(rollout, ids, scored, chosen), step=step)
+            self._recorder.add_sequences(self._rows(rollout, ids, scored, chosen, replicas), step=step)
         return {SEQUENCE: ids.to(mask.device)}
 
-    def _rows(self, rollout: dict[str, Any], ids: Tensor, scored: Any, chosen: list[int]) -> SequenceRows:
+    def _rows(
+        self,
+        rollout: dict[str, Any],
+        ids: Tensor,
+        scored: Any,
+        chosen: list[int],
+        replicas: Sequence[str | None] | None,
+    ) -> SequenceRows:
         trainer = self._trainer
         on_rank, first = len(ids), trainer.accelerator.process_index * len(ids)
         groups = [(first + row) // trainer.num_generations for row in chosen]
@@ -91,6 +100,7 @@ class RolloutRows:
             prompt_tokens=[len(one) for one in prompts],
             completion_tokens=[len(one) for one in completions],
             stop_reason=["stop" if one and one[-1] in ends else "length" for one in completions],
+            replica=None if replicas is None else [replicas[row] for row in chosen],
             prompt=trainer.processing_class.batch_decode(prompts, skip_special_tokens=False),
             completion=trainer.processing_class.batch_decode(completions, skip_special_tokens=True),
             **more,

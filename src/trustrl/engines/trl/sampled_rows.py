@@ -6,7 +6,8 @@ need no code here. A `rollout_func` returns them as fields, one entry per comple
     {"prompt_ids": ..., "completion_ids": ..., "logprobs": ...,
      "trustrl_topk": [(ids, logp), ...],   # (T, K) each; id −1 where no token was sampled
      "trustrl_version": [[12, 12, 13], ...],  # the trainer's step whose weights drew each token
-     "trustrl_kept": [[[5, 9], [7], ...], ...]}  # the ids that top-p, top-k, or min-p kept at each token
+     "trustrl_kept": [[[5, 9], [7], ...], ...],  # the ids that top-p, top-k, or min-p kept at each token
+     "trustrl_replica": ["10.0.0.7:8000", ...]}  # the server that sampled each completion
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trustrl.engines.common.kept_columns import KeptColumn, check_limit, column_of, require_kept
+from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import missing_logps
 from trustrl.engines.vllm.decode_record import RecordedLogprob
 from trustrl.errors import EngineError, MissingDataError, RecordError
@@ -31,6 +33,7 @@ class SampledRows(NamedTuple):
     topk: list[Any] | None = None
     version: list[Any] | None = None
     kept: list[Any] | None = None
+    replica: list[Any] | None = None
 
 
 NOT_RECORDED = SampledRows()
@@ -52,7 +55,7 @@ def take(generated: tuple[Any, ...]) -> SampledRows:
             raise missing_logps(absent, sum(len(row) for row in part))
     fields = next((part for part in generated if isinstance(part, dict)), {})
     rows = next((part for part in generated if _holds_records(part)), None)
-    return SampledRows(rows, *(fields.pop(name, None) for name in (TOPK, VERSION, KEPT)))
+    return SampledRows(rows, *(fields.pop(name, None) for name in (TOPK, VERSION, KEPT, REPLICA)))
 
 
 def topk_tensors(rows: SampledRows, rollout: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:

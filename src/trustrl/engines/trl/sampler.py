@@ -1,13 +1,15 @@
 """vLLM as TRL's sampler: its options, its weight sync, and the records that it makes while it decodes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from trustrl.engines.common.replica_watch import OnStaleReplica, ReplicaWatch
+from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import SERVER, truncated
-from trustrl.errors import ConfigError, EngineError
+from trustrl.errors import ConfigError, EngineError, RecordError
 
 VLLM_DEFAULT_MAX_LOGPROBS = 20
 
@@ -109,6 +111,41 @@ def prepare(trainer: Any, asked: Asked) -> None:
         from trustrl.engines.vllm.routed_experts import record_routing
 
         record_routing(generation.llm)
+
+
+def replica_watch(trainer: Any, on_stale: OnStaleReplica) -> ReplicaWatch:
+    """Returns the check of the sampler's replicas. Every rank knows those of TRL itself: its colocated engines."""
+    names = [str(number) for number in range(_own_replica(trainer.accelerator.num_processes - 1, trainer) + 1)]
+    return ReplicaWatch(on_stale, warns=trainer.accelerator.is_main_process, names=names if trainer.use_vllm else ())
+
+
+def replicas_of(trainer: Any, recorded: list[Any] | None, count: int) -> Sequence[str | None] | None:
+    """Returns the replica that sampled each completion of this rank; None if transformers generates.
+
+    Args:
+        trainer: TRL's trainer.
+        recorded: The replicas that a `rollout_func` returned, or None.
+        count: The number of completions.
+
+    Raises:
+        RecordError: If a `rollout_func` returned another number of replicas.
+    """
+    if getattr(trainer, "rollout_func", None) is None:
+        own = str(_own_replica(trainer.accelerator.process_index, trainer))
+        return [own for _ in range(count)] if trainer.use_vllm else None
+    if recorded is not None and len(recorded) != count:
+        raise RecordError(f"{REPLICA} must have one entry per completion, got {len(recorded)} for {count}.")
+    names = [None if name is None else str(name) for name in recorded or [None] * count]
+    trainer._replicas.agree(names)  # one gather per rollout: only the function knows its servers
+    return names
+
+
+def _own_replica(rank: int, trainer: Any) -> int:
+    """Returns the number of the vLLM engine that samples for a rank. A server is one replica."""
+    generation = getattr(trainer, "vllm_generation", None)
+    if generation is None or generation.mode != "colocate":
+        return 0
+    return rank // generation.tensor_parallel_size
 
 
 def record_while_decoding(generation: Any, asked: Asked) -> None:

@@ -28,7 +28,8 @@ from trustrl.engines.common.kept_policy import padded_kept
 from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, require_seam
 from trustrl.engines.common.region_callback import RegionState
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
-from trustrl.engines.common.sampler_fields import MAX_KEPT
+from trustrl.engines.common.replica_watch import OnStaleReplica
+from trustrl.engines.common.sampler_fields import MAX_KEPT, REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
 from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
@@ -74,6 +75,7 @@ class TrustRegionMixin(LossSeamMixin):
         startup_checks: bool = True,
         on_nonfinite: OnNonFinite = "drop",
         max_dropped_share: float = MAX_DROPPED_SHARE,
+        on_stale_replica: OnStaleReplica = "warn",
         metrics: Choice = "core",
         recording: Recording | None = None,
         vllm_options: dict[str, Any] | None = None,
@@ -96,6 +98,8 @@ class TrustRegionMixin(LossSeamMixin):
             on_nonfinite: See `trustrl.policy_loss`.
             max_dropped_share: Largest share of a step's tokens that may be dropped for faults; above it the step
                 raises. 1 never raises.
+            on_stale_replica: What to do about a replica of the sampler that does not follow the trainer's weights:
+                "warn", "raise", or "ignore". A replica is a colocated engine, or a server that a `rollout_func` names.
             metrics: The metrics to log: "core" for about eight, "all" for every one. See `trustrl metrics`.
             recording: The tokens to write to disk, with both sides and the region's decision; None writes nothing.
             vllm_options: Arguments for vLLM's `LLM` (colocate mode) that TRL has no setting for, such as `dtype`.
@@ -132,7 +136,7 @@ class TrustRegionMixin(LossSeamMixin):
         check_settings(self.args, region, behavior, **more)
         base = _base_model(self.model)
         check_model(self, region, output_layer=adapted_head(base))
-        self._vocabulary = None
+        self._vocabulary, self._replicas = None, sampler.replica_watch(self, on_stale_replica)
         self._rollout_heads: dict[bool, Head] = {}
         """The output layer at the weights of the current rollout; True for training, False for evaluation."""
         if self._needs.topk or self._needs.full or truncated:
@@ -146,11 +150,11 @@ class TrustRegionMixin(LossSeamMixin):
             self._needs, behavior, mismatch=measure_mismatch, sampling=self._sampling,
             logps=super()._get_per_token_logps_and_entropies,
         )  # fmt: skip
-        check = self._step_check(behavior, max_dropped_share)
-        recorder = self._tokens_recorder(recording)
-        self._region_metrics = StepMetrics(check, metrics, startup_checks=startup_checks, recorder=recorder)
-        self._trl_metrics = TrlMetrics()
-        self._first_loss, self._num_losses = startup_checks, 0
+        self._region_metrics = StepMetrics(
+            self._step_check(behavior, max_dropped_share), metrics, startup_checks=startup_checks,
+            recorder=self._tokens_recorder(recording), replicas=self._replicas,
+        )  # fmt: skip
+        self._trl_metrics, self._first_loss, self._num_losses = TrlMetrics(), startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
 
     def _tokens_recorder(self, recording: Recording | None) -> Recorder | None:
@@ -212,8 +216,13 @@ class TrustRegionMixin(LossSeamMixin):
         )
         if training:
             self._sampler_check.run(self, rollout)
+        replicas = (
+            sampler.replicas_of(self, self._sampled.replica, len(rollout["completion_ids"])) if training else None
+        )
+        if replicas is not None:
+            added[REPLICA] = self._replicas.numbers(replicas).to(rollout["completion_ids"].device)
         if training and self._rows is not None:
-            added |= self._rows.name(rollout)
+            added |= self._rows.name(rollout, replicas)
             if self._asked.experts:
                 added["trustrl_experts"] = sampled_rows.experts_tensor(self._sampled, rollout["completion_ids"])
         return {**rollout, **added}

@@ -19,7 +19,7 @@ from trustrl.config.axes import Needs
 from trustrl.core.records import TopK
 from trustrl.engines.common.kept_columns import KeptColumn, column_of, require_kept
 from trustrl.engines.common.kept_policy import padded_kept
-from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS
+from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS, REPLICA
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.verl.response_layout import aligned_with_responses, check_rows, like_responses, padded
 from trustrl.errors import EngineError, MissingDataError
@@ -136,6 +136,11 @@ def _lengths(data: Any) -> list[int]:
     """Returns the number of response tokens of each sequence."""
     mask = data["response_mask"]
     return mask.offsets().diff().tolist() if mask.is_nested else [mask.shape[1]] * len(mask)
+
+
+def replicas(data: Any) -> list[str | None]:
+    """Returns the name of the server that sampled each sequence; None if it is unknown, or several did."""
+    return [extra.get(REPLICA) for extra in extra_fields(data)]
 
 
 def versions(data: Any, sent: Mapping[int, int]) -> dict[str, Tensor]:

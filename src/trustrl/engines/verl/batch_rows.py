@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trustrl.engines.verl.anchors import extra_fields
+from trustrl.engines.verl.anchors import extra_fields, replicas
 from trustrl.engines.verl.response_layout import padded
 from trustrl.recording import Recorder, SequenceRows, sequence_ids
 
@@ -62,8 +62,10 @@ def sequence_rows(data: Any, sequences: Tensor, chosen: list[int], model: Any) -
     if tokenizer is not None:
         more["prompt"] = tokenizer.batch_decode(prompts, skip_special_tokens=False)
         more["completion"] = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    servers = replicas(data)
     return SequenceRows(
         sequence=sequences[chosen].tolist(),
+        replica=[servers[row] for row in chosen],
         group=None if uid is None else [_group(uid[row]) for row in chosen],
         task_id=None if task is None else [task[row] for row in chosen],
         prompt_tokens=[len(one) for one in prompts],

@@ -56,6 +56,9 @@ class RegionLossConfig(PolicyLossConfig):
     """Largest number of ids that top-p or top-k may keep at a token; more are an error. None if tokens are drawn from
     the whole vocabulary. `python -m trustrl.engines.verl` sets it for truncated sampling."""
 
+    on_stale_replica: str = "warn"
+    """Response to a replica of the sampler that does not follow the trainer's weights: "warn", "raise" or "ignore"."""
+
     recording: dict[str, Any] | None = None
     """The tokens to write to disk, in the form that `trustrl.recording.Recording.of` reads; None writes nothing."""
 

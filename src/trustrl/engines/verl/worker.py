@@ -31,6 +31,8 @@ from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import record_environment, region_settings, seam
+from trustrl.engines.common.replica_watch import ReplicaWatch
+from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
 from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
 from trustrl.engines.verl import anchors, first_update, loss_context, run_settings, stock_record
@@ -97,6 +99,9 @@ class RegionWorker(TrainingWorker):
             setting="policy_loss.max_dropped_share",
             warns=speaks,
         )
+        self._replicas = ReplicaWatch(
+            policy_loss.get("on_stale_replica", "warn"), setting="policy_loss.on_stale_replica", warns=speaks
+        )
         self._bypass = True
         self._vocabulary = None
         self._truncated = policy_loss.get("max_kept", None) is not None
@@ -152,7 +157,7 @@ class RegionWorker(TrainingWorker):
         if self._region is None:
             return self._train_as_verl(data)
         anchors.check(self._needs, data)
-        self._bypass = self._everywhere(anchors.bypassed(data))
+        (self._bypass,) = self._everywhere(anchors.bypassed(data))
         if self._truncated:
             data.update(anchors.kept(data))
         self._own_anchor = False
@@ -160,8 +165,12 @@ class RegionWorker(TrainingWorker):
             if self._vocabulary is not None:
                 self._vocabulary.remember_head()
             data.update(self._record_anchor(data))
-        versions = anchors.versions(data, self._sent)
-        if self._everywhere(bool(versions)):  # ranks add up the same sums
+        versions, replicas = anchors.versions(data, self._sent), anchors.replicas(data)
+        versioned, numbered = self._everywhere(bool(versions), self._replicas.knows(replicas))
+        if not numbered:
+            self._replicas.agree(replicas, self.engine.get_data_parallel_group())
+        data[REPLICA] = self._replicas.numbers(replicas).to(data["response_mask"].device)
+        if versioned:  # ranks add up the same sums
             data.update(versions)
         elif reads_ages(self._region):
             raise MissingDataError(
@@ -180,7 +189,7 @@ class RegionWorker(TrainingWorker):
             self._recorder.end_step(self._num_steps, total)
         if total is not None:
             self._check.check(found, total)
-            found = chosen(found, self._metrics) | clip_metrics(total)
+            found = chosen(found, self._metrics) | clip_metrics(total) | self._replicas.check(total, self._num_steps)
         if out is not None:
             metrics = tu.get(out, "metrics")
             tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
@@ -250,17 +259,17 @@ class RegionWorker(TrainingWorker):
             region_settings.warn_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
         return out
 
-    def _everywhere(self, fact: bool) -> bool:
-        """Returns whether a fact holds on every rank. A forward pass that only some ranks run would never return."""
+    def _everywhere(self, *facts: bool) -> list[bool]:
+        """Returns whether each fact holds on every rank. A forward pass that only some run would never return."""
         group = self.engine.get_data_parallel_group()
-        known = torch.tensor(int(fact), device=get_device_id())
+        known = torch.tensor([int(fact) for fact in facts], device=get_device_id())
         torch.distributed.all_reduce(known, op=torch.distributed.ReduceOp.MIN, group=group)
-        return bool(known.item())
+        return [bool(fact) for fact in known.tolist()]
 
     def _loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         """Runs verl's loss of one micro-batch with the region in it."""
         assert self._region is not None
-        rollout: dict[str, Any] = {"token_ids": padded(data["responses"])}
+        rollout: dict[str, Any] = {"token_ids": padded(data["responses"]), "replica": data[REPLICA]}
         policy: dict[str, Any] = {}
         if anchors.VERSION in data.keys():  # noqa: SIM118 - a TensorDict
             rollout["version"], policy["version"] = padded(data[anchors.VERSION]), self._num_steps
@@ -294,6 +303,8 @@ class RegionWorker(TrainingWorker):
     ) -> None:
         """Adds the sums of one micro-batch, records its tokens, and checks the ratio before the first step."""
         self._step.add(share_of_one_rank(out.sums, weights, ranks))
+        if self._step.updates == 1:  # later updates train other weights
+            self._step.add(self._replicas.sums(policy, rollout))
         if self._recorder is not None:
             assert sequences is not None
             update = max(self._step.updates - 1, 0)

@@ -145,6 +145,7 @@ class VLLMReplica(CPUReplica):
     """`rollout.name=vllm_cpu`; `rollout.engine_kwargs.vllm_cpu` holds `python` and arguments for vLLM's `LLM`."""
 
     returns_routing = True
+    server_class = VLLMServer
 
     def started(self, limits: Limits, options: dict[str, Any]) -> Any:
         """Starts the server in vLLM's environment.
@@ -164,7 +165,7 @@ class VLLMReplica(CPUReplica):
             **given,
         }
         return (
-            ray.remote(VLLMServer)
+            ray.remote(self.server_class)
             .options(**options, runtime_env=environment)
             .remote(
                 self.path,

@@ -6,6 +6,7 @@ recorded_gap    the sampler-trainer gap in recorded tokens
 gap_classes     the gap by probability, position, id, turn and age of tokens
 harm            signs that a run was harmed
 signal_rules    rules for the training signal: non-finite values, cut completions, equal rewards, entropy
+replica_rules   rule for a replica of the sampler that does not follow the trainer
 sampler_rules   rules for the gap between sampler and trainer
 step_rules      rules for how far updates move the policy
 unchecked       what the files could not show

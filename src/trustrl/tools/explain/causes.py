@@ -13,6 +13,8 @@ HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
     "reward": "rises, or stays near its best",
     "held-out accuracy": "rises",
     "entropy change": "below 0.3 for the three largest",
+    "trustrl/stale_replicas": "0",
+    "trustrl/replica_gap_max": "near that of the other replicas",
     "frac_reward_zero_std": "below 0.5",
     "frac_reward_nan": "0",
     "clip_share": "a few percent",

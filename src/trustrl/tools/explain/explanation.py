@@ -8,7 +8,7 @@ from trustrl.errors import RecordError
 from trustrl.runner.run_verdict import NO_METRICS
 from trustrl.runs.open_run import open_run
 from trustrl.runs.run import Missing, Run
-from trustrl.tools.explain import sampler_rules, signal_rules, step_rules
+from trustrl.tools.explain import replica_rules, sampler_rules, signal_rules, step_rules
 from trustrl.tools.explain.causes import Cause, Number, ranked
 from trustrl.tools.explain.evidence import Evidence
 from trustrl.tools.explain.gap_classes import GapClass, classes_of
@@ -21,6 +21,7 @@ NOTHING = "nothing found"
 RULES = (
     signal_rules.non_finite_values,
     signal_rules.completions_cut_off,
+    replica_rules.stale_replica,
     sampler_rules.stale_weights,
     sampler_rules.truncated_support,
     sampler_rules.wrong_temperature,
