@@ -21,10 +21,6 @@ MESSAGE = (
 )
 
 
-class SecondDerivativeError(RuntimeError):
-    """Request for a second derivative of a loss or a kernel that has none."""
-
-
 class _Refused(Function):
     """Identity on a gradient. Its own gradient raises."""
 
@@ -39,7 +35,7 @@ class _Refused(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise SecondDerivativeError(MESSAGE)
+        raise RuntimeError(MESSAGE)
 
 
 class _Once(Function):
@@ -84,10 +80,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Any) -> Any:
         with torch.no_grad():
-            found: tuple[Any, ...] = backward(ctx, *gradients)
+            results: tuple[Any, ...] = backward(ctx, *gradients)
         if not torch.is_grad_enabled():  # an ordinary backward pass
-            return found
+            return results
         known = [x for x in (*ctx.saved_tensors, *gradients) if isinstance(x, Tensor) and x.requires_grad]
-        return tuple(refused(x, *known) if isinstance(x, Tensor) and known else x for x in found)
+        return tuple(refused(x, *known) if isinstance(x, Tensor) and known else x for x in results)
 
     return wrapped
