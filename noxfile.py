@@ -347,6 +347,8 @@ def losses(session: nox.Session) -> None:
     folders = [f"tests/engines/{name}" for name in engines]
     session.run("pytest", "-n", "2", "--dist", "loadfile", *folders, *session.posargs)
     session.run("pytest", *guides)  # in a separate process: one of them registers, as the tests have
+    older = other_release(session, "tinker", "0.36.0")  # its client sends by other methods than 0.38's
+    session.run("pytest", "-n", "2", "tests/engines/tinker", env={"PYTHONPATH": older})
 
 
 @nox.session(python="3.11")
@@ -459,6 +461,13 @@ def pins(session: nox.Session) -> None:
     """Resolves the wheel with every engine release and extra that the docs name; see tools/pins.py."""
     install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "pins"))
     session.run("python", "tools/pins.py", *session.posargs)
+
+
+@nox.session(python="3.11")
+def newest(session: nox.Session) -> None:
+    """Tries the newest release of each engine over its pinned environment; see tools/newest.py. Not in CI."""
+    install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "pins"))
+    session.run("python", "tools/newest.py", *session.posargs)
 
 
 @nox.session(python="3.11")

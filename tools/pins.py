@@ -81,6 +81,7 @@ ENGINES = (
     *_rows("ms-swift 4.6.0", "ms-swift==4.6.0", [""], TOOLS, tests="`swift`"),
     *_rows("axolotl 0.19.0", "axolotl==0.19.0", [""], TOOLS, tests="`axolotl`"),
     *_rows("OpenRLHF 0.11.2", "openrlhf==0.11.2", ["", "vllm"], OPENRLHF_TOOLS, tests="`openrlhf`"),
+    *_rows("tinker 0.38.0", "tinker==0.38.0", [""], TOOLS, tests="`losses`"),
     *_rows("tinker 0.36.0", "tinker==0.36.0", [""], TOOLS, tests="`losses`"),
     *_rows("Trinity-RFT 0.6.0", "trinity-rft==0.6.0", [""], TOOLS, tests="`losses`"),
     *_rows("RLinf 0.3.0", "rlinf==0.3.0", [""], TOOLS, tests="`losses`"),

@@ -1,6 +1,6 @@
 """A Qwen2.5-VL of 100,000 weights, its processor without torchvision, and prompts with none, one or two images."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -16,7 +16,7 @@ from trustrl.core.records import FullVocabulary
 PATCH, MERGED = 4, 2
 START, END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 SPECIAL = ["<pad>", "<eos>", "<unk>", START, END, IMAGE, VIDEO]
-IMAGE_ID = SPECIAL.index(IMAGE)
+START_ID, END_ID, IMAGE_ID, VIDEO_ID = (SPECIAL.index(word) for word in (START, END, IMAGE, VIDEO))
 VOCABULARY, K = 112, 12
 SIDES = [(16, 16), (24, 16), (16, 32), (32, 24)]
 TEMPLATE = (
@@ -55,14 +55,14 @@ def model(seed: int = 0) -> Any:
         "patch_size": PATCH, "spatial_merge_size": MERGED, "temporal_patch_size": 2, "window_size": 16,
         "fullatt_block_indexes": [1], "in_channels": 3, "initializer_range": 0.25,
     }  # fmt: skip
-    ids = {name: SPECIAL.index(word) for name, word in zip(TOKEN_IDS, (START, END, IMAGE, VIDEO), strict=True)}
+    ids = {
+        "vision_start_token_id": START_ID, "vision_end_token_id": END_ID, "image_token_id": IMAGE_ID,
+        "video_token_id": VIDEO_ID,
+    }  # fmt: skip
     torch.manual_seed(seed)
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)
     )
-
-
-TOKEN_IDS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -128,3 +128,66 @@ def loss(
     rollout |= {"advantage": advantages, "in_loss": in_loss, "token_ids": tokens, "proximal_logp": proximal}
     reduction = TokenWeights(weights)
     return trustrl.policy_loss(PolicyTokens(**policy), RolloutTokens(**rollout), region, reduction=reduction)
+
+
+class Row(NamedTuple):
+    """A sequence with its images, as verl carries them."""
+
+    prompt: Tensor
+    response: Tensor
+    pixels: Tensor | None
+    """(patches, numbers of a patch); None without images."""
+
+    grid: Tensor | None
+    """(images, 3): patches over time, height and width."""
+
+    @property
+    def ids(self) -> Tensor:
+        return torch.cat([self.prompt, self.response])
+
+    def passed(self) -> dict[str, Tensor]:
+        """The model's arguments for the images."""
+        return {} if self.pixels is None else {"pixel_values": self.pixels, "image_grid_thw": self.grid}
+
+    def positions(self, network: Any) -> Tensor:
+        """(4, tokens): of the text, then over time, height and width, as verl computes them."""
+        text = torch.arange(len(self.ids))
+        if self.grid is None:
+            return text.expand(4, -1)
+        kinds = (self.ids == IMAGE_ID).long().unsqueeze(0)
+        where, _ = network.model.get_rope_index(self.ids.unsqueeze(0), kinds, image_grid_thw=self.grid)
+        return torch.cat([text.unsqueeze(0), where[:, 0]])
+
+
+COUNTS = (1, 0, 2, 0, 0, 1)
+"""Images of each row. Each micro-batch of two or three rows has some: verl 0.9.1 fails on one that has none."""
+
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.7, -1.2, 0.3, -0.9])
+LONGEST = 8
+
+
+def rows() -> list[Row]:
+    """Ragged sequences with images of four sizes."""
+    draw = torch.Generator().manual_seed(5)
+    made = []
+    for number, count in enumerate(COUNTS):
+        grids = [(1, *(side // PATCH for side in SIDES[(number + more) % 4])) for more in range(count)]
+        marks = [id for _, h, w in grids for id in (START_ID, *[IMAGE_ID] * (h * w // MERGED**2), END_ID)]
+        prompt = torch.tensor([20 + number, *marks, 30, 31])
+        response = torch.randint(10, 100, (LONGEST - number % 3,), generator=draw)
+        patches = torch.randn(sum(h * w for _, h, w in grids), 3 * 2 * PATCH**2, generator=draw)
+        images = (patches, torch.tensor(grids)) if count else (None, None)
+        made.append(Row(prompt, response, *images))
+    return made
+
+
+def distribution(network: Any, sequences: list[Row], temperature: float) -> Tensor:
+    """(B, R, V) log-probs of the responses, each sequence by itself, padded on the right."""
+    found = []
+    for row in sequences:
+        logits = network(
+            input_ids=row.ids.unsqueeze(0), position_ids=row.positions(network).unsqueeze(1), **row.passed()
+        )
+        logp = (logits.logits[0, len(row.prompt) - 1 : -1] / temperature).log_softmax(-1)
+        found.append(torch.nn.functional.pad(logp, (0, 0, 0, LONGEST - len(row.response))))
+    return torch.stack(found)

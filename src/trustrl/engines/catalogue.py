@@ -152,7 +152,7 @@ ENGINES = (
     Engine(
         name="tinker",
         package="tinker",
-        versions=("0.36.0",),
+        versions=("0.38.0", "0.36.0"),
         module="trustrl.engines.tinker",
         start='forward_backward_custom(data, loss_hook(trustrl.preset("dppo-binary-tv")))',
         tested="called",

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -131,7 +132,7 @@ def test_the_hook_in_tinkers_own_client_sends_the_oracles_gradient_with_a_fake_s
 
     def gradient(batch):
         sent.clear()
-        result = asyncio.run(run_in_client(FakeService(batch, sent), data_of(batch), loss_fn))
+        result = FakeService(batch, sent).forward_backward_custom(data_of(batch), loss_fn).result()
         assert all(type(value) is float for value in result.metrics.values())
         assert "trustrl/masked_share" in result.metrics
         return -torch.stack([datum.loss_fn_inputs["weights"].to_torch() for datum in sent["backward"]])
@@ -146,24 +147,27 @@ def test_a_handle_without_an_upload_in_tinkers_own_client_with_a_fake_service(na
 
     def gradient(batch):
         sent.clear()
-        asyncio.run(run_in_client(FakeService(batch, sent), traced_data(data_of(batch)), handle))
+        FakeService(batch, sent).forward_backward_custom(traced_data(data_of(batch)), handle).result()
         return -torch.stack([datum.loss_fn_inputs["weights"].to_torch() for datum in sent["backward"]])
 
     parity.check(name, gradient, weights(name))
 
 
-async def run_in_client(service, data, loss_fn):
-    return await training_client.TrainingClient.forward_backward_custom_async(service, data, loss_fn)
+class FakeService(training_client.TrainingClient):
+    """tinker's own training client, whose requests are answered from a batch instead of the service, and kept.
 
-
-class FakeService:
-    """The parts of a training client that reach tinker's service: they answer from a batch and keep what is sent."""
-
-    _get_custom_loss_forward_data = training_client.TrainingClient._get_custom_loss_forward_data
+    tinker 0.36 makes them in `forward_async` and `forward_backward_async`, and 0.38 in `_run_fwd_bwd`, in chunks.
+    """
 
     def __init__(self, batch, sent):
         self._batch, self._sent = batch, sent
-        self.holder = SimpleNamespace(get_session_id=lambda: SESSION)
+        limits = SimpleNamespace(fwdbwd_max_chunk_bytes_count=10**9, fwdbwd_max_chunk_len=4)
+        self.holder = SimpleNamespace(
+            get_session_id=lambda: SESSION,
+            _client_config=limits,
+            run_coroutine_threadsafe=lambda request: FakeFuture(asyncio.run(request)),
+        )
+        self._request_id_lock, self._request_id_counter = threading.Lock(), 0
 
     async def forward_async(self, data, loss_fn, loss_fn_config):
         rows = [{"logprobs": types.TensorData.from_torch(row.detach())} for row in self._batch.logp]
@@ -173,13 +177,20 @@ class FakeService:
         self._sent["backward"] = data
         return FakeFuture(types.ForwardBackwardOutput("", [], {"loss:sum": 0.0}))
 
+    def _run_fwd_bwd(self, requests, loss_fn, loss_fn_config, *, forward_only):
+        run = self.forward_async if forward_only else self.forward_backward_async
+        return FakeFuture(run([datum for chunk in requests for datum in chunk.data], loss_fn, loss_fn_config))
+
 
 class FakeFuture:
     def __init__(self, result):
         self._result = result
 
-    async def result_async(self, timeout=None):
+    def result(self):
         return self._result
+
+    async def result_async(self, timeout=None):
+        return await (await self._result).result_async() if inspect.iscoroutine(self._result) else self._result
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +199,7 @@ def fake_combined_future(monkeypatch):
     monkeypatch.setattr(
         training_client,
         "_CombinedAPIFuture",
-        lambda futures, transform, holder: transform([f._result for f in futures]),
+        lambda futures, transform, holder: FakeFuture(transform([future.result() for future in futures])),
     )
 
 
