@@ -311,16 +311,30 @@ def skyrl(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-@nox.parametrize("engine", ["TRL", "verl"])
+@nox.parametrize("engine", ["TRL", "verl", "Megatron", "VeOmni"])
 def precision(session: nox.Session, engine: str) -> None:
     """Compares policies with themselves in every layout and precision, and writes docs/reference/precision.md.
 
     Not in CI, which measures one bf16 layout of each engine: about ten minutes per engine.
     """
-    install_engine(session, engine.lower())
+    install_engine(session, "trl" if engine == "TRL" else "verl")
+    if engine in ("Megatron", "VeOmni"):
+        install_pinned(session, f"verl-{engine.lower()}")
     rows = f"build/precision/{engine}.json"
     session.run("python", "-m", "support.precision_layouts", engine, rows, env={"PYTHONPATH": "tests"})
     session.run("python", "tools/precision.py", rows)
+
+
+@nox.session(python="3.11")
+def gpu(session: nox.Session) -> None:
+    """Runs tests/gpu/run.py without a GPU, each part in the environment that another session made. Not in CI."""
+    install_core(session, "test")
+    folder = Path(session.virtualenv.location).parent
+    homes = {"kernels": "trl_vllm", "trl": "trl", "verl": "verl", "verl-megatron": "verl_megatron"}
+    homes["main_ppo"] = "verl_megatron"
+    pythons = [f"--python={part}={folder / name / 'bin/python'}" for part, name in homes.items()]
+    name_vllm(session)
+    session.run("python", "tests/gpu/run.py", "--cpu", *pythons, *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -1,4 +1,4 @@
-"""A head sharded over 2 and 4 real processes (gloo): the same results as the whole head, and no logits on the wire."""
+"""A head sharded over 2 and 4 real processes (gloo, or NCCL on GPUs): the same results as the whole head, and no logits on the wire."""
 
 import multiprocessing
 
@@ -6,10 +6,12 @@ import pytest
 import torch.multiprocessing as mp
 
 from support import vocab_ranks as work
+from support.devices import need_ranks
 
 
 def on_ranks(check, ranks, folder):
     """Runs a check in processes that are forked from one which has torch imported, and has used none of it."""
+    need_ranks(ranks)
     multiprocessing.get_context("forkserver").set_forkserver_preload([
         "torch", "torch.distributed.tensor.debug", "trustrl.core.token_logprobs",
     ])  # fmt: skip

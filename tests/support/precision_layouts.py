@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import self_divergence as own
+from support.devices import ON_GPU, need_ranks
 from support.rendezvous import TESTS, own_environment, python_path
 
 HALVES = ("bf16", "fp16")
+WIDE_AND_BF16 = ("fp32", "bf16")
+WITHOUT_GPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Layout(NamedTuple):
@@ -40,6 +43,19 @@ LAYOUTS = {
         "FSDP1, two ranks": Layout(2, {"strategy": "fsdp"}),
         "Ulysses on two ranks": Layout(2, {"remove_padding": True, "ulysses": 2}),
     },
+    # verl's optimizer for fp16 on Megatron needs transformer-engine, and so a GPU.
+    "Megatron": {
+        "one rank": Layout(precisions=WIDE_AND_BF16),
+        "tensor parallel 2": Layout(2, {"tp": 2}, WIDE_AND_BF16),
+        "pipeline parallel 2": Layout(2, {"pp": 2}, WIDE_AND_BF16),
+        "context parallel 2": Layout(2, {"cp": 2}, WIDE_AND_BF16),
+        "experts, expert parallel 2": Layout(2, {"moe": True, "ep": 2}, WIDE_AND_BF16),
+    },
+    "VeOmni": {
+        "two ranks, padded": Layout(2, {"packed": False}, HALVES),
+        "Ulysses on two ranks": Layout(2, {"ulysses": 2}, ("bf16",)),
+        "experts, expert parallel 2": Layout(2, {"moe": True, "expert_parallel": 2}, ("bf16",)),
+    },
 }
 
 
@@ -61,19 +77,24 @@ def run(engine: str, name: str, precision: str, model: str, kinds: Any = tuple(o
         if engine == "TRL":
             _on_trl(layout.ranks, arguments)
         else:
-            from support.verl_launch import on_ranks  # needs no verl, and is verl's
+            from support.verl_launch import LOADED, ON_MEGATRON, on_ranks  # needs no verl, and is verl's
 
-            on_ranks("verl_precision.py", layout.ranks, *arguments)
+            script, where = {
+                "verl": ("verl_precision.py", "verl"),
+                "Megatron": ("megatron_precision.py", "verl_megatron"),
+                "VeOmni": ("veomni_precision.py", "verl_veomni"),
+            }[engine]
+            modules = ON_MEGATRON if engine == "Megatron" else LOADED
+            on_ranks(script, layout.ranks, *arguments, folder=where, modules=modules)
         return json.loads(out.read_text())
 
 
 def _on_trl(ranks: int, arguments: list[Any]) -> None:
+    need_ranks(ranks)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
     done = subprocess.run(
         [*map(str, [*launcher, TESTS / "support/trl_precision_worker.py", *arguments])],
-        env=own_environment(
-            ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=python_path()
-        ),
+        env=own_environment(PYTHONPATH=python_path(), **{} if ON_GPU else WITHOUT_GPU),
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -60,8 +60,8 @@ class Tokens(NamedTuple):
     advantages: Tensor
 
 
-def model_folder(folder: Path, **more: Any) -> str:
-    """Saves the model that every engine loads, with a tokenizer."""
+def model_folder(folder: Path, *, experts: int = 0, **more: Any) -> str:
+    """Saves the model that every engine loads, with a tokenizer. With experts, a token goes to two of them."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -73,7 +73,13 @@ def model_folder(folder: Path, **more: Any) -> str:
     words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(VOCABULARY)}, unk_token="w2"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(folder)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**shape | more))
+    if experts:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        shape |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, norm_topk_prob=True, decoder_sparse_step=1))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape | more))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim > 1:
@@ -163,15 +169,22 @@ class Measured(NamedTuple):
         return max(self.tv, self.kl / 2, self.log_ratio) <= self.bound and not self.masked
 
 
-def measured(seen: list[tuple[Any, Any, Any]], precision: str, *, regrouped: bool = False) -> Measured:
+def measured(
+    seen: list[tuple[Any, Any, Any]], precision: str, *, regrouped: bool = False, extra_cells: int = 1
+) -> Measured:
     """Returns the largest differences over all micro-batches of an update.
 
     Args:
         seen: What `watched` collected.
         precision: The dtype of the products, a key of `UNITS`.
         regrouped: Whether the anchor was recorded in other micro-batches than the update's.
+        extra_cells: Ids outside the top K whose logits only the recording pass computes in float32.
     """
-    return merged([_measured(*one, precision, regrouped) for one in seen if one[2].in_loss.any()])
+    found = [_measured(*one, precision, extra_cells) for one in seen if one[2].in_loss.any()]
+    if not regrouped:
+        return merged(found)
+    more = _regrouped() if precision == "fp32" else None  # without a bound in 16 bits
+    return merged([one._replace(bound=None if more is None else one.bound + more) for one in found])
 
 
 def merged(parts: list[Measured]) -> Measured:
@@ -181,7 +194,7 @@ def merged(parts: list[Measured]) -> Measured:
     return Measured(max(tv), max(kl), max(log_ratio), sum(masked), sum(num), all(wide), bound)
 
 
-def _measured(out: Any, policy: Any, rollout: Any, precision: str, regrouped: bool) -> Measured:
+def _measured(out: Any, policy: Any, rollout: Any, precision: str, extra_cells: int) -> Measured:
     on = rollout.in_loss
     logp, anchor = policy.logp.detach()[on], rollout.proximal_logp[on].double()
     weight = out.decision.weight[on].double()
@@ -191,9 +204,7 @@ def _measured(out: Any, policy: Any, rollout: Any, precision: str, regrouped: bo
     else:
         tv, kl = _over_cells(*_cells(policy, rollout, on))
     wide = not any(torch.equal(logp, logp.to(half).to(logp.dtype)) for half in (torch.bfloat16, torch.float16))
-    bound = _reordered(policy, on, precision) if rollout.topk is not None else 0.0
-    if regrouped:
-        bound = bound + _regrouped() if precision == "fp32" else None
+    bound = _reordered(policy, on, precision, extra_cells) if rollout.topk is not None else 0.0
     masked = int((~out.decision.keep[on]).sum())
     return Measured(tv.max().item(), kl.abs().max().item(), log_ratio, masked, int(on.sum()), wide, bound)
 
@@ -220,13 +231,13 @@ def _over_cells(policy: Tensor, anchor: Tensor) -> tuple[Tensor, Tensor]:
     return (policy.exp() - anchor.exp()).abs().sum(-1) / 2, (anchor.exp() * gap).sum(-1)
 
 
-def _reordered(policy: Any, on: Tensor, precision: str) -> float:
-    """Bound for a top-K: another order of the sums, and one cell that only the recording pass computes in float32."""
+def _reordered(policy: Any, on: Tensor, precision: str, extra_cells: int) -> float:
+    """Bound for a top-K: another order of the sums, and the cells that only the recording pass computes in float32."""
     wide = UNITS["fp32"]
     sums = 2 * wide * (VOCABULARY + 8 + 3 * (LARGEST_LOGIT + math.log(VOCABULARY)))
     logit = (2 * HIDDEN * wide + (UNITS[precision] if precision != "fp32" else 0.0)) * LARGEST_LOGIT
-    smallest = torch.minimum(policy.topk_logp.detach()[on].amin(-1), policy.tail_logp.detach()[on]).double().exp()
-    return sums + math.expm1(logit) * smallest.max().item()
+    smallest, tail = (x.detach()[on].double().exp() for x in (policy.topk_logp.amin(-1), policy.tail_logp))
+    return sums + math.expm1(logit) * torch.minimum(extra_cells * smallest, tail).max().item()
 
 
 def _regrouped() -> float:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from support import self_divergence as own, trl_world as world
+from support.devices import DEVICE, start_process_group
 from trustrl.engines.trl import trainer as adapter
 
 ROWS = 2
@@ -30,8 +31,8 @@ def sharded(model, precision):
     )  # fmt: skip
     plugin.set_mixed_precision(precision)
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), is_main_process=dist.get_rank() == 0,
-        mixed_precision=precision, torch_device_mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
+        state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device(DEVICE), is_main_process=dist.get_rank() == 0,
+        mixed_precision=precision, torch_device_mesh=init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
         parallelism_config=SimpleNamespace(fsdp_dim_names=("fsdp",)),
     )  # fmt: skip
     model = fsdp2_prepare_model(accelerator, model)
@@ -66,6 +67,7 @@ def measured(folder, layout, precision, kind):
     }  # fmt: skip
     if trainer._needs.full:
         trainer._remember_head()
+    rollout = {name: x.to(trainer.accelerator.device) for name, x in rollout.items()}
     rollout |= trainer._recorder.record(trainer.model, rollout, version=0, rows=ROWS)
     with own.watched(adapter) as seen:
         for start in range(0, len(own.LENGTHS), ROWS):
@@ -87,7 +89,7 @@ def main(folder, out, about, kinds, layout):
     torch.set_num_threads(1)
     precision = about["precision"]
     if layout.get("fsdp2"):
-        dist.init_process_group("gloo")
+        start_process_group()
     rows = own.cells(partial(measured, folder, layout, precision), kinds, **about)
     if int(os.environ.get("RANK", 0)) == 0:
         Path(out).write_text(json.dumps(rows))

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from support import trl_world as world
+from support.devices import DEVICE
 from trustrl import DPPO, TROLL, BinaryTV, FullKL, TopKTV
 from trustrl.engines.trl import record
 
@@ -43,7 +44,7 @@ def num_ranks():
 
 
 def shard(model, sharding):
-    mesh = init_device_mesh("cpu", (num_ranks(),))
+    mesh = init_device_mesh(DEVICE, (num_ranks(),))
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     if sharding == "norm and head":
@@ -75,7 +76,7 @@ def move(model, width=0.01):
             module.reshard()
     g = torch.Generator().manual_seed(1)
     for p in model.parameters():
-        step = width * torch.randn(p.shape, generator=g)
+        step = width * torch.randn(p.shape, generator=g).to(p.device)
         p.add_(distribute_tensor(step, p.device_mesh, p.placements) if isinstance(p, DTensor) else step)
 
 
@@ -95,7 +96,7 @@ def run(name, average, wrapping=None):
         shard(trainer.model, wrapping)
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
     model.train()
-    inputs = my_rows()
+    inputs = {name: x.to(trainer.accelerator.device) for name, x in my_rows().items()}
     if trainer._needs.full:
         trainer._remember_head()
     inputs |= trainer._recorder.record(trainer.model, inputs, version=0, rows=rows)
@@ -103,7 +104,7 @@ def run(name, average, wrapping=None):
     trainer.state.global_step = 3
     trainer._compute_loss(model, inputs).backward()
     gradients = {
-        key.removeprefix("module."): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        key.removeprefix("module."): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu()
         for key, p in model.named_parameters()
     }
     return gradients, {key: values[-1] for key, values in trainer._metrics["train"].items() if "/" in key}

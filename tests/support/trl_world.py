@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import trustrl
+from support.devices import ON_GPU
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 
 VOCABULARY, PROMPT, COMPLETION, TOP = 128, 6, 12, 20
@@ -44,7 +45,7 @@ def tiny_model(config: type = Qwen3Config, kind: type = Qwen3ForCausalLM, *, see
 def settings(**more: Any) -> GRPOConfig:
     """TRL's settings, the same for both trainers."""
     usual = {
-        "output_dir": _FOLDER.name, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [],
+        "output_dir": _FOLDER.name, "use_cpu": not ON_GPU, "bf16": False, "gradient_checkpointing": False, "report_to": [],
         "per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "num_generations": 2,
         "max_completion_length": COMPLETION, "disable_tqdm": True, "save_strategy": "no", "seed": 0,
     }  # fmt: skip

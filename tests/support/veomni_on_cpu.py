@@ -1,4 +1,4 @@
-"""VeOmni on a CPU, for tests: float32 throughout, and two kernels in plain torch where VeOmni's need a GPU.
+"""VeOmni on a CPU, for tests: float32 throughout unless asked otherwise, and two kernels in plain torch where VeOmni's need a GPU.
 
 VeOmni names both places for other kernels. Its exchange of tokens and heads between ranks is unchanged.
 """
@@ -21,10 +21,10 @@ ATTENTION, EXPERTS = "flash_attention_2", "fused_cpu"
 TRITON = "veomni.ops.kernels.moe._kernels.kernel.group_gemm"
 
 
-def install() -> None:
+def install(param_dtype: str = "float32") -> None:
     # verl's settings choose between 16 bits and a mixture; errors below 1e-5 need 32.
-    engine.MixedPrecisionConfig = partial(engine.MixedPrecisionConfig, param_dtype="float32")
-    engine.VeOmniEngineWithLMHead._autocast_dtype = torch.float32
+    engine.MixedPrecisionConfig = partial(engine.MixedPrecisionConfig, param_dtype=param_dtype)
+    engine.VeOmniEngineWithLMHead._autocast_dtype = getattr(torch, param_dtype)
     flash._flash_attention_forward = _attention
     found = SimpleNamespace(
         flash_attn_func=_attention, flash_attn_varlen_func=_attention

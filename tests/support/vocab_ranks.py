@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trustrl
+from support.devices import BACKEND, DEVICE, take
 from trustrl.core.token_logprobs import AnchorStates, VocabShard
 from trustrl.kernels.kept_logprobs import kept_logprobs
 
@@ -30,7 +31,9 @@ def world():
     ids = torch.randint(-1, V, (N, K), generator=g)
     ids[:, 1] = ids[:, 0]
     ids[0] = torch.arange(K)  # one row with every given id on the first rank
-    return normal(N, D), normal(V, D), normal(V), token, ids, (normal(N, D), normal(V, D))
+    drawn = normal(N, D), normal(V, D), normal(V), token, ids, normal(N, D), normal(V, D)
+    *rest, other, other_head = (x.to(DEVICE) for x in drawn)
+    return *rest, (other, other_head)
 
 
 def results(case, part, shard, impl="chunked", dtype=torch.float64):
@@ -50,10 +53,11 @@ def results(case, part, shard, impl="chunked", dtype=torch.float64):
     if out.topk is not None:
         found |= {"top logp": out.topk.logp, "top ids": out.topk.ids}
     g = torch.Generator().manual_seed(1)
-    total = torch.zeros(())
+    total = torch.zeros((), device=DEVICE)
     for x in found.values():
         if x.is_floating_point():
-            total = total + (torch.where(x.isfinite(), x, 0.0) * torch.randn(x.shape, generator=g)).sum()
+            factors = torch.randn(x.shape, generator=g).to(DEVICE)
+            total = total + (torch.where(x.isfinite(), x, 0.0) * factors).sum()
     total.backward()
     grads = {n: x.grad for n, x in zip(("d hidden", "d head", "d bias"), leaves, strict=True) if x.grad is not None}
     return {n: x.detach() for n, x in found.items()} | grads
@@ -78,7 +82,8 @@ class Payloads(TorchDispatchMode):
 def start(rank, ranks, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    take(rank)
+    dist.init_process_group(BACKEND, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
 
 
 def edges(ranks):
@@ -123,7 +128,7 @@ def kept_results(part, shard):
     leaves = [x.clone().requires_grad_() for x in (hidden, head[part], bias[part])]
     logp = kept_logprobs(leaves[0], leaves[1], ids, temperature=0.8, bias=leaves[2], softcap=3.0, shard=shard)
     g = torch.Generator().manual_seed(1)
-    (torch.where(ids >= 0, logp, 0.0) * torch.randn(ids.shape, generator=g)).sum().backward()
+    (torch.where(ids >= 0, logp, 0.0) * torch.randn(ids.shape, generator=g).to(DEVICE)).sum().backward()
     return {"logp": logp.detach()} | {f"d {n}": x.grad for n, x in zip(("hidden", "head", "bias"), leaves, strict=True)}
 
 
@@ -163,7 +168,7 @@ def count(rank, ranks, folder):
 
 def control(rank, ranks, folder):
     start(rank, ranks, folder)
-    logits = torch.zeros(N, V // 2)
+    logits = torch.zeros(N, V // 2, device=DEVICE)
     with Payloads() as payloads:
         dist.all_gather_into_tensor(logits.new_empty(2 * N, V // 2), logits)
     assert [size for _, size in payloads.sizes] == [4 * N * (V // 2)]

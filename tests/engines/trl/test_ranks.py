@@ -18,6 +18,7 @@ pytest.importorskip("pyarrow")
 from safetensors.torch import load_file
 
 from support import trl_ranks_worker as work, trl_world as world
+from support.devices import ON_GPU, need_ranks
 from support.rendezvous import python_path
 from trustrl.recording import read, read_sequences
 
@@ -46,7 +47,8 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", WORKER, folder]
     # `accelerate launch --cpu --num_processes 2` would start one process; the worker asserts that there are two.
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": python_path()}
+    environment = os.environ | {"PYTHONPATH": python_path()} | ({} if ON_GPU else {"ACCELERATE_USE_CPU": "true"})
+    need_ranks(2)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-5000:]
     return TwoRanks(folder)

@@ -16,7 +16,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import TrainingWorkerConfig
 
-from support import regions_oracle as oracle, ulysses_attention
+from support import devices, regions_oracle as oracle, ulysses_attention
 from support.verl_step import gradient_of
 from trustrl.engines.verl import RegionWorker
 
@@ -79,13 +79,13 @@ def whole_gradient(engine):
     module = engine.module
     if isinstance(module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
-            return torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad])
-    return torch.cat([p.grad.full_tensor().flatten() for p in module.parameters() if p.requires_grad])
+            return torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad]).cpu()
+    return torch.cat([p.grad.full_tensor().flatten() for p in module.parameters() if p.requires_grad]).cpu()
 
 
 def main(folder, out, how):
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")  # verl would ask for two backends, and both would be the CPU's
+    devices.start_process_group()  # on a CPU, verl would ask for two backends, and both would be the CPU's
     if how.get("strategy") == "fsdp":  # verl's default on GPUs; on a CPU torch would refuse to broadcast the weights
         fsdp1._check_module_states_for_sync_module_states = lambda *_: None
         EngineRegistry.register(model_type="language_model", backend=["fsdp"], device="cpu")(FSDPEngineWithLMHead)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
 from verl.workers.engine_workers import TrainingWorkerConfig
 
-from support import megatron_shards as shards, moe_oracle, regions_oracle as oracle
+from support import devices, megatron_shards as shards, moe_oracle, product_rounding, regions_oracle as oracle
 from support.verl_step import as_verl_carries, gradient_of, with_random_routes
 from trustrl.engines.verl import RegionWorker, megatron_pass
 
@@ -26,9 +26,10 @@ DEFAULTS = {
     "tp": 1, "pp": 1, "vpp": None, "cp": 1, "ep": 1, "etp": None, "sequence_parallel": True, "packed": True,
     "moe": False, "replay": "disabled", "recompute": False, "tied": False, "layers": 2, "pad_vocabulary": None,
     "micro": 2, "only": None, "unsummed": False, "routed_natively": False,
-    "vocabulary": False, "dtype": "float32", "mbridge": True,
+    "vocabulary": False, "dtype": "float32", "mbridge": True, "recorded": 3, "distributed_optimizer": False,
 }  # fmt: skip
-"""`only` chooses one case, `vocabulary` those that read more than the sampled token. Two controls must fail: `unsummed` leaves out the sum of the hidden states' gradient over
+"""`only` chooses one case, `vocabulary` those that read more than the sampled token. `recorded` sequences make a
+micro-batch of the pass that records π'. The distributed optimizer leaves each replica a part of the gradient. Two controls must fail: `unsummed` leaves out the sum of the hidden states' gradient over
 tensor-parallel ranks; `routed_natively` lets the oracle's router choose its own experts under replay."""
 
 WITHOUT_CUDA = dict.fromkeys(
@@ -63,9 +64,9 @@ def training_worker(folder, how, kind=Moved):
         tensor_model_parallel_size=how["tp"], pipeline_model_parallel_size=how["pp"],
         virtual_pipeline_model_parallel_size=how["vpp"], context_parallel_size=how["cp"],
         expert_model_parallel_size=how["ep"], expert_tensor_parallel_size=how["etp"],
-        use_distributed_optimizer=False,  # it leaves each replica a part of the gradient
+        use_distributed_optimizer=how["distributed_optimizer"],
         vanilla_mbridge=how["mbridge"], use_dynamic_bsz=False,
-        micro_batch_size_per_gpu=how["micro"], infer_micro_batch_size_per_gpu=3, forward_only=False,
+        micro_batch_size_per_gpu=how["micro"], infer_micro_batch_size_per_gpu=how["recorded"], forward_only=False,
         use_remove_padding=how["packed"], override_transformer_config=override,
     )  # fmt: skip
     object.__setattr__(engine, "dtype", how["dtype"])  # verl's settings allow 16 bits alone; errors of 5e-6 need 32
@@ -133,9 +134,7 @@ def model_folder(how):
 def main(out, how):
     how, warned = DEFAULTS | how, []
     warnings.showwarning = lambda message, *_: warned.append(str(message))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    devices.start_process_group()
     if how["pad_vocabulary"]:
         pad_vocabulary(how["pad_vocabulary"])
     if how["unsummed"]:
@@ -151,13 +150,16 @@ def main(out, how):
         if how["only"] not in (None, name) or (how["vocabulary"] and not (needs.topk or needs.full or case.truncated)):
             continue
         batch = oracle.batch(folder, replica, case)
-        found = gradient_of(
-            worker, case.region, batch, case.mode, gradient=main_gradients, carried=carried, **case.settings
-        )
+        with product_rounding.watched(megatron_pass) as readings:
+            found = gradient_of(
+                worker, case.region, batch, case.mode, gradient=main_gradients, carried=carried, **case.settings
+            )
         wanted = oracle.expected(folder, replicas, case)
         error = error_over_ranks(found["gradient"], shards.of_rank(engine, wanted.by_name))
         results[name] = {key: found[key] for key in ("keep", "weight", "metrics", "bytes_per_token")}
         results[name] |= {"error": error, "wanted_keep": wanted.keep, "wanted_weight": wanted.weight}
+        by_megatron = how["tp"] > 1 and how["sequence_parallel"]
+        results[name] |= {"rounding": product_rounding.over_ranks(readings, summed_later=by_megatron)}
     if engine.is_mp_src_rank_with_outputs() and replica == 0:
         Path(out).write_text(json.dumps({"replicas": replicas, "cases": results, "warnings": warned}))
     dist.barrier()

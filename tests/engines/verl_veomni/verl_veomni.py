@@ -22,9 +22,9 @@ from trustrl.engines.verl import RegionWorker
 
 DEFAULTS = {
     "ulysses": 1, "expert_parallel": 1, "packed": True, "recompute": False, "moe": False, "replay": "disabled",
-    "routed_natively": False, "only": None,
+    "routed_natively": False, "only": None, "recorded": 3,
 }  # fmt: skip
-"""`only` chooses one case. `routed_natively` is a control that must fail: the oracle's router chooses its own experts
+"""`only` chooses one case. `recorded` sequences make a micro-batch of the pass that records π'. `routed_natively` is a control that must fail: the oracle's router chooses its own experts
 under replay."""
 
 
@@ -45,20 +45,20 @@ class Moved(RegionWorker):
         return out
 
 
-def training_worker(folder, how):
+def training_worker(folder, how, kind=Moved):
     experts = veomni_on_cpu.EXPERTS if how["expert_parallel"] > 1 else "eager"
     engine = VeOmniEngineConfig(
         ulysses_parallel_size=how["ulysses"], expert_parallel_size=how["expert_parallel"], mixed_precision=True,
         attn_implementation=veomni_on_cpu.ATTENTION if how["ulysses"] > 1 else "eager", moe_implementation=experts,
         use_remove_padding=how["packed"], use_dynamic_bsz=False, micro_batch_size_per_gpu=2,
-        infer_micro_batch_size_per_gpu=3, use_torch_compile=False, forward_only=False,
+        infer_micro_batch_size_per_gpu=how["recorded"], use_torch_compile=False, forward_only=False,
     )  # fmt: skip
     object.__setattr__(engine.router_replay, "mode", how["replay"])
     model = HFModelConfig(
         path=folder, use_remove_padding=how["packed"], enable_gradient_checkpointing=how["recompute"],
         override_config={"attn_implementation": "eager"},
     )  # fmt: skip
-    made = Moved(
+    made = kind(
         config=TrainingWorkerConfig(
             model_type="language_model", model_config=model, engine_config=engine, checkpoint_config=None,
             optimizer_config=VeOmniOptimizerConfig(lr=0.0, total_training_steps=10),
