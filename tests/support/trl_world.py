@@ -12,6 +12,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 import trustrl
 from support.devices import ON_GPU
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 
 VOCABULARY, PROMPT, COMPLETION, TOP = 128, 6, 12, 20
@@ -169,7 +170,9 @@ def batch(
     if advantages_per_token:
         inputs["advantages"] = inputs["advantages"][:, None] * torch.linspace(-0.5, 1, COMPLETION)
     in_loss = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    return inputs | {
+    where = TokenPlaces.of_mask(in_loss.bool())
+    wide = {"positions": where.column, "topk_ids": where.of(top.indices.int()), "topk_logp": where.of(top.values)}
+    return inputs | {f"trustrl_{name}": where.split(x) for name, x in wide.items()} | {
         "num_items_in_batch": in_loss.sum() * steps_per_generation,
         "old_per_token_logps": before,
         "ref_per_token_logps": reference,
@@ -178,9 +181,14 @@ def batch(
         "trustrl_version": torch.full(before.shape, -1),
         "trustrl_behavior_logp": before,
         "trustrl_proximal_logp": before,
-        "trustrl_topk_ids": top.indices.int(),
-        "trustrl_topk_logp": top.values,
     }
+
+
+def laid_out(batch: dict[str, Any], name: str, fill: float = 0) -> Tensor:
+    """A tensor per sequence that our trainer added to a batch, as (B, T, ...)."""
+    where = TokenPlaces.of_columns(batch["trustrl_positions"], batch["completion_ids"].shape)
+    x = torch.cat(batch[name])
+    return x.new_full((*where.shape, *x.shape[1:]), fill).index_put((where.row, where.column), x)
 
 
 class Result(NamedTuple):

@@ -152,6 +152,9 @@ class RolloutTokens:
     turn: Int[Tensor, "*batch"] | None = None
     """Number of the request that sampled each token, from 0: one per turn of a tool loop."""
 
+    position: Int[Tensor, "*batch"] | None = None
+    """Position of each token in its response, for the token record. By default tokens are counted."""
+
     kept_ids: Int[Tensor, "*batch kept"] | None = None
     """Ids that top-p, top-k or min-p left to sample from; below 0 for padding. None without truncation."""
 
@@ -187,7 +190,7 @@ class RolloutTokens:
             if getattr(self, name) is not None:
                 _floating(f"RolloutTokens.{name}", getattr(self, name))
                 _same(f"RolloutTokens.{name}", getattr(self, name), mask, mask.shape)
-        for name in ("token_ids", "sequence_ids", "version", "turn"):
+        for name in ("token_ids", "sequence_ids", "version", "turn", "position"):
             if getattr(self, name) is not None:
                 _integer(f"RolloutTokens.{name}", getattr(self, name))
                 _same(f"RolloutTokens.{name}", getattr(self, name), mask, mask.shape)

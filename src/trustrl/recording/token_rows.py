@@ -125,10 +125,11 @@ class HostCopy:
         if self.in_loss.ndim == 2:
             row = here // self.in_loss.shape[1]
             columns["sequence"] = self.sequences[row]
-            columns["position"] = (here - row * self.in_loss.shape[1]).int()
+            counted = here - row * self.in_loss.shape[1]
         else:
             columns["sequence"] = self.sequences[here]
-            columns["position"] = _place_in_sequence(self.sequences)[here].int()
+            counted = _place_in_sequence(self.sequences)[here]
+        columns.setdefault("position", counted.int())
         return Rows(*self.shared, columns)
 
 
@@ -166,7 +167,7 @@ def copied_to_host(
         "proximal_logp": rollout.proximal_logp, "policy_logp": policy.logp, "entropy": policy.entropy,
     }  # fmt: skip
     whole = {"token_id": _int32(rollout.token_ids), "sampler_version": _int32(rollout.version)}
-    whole["turn"] = _int32(rollout.turn)
+    whole |= {"turn": _int32(rollout.turn), "position": _int32(rollout.position)}
     if out is not None:
         lower, upper = out.decision.divergence or (None, None)
         floats |= {"weight": out.decision.weight, "divergence_lower": lower, "divergence_upper": upper}

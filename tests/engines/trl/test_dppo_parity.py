@@ -152,12 +152,12 @@ def test_where_the_sampled_id_is_outside_the_top_k_trl_replaces_the_kth_id_and_w
     del inputs["sampling_per_token_logps"]  # 1.8.0's sampler was its trainer, and ours records its own
     recorded = trainer._recorder.record(trainer.model, inputs, version=-1, rows=6)
     on = rollout["completion_mask"].bool()
-    outside = on & ~(recorded["trustrl_topk_ids"] == rollout["completion_ids"].unsqueeze(-1)).any(-1)
+    ids = world.laid_out(inputs | recorded, "trustrl_topk_ids", -1).long()
+    outside = on & ~(ids == rollout["completion_ids"].unsqueeze(-1)).any(-1)
     inside = on & ~outside
     assert min(inside.sum(), outside.sum()) >= 10
 
     # What is recorded: the same, but for the last id where the sampled one has taken its place.
-    ids = recorded["trustrl_topk_ids"].long()
     assert torch.equal(ids[inside], rollout["sampling_topk_token_ids"][inside])
     assert torch.equal(ids[outside][:, :-1], rollout["sampling_topk_token_ids"][outside][:, :-1])
     assert torch.equal(rollout["completion_ids"][outside], rollout["sampling_topk_token_ids"][outside][:, -1])
@@ -167,7 +167,7 @@ def test_where_the_sampled_id_is_outside_the_top_k_trl_replaces_the_kth_id_and_w
     world.drift(trainer.model, 0.02)
     seen = world.spy(monkeypatch)
     world.result(trainer, inputs | recorded)
-    ours = seen[0][0].decision.divergence.lower.float()
+    ours = torch.zeros(on.shape).masked_scatter(on, seen[0][0].decision.divergence.lower.float())
     torch.testing.assert_close(ours[inside], theirs[inside], atol=2e-6, rtol=1e-5)
     lost = (ours - theirs)[outside]
     assert lost.min() >= -2e-6

@@ -234,10 +234,11 @@ def test_what_we_add_to_a_rollout_stays_with_its_tokens():
     ).train()
     assert len(seen) == 3
     for inputs in seen:
-        sampled = inputs["trustrl_topk_ids"] == inputs["completion_ids"].unsqueeze(-1)
+        sampled = world.laid_out(inputs, "trustrl_topk_ids", -1) == inputs["completion_ids"].unsqueeze(-1)
         assert sampled.any(-1).float().mean() > 0.3
         expected = inputs["old_per_token_logps"].unsqueeze(-1).expand(sampled.shape)[sampled]
-        torch.testing.assert_close(inputs["trustrl_topk_logp"][sampled], expected, rtol=1e-4, atol=1e-4)
+        logp = world.laid_out(inputs, "trustrl_topk_logp")[sampled]
+        torch.testing.assert_close(logp, expected, rtol=1e-4, atol=1e-4)
 
 
 # ── what TRL gives today ────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,7 +25,7 @@ def narrowed(model):
     """A micro-batch with 20 recorded ids where TROLL asks for 64."""
     inputs = world.batch(model)
     for name in ("trustrl_topk_ids", "trustrl_topk_logp"):
-        inputs[name] = inputs[name][..., :20]
+        inputs[name] = [x[:, :20] for x in inputs[name]]
     inputs.pop("trustrl_topk_tail_logp", None)
     return inputs
 

@@ -19,6 +19,7 @@ from trl import GRPOConfig
 
 import trustrl
 from support.tiny_models import save_model
+from support.trl_world import laid_out
 from trustrl.engines.common.kept_columns import column_of
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 from trustrl.recording import Recording, read
@@ -44,16 +45,16 @@ class Watched(TrustRegionGRPOTrainer):
             gap = (batch["trustrl_behavior_logp"] - sampled)[on].abs()
             report |= {"gap_mean": gap.mean().item(), "gap_max": gap.max().item()}
         if "trustrl_topk_ids" in batch:
-            ids = batch["trustrl_topk_ids"].long()
-            here = on[..., None] & (ids >= 0) & batch["trustrl_topk_logp"].isfinite()
-            gap = (batch["trustrl_topk_logp"] - truth.gather(-1, ids.clamp(min=0)))[here].abs()
+            ids, logp = laid_out(batch, "trustrl_topk_ids", -1).long(), laid_out(batch, "trustrl_topk_logp")
+            here = on[..., None] & (ids >= 0) & logp.isfinite()
+            gap = (logp - truth.gather(-1, ids.clamp(min=0)))[here].abs()
             report |= {"top_gap_mean": gap.mean().item(), "top_gap_max": gap.max().item(), "k": ids.shape[-1]}
         if self.forget_kept:  # as if nothing had been removed
             whole = [range(self.model.config.vocab_size)]
             batch["trustrl_kept"] = [column_of(whole * len(column.counts)) for column in batch["trustrl_kept"]]
         if "trustrl_experts" in batch:
             layers = len(routes)
-            recorded = batch["trustrl_experts"].unflatten(-1, (layers, -1))[on].sort(-1).values
+            recorded = torch.cat(batch["trustrl_experts"]).unflatten(-1, (layers, -1)).sort(-1).values
             own = torch.stack(routes, -2)[on].sort(-1).values
             report |= {"same_experts": (recorded == own).all(-1).float().mean().item(), "layers": layers}
         print("ROLLOUT " + json.dumps(report), flush=True)
@@ -127,6 +128,7 @@ class Tools(TrustRegionGRPOTrainer):
         before = self.answers.requests
         batch = super()._generate_and_score_completions(inputs)
         compared = different = 0
+        top_ids, top_logp = (laid_out(batch, f"trustrl_topk_{name}") for name in ("ids", "logp"))
         prompts = [
             ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
         ]
@@ -136,8 +138,8 @@ class Tools(TrustRegionGRPOTrainer):
                 ids, logp = self.answers.rows[*prompt, *answer[: t + 1]]
                 compared += 1
                 different += ids[0] != answer[t] or logp[0] != batch["trustrl_behavior_logp"][row, t].item()
-                different += ids[1:] != batch["trustrl_topk_ids"][row, t].tolist()
-                different += logp[1:] != batch["trustrl_topk_logp"][row, t].tolist()
+                different += ids[1:] != top_ids[row, t].tolist()
+                different += logp[1:] != top_logp[row, t].tolist()
         outside = batch["tool_mask"].eq(0) & batch["completion_mask"].bool()
         report = {
             "requests": self.answers.requests - before, "completions": len(prompts), "compared": compared,

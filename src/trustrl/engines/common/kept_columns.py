@@ -20,6 +20,11 @@ class KeptColumn(NamedTuple):
     counts: np.ndarray
     """(T,) int32: the number of kept ids at each token; 0 where no token was sampled."""
 
+    def only(self, mask: np.ndarray) -> "KeptColumn":
+        """Returns the column of the tokens on which a mask is True. The mask may be longer."""
+        mask = mask[: len(self.counts)]
+        return KeptColumn(self.ids[np.repeat(mask, self.counts)], self.counts[mask])
+
     def rows(self) -> list[np.ndarray]:
         """Returns the kept ids of each token."""
         return np.split(self.ids, np.cumsum(self.counts)[:-1]) if len(self.counts) else []

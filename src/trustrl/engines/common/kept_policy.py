@@ -17,19 +17,12 @@ from trustrl.core.sampling import KeptSet
 from trustrl.engines.common.kept_columns import KeptColumn
 
 
-def padded_kept(columns: Sequence[KeptColumn], like: Tensor) -> Tensor:
-    """Returns the kept ids of a batch, (B, T, K) int32; −1 for padding.
-
-    Args:
-        columns: One column per sequence, each of at most T tokens.
-        like: A (B, T) tensor on the device of the result.
-    """
-    widest = max((int(column.counts.max(initial=0)) for column in columns), default=0)
-    padded = np.full((*like.shape, max(widest, 1)), -1, np.int32)
-    for row, column in enumerate(columns):
-        used = np.arange(padded.shape[-1]) < column.counts[:, None]
-        padded[row, : len(column.counts)][used] = column.ids
-    return torch.from_numpy(padded).to(like.device)
+def packed_kept(columns: Sequence[KeptColumn], device: torch.device) -> Tensor:
+    """Returns the kept ids of all N tokens of some sequences, (N, K) int32; −1 beyond the ids of a token."""
+    counts = np.concatenate([column.counts for column in columns])
+    ids = np.full((len(counts), max(counts.max(initial=0), 1)), -1, np.int32)
+    ids[np.arange(ids.shape[1]) < counts[:, None]] = np.concatenate([column.ids for column in columns])
+    return torch.from_numpy(ids).to(device)
 
 
 def policy_fields(kept: KeptSet, needs: Needs, anchor_ids: Tensor | None, token_ids: Tensor) -> dict[str, Any]:

@@ -66,10 +66,10 @@ class StepMetrics:
             trainer: The trainer, which holds the metrics in `_metrics`, and the region's needs in `_needs`.
             out: The result of the region's loss.
             policy: The policy's tokens.
-            rollout: The rollout's tokens.
-            weights: The factor that the trainer multiplies each token's loss by. Over a step they must add up as in one
-                average.
-            sequences: The id of each row's sequence, if tokens are recorded.
+            rollout: The rollout's tokens, packed. `sequence_ids` are rows of the micro-batch.
+            weights: (B, T): the factor that the trainer multiplies each token's loss by. Over a step they must add up
+                as in one average.
+            sequences: The id of each token's sequence, if tokens are recorded.
 
         Raises:
             NonFiniteError: If the step dropped more tokens than allowed.
@@ -80,10 +80,10 @@ class StepMetrics:
             assert sequences is not None  # added to every training rollout
             recorder.add(out, policy, rollout, sequences=sequences, step=trainer.state.global_step)
         ranks, anchor = trainer.accelerator.num_processes, trainer._needs.anchor
-        added = share_of_one_rank(out.sums, weights, ranks) + _extremes(out, policy, rollout, anchor)
+        added = share_of_one_rank(out.sums, weights, ranks) + _extremes(out, policy, rollout, anchor, len(weights))
         if self._replicas is not None and mode == "train":
             added = added + self._replicas.sums(policy, rollout)
-        added.added["rows_with_tokens"] = rollout.in_loss.any(-1).double().mean() / ranks
+        added.added["rows_with_tokens"] = (weights != 0).any(-1).double().mean() / ranks
         added.added["micro_batches"] = weights.new_ones(()).double() / ranks
         before = self._sums.get(mode)
         self._sums[mode] = added if before is None else before + added
@@ -108,7 +108,7 @@ class StepMetrics:
             trainer._metrics[mode][name].append(value)
 
 
-def _extremes(out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor) -> Sums:
+def _extremes(out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, rows: int) -> Sums:
     """Returns the masked shares of the least and the most masked sequence, as the trainers report them.
 
     Sequences without tokens do not count.
@@ -119,10 +119,11 @@ def _extremes(out: LossOutput, policy: PolicyTokens, rollout: RolloutTokens, anc
         logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
         assert logp is not None  # one of the region's needs
         side = policy.logp.detach() - logp
-    advantage = rollout.advantage if rollout.advantage.ndim == 2 else rollout.advantage.unsqueeze(1)
-    masked = ~decision.keep & on & (advantage != 0)
-    length = on.sum(-1)
-    low, high = ((masked & (sign * side > 0)).sum(-1) / length for sign in (-1, 1))  # 0/0 is NaN
+    masked = ~decision.keep & on & (rollout.advantage != 0)
+    assert rollout.sequence_ids is not None
+    flags = torch.stack([masked & (side < 0), masked & (side > 0), on]).float()
+    low, high, length = flags.new_zeros(3, rows).index_add(1, rollout.sequence_ids, flags)
+    low, high = low / length, high / length  # 0/0 is NaN
     return Sums({}, {f"{CLIP}low": _highest(-low), f"{CLIP}high": _highest(high)})
 
 

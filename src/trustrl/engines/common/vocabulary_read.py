@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from trustrl.core.token_logprobs import AnchorStates, VocabShard, token_logprobs
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.errors import EngineError
 from trustrl.kernels.kept_logprobs import kept_logprobs
 
@@ -72,9 +73,9 @@ class Wanted(NamedTuple):
         return self._replace(states=states, **chosen)
 
 
-def at_completions(labels: Tensor, length: int, **more: Any) -> Wanted:
-    """Returns the request for the last `length` tokens of each of B sequences. The state before a token predicts it."""
-    return Wanted(labels[:, -length:], lambda states: states[:, -length - 1 : -1], **more)
+def at_completions(labels: Tensor, where: TokenPlaces, **more: Any) -> Wanted:
+    """Returns the request for some of the last tokens of B sequences. The state before a token predicts it."""
+    return Wanted(where.of(labels[:, -where.shape[1] :]), where.states, **more)
 
 
 @dataclass

@@ -1,11 +1,12 @@
 """Tensors added to TRL's rollouts: the anchors' log-probs, and more of a distribution if the region needs it.
 
-The names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Bytes per token: 4 for
-each anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence, 8 each for the weights' version
-and the turn, 4 (n + 1) for n ids that truncated sampling kept, and 2 for each routed expert that is recorded.
+The names of the added tensors start with `trustrl_`; TRL shuffles and splits them with its own. Values of one number
+per token are (B, T), as TRL's are. Wider ones exist only for tokens in the loss: a list of one tensor per sequence.
+Bytes per token: 4 for each anchor's log-prob, 8 K + 4 for a top-K, 2 D + 4 (in bf16) for an exact divergence, 8 each
+for the weights' version, the turn and the position, 4 (n + 1) for n ids that truncated sampling kept, and 2 for each
+routed expert that is recorded.
 """
 
-import functools
 import inspect
 from typing import Any
 
@@ -18,19 +19,20 @@ from trustrl.config.statistics import Anchor
 from trustrl.core.records import RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
 from trustrl.engines.common.kept_columns import KeptColumn
-from trustrl.engines.common.kept_policy import anchor_fields, padded_kept
+from trustrl.engines.common.kept_policy import anchor_fields, packed_kept
 from trustrl.engines.common.loss_seam import SCORE, Score
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import check_recorded
-from trustrl.engines.common.vocabulary_read import at_completions
+from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_read import Wanted, at_completions
 from trustrl.engines.trl.asking_model import AskingModel
 from trustrl.engines.trl.sampled_rows import (
     NOT_RECORDED,
     SampledRows,
     in_loss_of,
     kept_columns,
-    topk_tensors,
+    topk_rows,
     turn_tensor,
     version_tensor,
 )
@@ -44,6 +46,9 @@ TRAINERS = "old_per_token_logps"
 
 SCORED = frozenset(inspect.signature(getattr(GRPOTrainer, SCORE)).parameters)
 """The parameters of TRL's method that computes log-probs; those for images have the names of a rollout's tensors."""
+
+POSITIONS = "trustrl_positions"
+"""The positions of the tokens in the loss, one tensor per sequence."""
 
 
 class AnchorRecorder:
@@ -100,9 +105,10 @@ class AnchorRecorder:
             MissingDataError: If the region needs the sampler's log-probs, and the sampler did not record them.
             NonFiniteError: If the sampler recorded NaN at a token in the loss.
         """
-        ids = rollout["completion_ids"]
+        where = TokenPlaces.of_mask(in_loss_of(rollout))
         added: dict[str, Any] = {
-            "trustrl_version": version_tensor(sampled, ids, version),
+            POSITIONS: where.split(where.column),
+            "trustrl_version": version_tensor(sampled, rollout["completion_ids"], version),
             "trustrl_turn": turn_tensor(rollout),
         }
         added |= self._from_sampler(rollout)
@@ -112,17 +118,15 @@ class AnchorRecorder:
         if self._sampling.truncated:
             added["trustrl_kept"] = kept = kept_columns(sampled, rollout)
             logp = None  # TRL's are those of the whole vocabulary
+        found: dict[str, Tensor] = {}
         if shared is not None:
-            added |= self._distribution(shared)
+            found = self._distribution(shared, rollout)
         elif self.distribution_from == "trainer" or (wanted and logp is None):
-            seen = self._forward(model, rollout, rows, kept)
-            logp = seen.pop("logp")
-            added |= seen
+            logp, found = self._forward(model, rollout, rows, kept)
         added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
         if self.distribution_from == "sampler":
-            top_ids, top_logp = topk_tensors(sampled, rollout, self.needs.topk)
-            added |= {"trustrl_topk_ids": top_ids, "trustrl_topk_logp": top_logp}
-        return added
+            found = topk_rows(sampled, rollout, self.needs.topk)
+        return added | {f"trustrl_{name}": where.split(x) for name, x in found.items()}
 
     def _from_sampler(self, rollout: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the sampler's recorded log-probs. trustrl never replaces them."""
@@ -148,8 +152,8 @@ class AnchorRecorder:
     @torch.no_grad()
     def _forward(
         self, model: Any, rollout: dict[str, Any], rows: int, kept: list[KeptColumn] | None
-    ) -> dict[str, Tensor]:
-        """Runs one pass at the rollout weights: log-probs, and the trainer's distribution if it is the anchor."""
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Runs one pass at the rollout weights: (B, T) log-probs, and the trainer's distribution if it is the anchor."""
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
@@ -159,84 +163,101 @@ class AnchorRecorder:
             return self._logps(scored, input_ids, attention_mask, length, rows, **images)
 
         if kept is not None:
-            chunks = _Chunks(kept, rollout["completion_ids"])
-            request: dict[str, Any] = {"length": length, "temperature": self._sampling.temperature}
-            asking = AskingModel(model, lambda x: at_completions(x, kept_ids=chunks.next(x), **request))
-            score(asking)
-            return self._within_kept(asking.outputs, rollout["completion_ids"])
+            return self._forward_within(model, rollout, score, kept)
         if self.distribution_from != "trainer":
-            return {"logp": score(model)[0]}
+            return score(model)[0], {}
         asking = self.asking(model, length)
-        return {"logp": score(asking)[0], **self._distribution(asking)}
+        return score(asking)[0], self._distribution(asking, rollout)
 
     def asking(self, model: Any, length: int) -> AskingModel:
         """Returns a proxy of the model that requests the trainer's distribution at so many last tokens."""
         request = {"temperature": self._sampling.temperature, "top_k": self.needs.topk, "hidden": self.needs.full}
-        return AskingModel(model, functools.partial(at_completions, length=length, **request))
+
+        def wanted(labels: Tensor) -> tuple[TokenPlaces, Wanted]:
+            where = TokenPlaces.of_mask(labels[:, -length:] >= 0)
+            return where, at_completions(labels, where, **request)
+
+        return AskingModel(model, wanted)
 
     @property
     def shares_trls_pass(self) -> bool:
         """True if TRL's own pass over a rollout can return the anchor's distribution."""
         return self.distribution_from == "trainer" and not self._sampling.truncated
 
-    def _distribution(self, asking: AskingModel) -> dict[str, Tensor]:
-        """Returns the trainer's distribution from the outputs of a pass."""
+    def _distribution(self, asking: AskingModel, rollout: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the trainer's distribution at the tokens in the loss, from the outputs of a pass."""
         names = ["topk_ids", "topk_logp", "topk_tail_logp"] if self.needs.topk else []
         names += ["hidden", "logsumexp"] if self.needs.full else []
-        found = {f"trustrl_{name}": torch.cat([getattr(out, name) for out in asking.outputs]) for name in names}
-        if self.needs.topk:
-            found["trustrl_topk_ids"] = found["trustrl_topk_ids"].int()
-        return found
+        masks = in_loss_of(rollout).split([where.shape[0] for where in asking.places])
+        chosen = [where.of(mask) for where, mask in zip(asking.places, masks, strict=True)]  # TRL scores tools' tokens
+        passes = list(zip(asking.outputs, chosen, strict=True))
+        found = {name: torch.cat([getattr(out, name)[mask] for out, mask in passes]) for name in names}
+        return {name: x.int() if name == "topk_ids" else x for name, x in found.items()}
 
-    def _within_kept(self, outputs: list[Any], token_ids: Tensor) -> dict[str, Tensor]:
-        """Returns the trainer's side inside the kept sets."""
-        tokens = token_ids.split([len(out.kept_ids) for out in outputs])
-        parts = [
+    def _forward_within(
+        self, model: Any, rollout: dict[str, Any], score: Score, kept: list[KeptColumn]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Runs the pass inside the kept sets."""
+        in_loss, first = in_loss_of(rollout), 0
+        parts: list[tuple[TokenPlaces, Tensor]] = []
+
+        def wanted(labels: Tensor) -> tuple[TokenPlaces, Wanted]:
+            nonlocal first
+            chunk = slice(first, first + len(labels))
+            first = chunk.stop
+            where = TokenPlaces.of_mask(in_loss[chunk])
+            parts.append((where, where.of(rollout["completion_ids"][chunk])))
+            ids = packed_kept(kept[chunk], labels.device)
+            return where, at_completions(labels, where, temperature=self._sampling.temperature, kept_ids=ids)
+
+        asking = AskingModel(model, wanted)
+        score(asking)
+        fields = [
             anchor_fields(KeptSet(out.kept_ids, out.kept_logp), self.needs, ids)
-            for out, ids in zip(outputs, tokens, strict=True)
+            for out, (_, ids) in zip(asking.outputs, parts, strict=True)
         ]
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        if self.distribution_from != "trainer":
-            return {"logp": joined["logp"]}
-        return {name if name == "logp" else f"trustrl_{name}": x for name, x in joined.items()}
+        logp = torch.cat([where.padded(x["logp"]) for (where, _), x in zip(parts, fields, strict=True)])
+        names = [name for name in fields[0] if name != "logp" and self.distribution_from == "trainer"]
+        return logp, {name: torch.cat([part[name] for part in fields]) for name in names}
 
 
-class _Chunks:
-    """Kept ids in the order in which TRL scores its rows."""
-
-    def __init__(self, columns: list[KeptColumn], like: Tensor) -> None:
-        self._columns, self._like = columns, like
-        self._start = 0
-
-    def next(self, labels: Tensor) -> Tensor:
-        """Returns the padded kept ids of the next rows, as many as there are labels."""
-        here = slice(self._start, self._start + len(labels))
-        self._start = here.stop
-        return padded_kept(self._columns[here], self._like[here])
+def places_of(inputs: dict[str, Any], in_loss: Tensor) -> TokenPlaces:
+    """Returns the tokens of one micro-batch. Waits for the device only if `AnchorRecorder` did not make the rollout."""
+    positions = inputs.get(POSITIONS)
+    return TokenPlaces.of_mask(in_loss) if positions is None else TokenPlaces.of_columns(positions, in_loss.shape)
 
 
-def rollout_tokens(inputs: dict[str, Any], in_loss: Tensor, needs: Needs, sampling: Sampling) -> RolloutTokens:
-    """Returns one micro-batch of TRL's inputs as trustrl's record."""
+def rollout_tokens(
+    inputs: dict[str, Any], in_loss: Tensor, where: TokenPlaces, needs: Needs, sampling: Sampling
+) -> RolloutTokens:
+    """Returns one micro-batch of TRL's inputs as trustrl's record, packed."""
+
+    def packed(name: str) -> Tensor | None:
+        return None if inputs.get(name) is None else where.of(inputs[name])
+
     topk = None
     if needs.topk:
         topk = TopK(
-            inputs["trustrl_topk_ids"].long(),
-            inputs["trustrl_topk_logp"],
+            where.of(inputs["trustrl_topk_ids"]).long(),
+            where.of(inputs["trustrl_topk_logp"]),
             of=needs.anchor,
-            tail_logp=inputs.get("trustrl_topk_tail_logp"),
+            tail_logp=packed("trustrl_topk_tail_logp"),
         )
+    proximal = packed("trustrl_proximal_logp")
     return RolloutTokens(
-        advantage=inputs["advantages"],
-        in_loss=in_loss,
-        behavior_logp=inputs.get("trustrl_behavior_logp"),
-        proximal_logp=inputs.get("trustrl_proximal_logp", None if sampling.truncated else inputs.get(TRAINERS)),
-        token_ids=inputs["completion_ids"],
+        advantage=where.of_rows(inputs["advantages"]),
+        in_loss=where.of(in_loss),
+        behavior_logp=packed("trustrl_behavior_logp"),
+        proximal_logp=packed(TRAINERS) if proximal is None and not sampling.truncated else proximal,
+        token_ids=where.of(inputs["completion_ids"]),
+        sequence_ids=where.row,
         topk=topk,
-        version=inputs["trustrl_version"],
-        turn=inputs.get("trustrl_turn"),
-        replica=inputs.get(REPLICA),
+        version=where.of(inputs["trustrl_version"]),
+        turn=packed("trustrl_turn"),
+        position=where.column,
+        replica=packed(REPLICA),
         kept_ids=inputs.get("trustrl_kept_ids"),
-        experts=inputs.get("trustrl_experts"),
+        experts=packed("trustrl_experts"),
         sampling=sampling,
     )
 

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.unrounded_model import unrounded
 from trustrl.engines.common.vocabulary_forward import KEYWORD
-from trustrl.engines.common.vocabulary_read import Opaque, Wanted
+from trustrl.engines.common.vocabulary_read import Opaque, VocabularyOutput, Wanted
 from trustrl.errors import EngineError
 
 
@@ -16,19 +17,22 @@ class AskingModel:
 
     Args:
         model: The model, whose forward takes the keyword of `VocabularyForward`.
-        wanted: Maps TRL's labels to the part of the vocabulary that the region reads.
+        wanted: Maps TRL's labels to the N tokens to score, and to what the region reads there.
     """
 
-    def __init__(self, model: Any, wanted: Callable[[Tensor], Wanted]) -> None:
+    def __init__(self, model: Any, wanted: Callable[[Tensor], tuple[TokenPlaces, Wanted]]) -> None:
         self._model = unrounded(model)
         self._wanted = wanted
-        self.outputs: list[Any] = []
+        self.outputs: list[VocabularyOutput] = []
+        """The output of each call, with one row per token."""
+        self.places: list[TokenPlaces] = []
+        """The tokens of each call."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one forward pass.
+        """Runs one forward pass. Returns log-probs and entropies in TRL's shape, (B, T).
 
         Raises:
             EngineError: If the call has no labels.
@@ -39,6 +43,9 @@ class AskingModel:
                 f"got {sorted(kwargs)}. Install a TRL version listed in trustrl's documentation, or choose a region on "
                 "the sampled token such as trustrl.preset('dppo-binary-tv')."
             )
-        kwargs[KEYWORD] = Opaque(self._wanted(kwargs["labels"]))
-        self.outputs.append(self._model(*args, **kwargs))
-        return self.outputs[-1]
+        where, wanted = self._wanted(kwargs["labels"])
+        kwargs[KEYWORD] = Opaque(wanted)
+        output = self._model(*args, **kwargs)
+        self.places.append(where)
+        self.outputs.append(output)
+        return VocabularyOutput(log_probs=where.padded(output.log_probs), entropy=where.padded(output.entropy))

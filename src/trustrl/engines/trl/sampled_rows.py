@@ -58,70 +58,70 @@ def take(generated: tuple[Any, ...]) -> SampledRows:
     return SampledRows(rows, *(fields.pop(name, None) for name in (TOPK, VERSION, KEPT, REPLICA)))
 
 
-def topk_tensors(rows: SampledRows, rollout: dict[str, Any], k: int) -> tuple[Tensor, Tensor]:
-    """Returns μ's top-K at the completion tokens: (B, T, K) ids (−1 if not sampled) and log-probs (−inf).
+def topk_rows(rows: SampledRows, rollout: dict[str, Any], k: int) -> dict[str, Tensor]:
+    """Returns μ's top-K at the N tokens in the loss: (N, K) ids (−1 if not sampled) and log-probs (−inf).
 
     Raises:
         EngineError: If the completions are not the tokens that vLLM sampled.
         MissingDataError: If the sampler recorded no top-K.
         RecordError: If a `rollout_func` returned tables of another shape.
     """
-    like = rollout["completion_ids"]
-    ids = np.full((*like.shape, k), -1, np.int32)
-    logp = np.full((*like.shape, k), -np.inf, np.float32)
+    like, in_loss = rollout["completion_ids"], in_loss_of(rollout).cpu().numpy()
     if rows.topk is not None:
-        _place_fields(rows.topk, rollout["completion_mask"], ids, logp)
+        tables = _fields(rows.topk, rollout["completion_mask"], k)
     elif rows.logp is not None:
         tokens = like.cpu().numpy()
-        for row, values in enumerate(rows.logp):
-            _place_records(values, tokens[row], ids[row], logp[row])
+        tables = (_records(values, tokens[row], k) for row, values in enumerate(rows.logp))
     else:
         raise MissingDataError(
             f"The sampler must record its {k} most probable ids at each token, got none. A rollout_func returns them "
             f"as {TOPK!r}; with vLLM, TRL must generate through trainer.vllm_generation. "
             "Regions on the sampled token need no such record: try trustrl.preset('dppo-binary-tv')."
         )
-    return torch.from_numpy(ids).to(like.device), torch.from_numpy(logp).to(like.device)
+    chosen = [[x[: len(mask)][mask[: len(x)]] for x in pair] for pair, mask in zip(tables, in_loss, strict=True)]
+    ids, logp = (torch.from_numpy(np.concatenate(parts)).to(like.device) for parts in zip(*chosen, strict=True))
+    return {"topk_ids": ids, "topk_logp": logp}
 
 
 def kept_columns(rows: SampledRows, rollout: dict[str, Any]) -> list[KeptColumn]:
-    """Returns the ids that truncated sampling kept, one column per completion.
+    """Returns the ids that truncated sampling kept at the tokens in the loss, one column per completion.
 
     Raises:
         EngineError: If truncation kept more ids than are recorded.
         MissingDataError: If the sampler did not record them.
     """
-    in_loss = in_loss_of(rollout)
+    in_loss = in_loss_of(rollout).cpu().numpy()
     found = rows.kept if rows.kept is not None else [_kept_of(values) for values in rows.logp or []]
     columns = [column_of(row) for row in found] or [column_of([])] * len(in_loss)
     if len(columns) != len(in_loss):
         raise RecordError(f"{KEPT} must have one entry per completion, got {len(columns)} for {len(in_loss)}.")
-    require_kept(columns, in_loss.cpu().numpy(), f"A rollout_func returns them as {KEPT!r}. Or sample with top_p=1.0.")
-    return columns
+    require_kept(columns, in_loss, f"A rollout_func returns them as {KEPT!r}. Or sample with top_p=1.0.")
+    return [column.only(mask) for column, mask in zip(columns, in_loss, strict=True)]
 
 
-def experts_tensor(rows: SampledRows, like: Tensor) -> Tensor:
-    """Returns the (B, T, layers × experts per token) experts that vLLM used at each token; −1 if it sampled none there.
+def expert_rows(rows: SampledRows, rollout: dict[str, Any]) -> list[Tensor]:
+    """Returns the experts that vLLM used at the tokens in the loss: (tokens, layers × experts per token) per sequence.
 
-    Args:
-        rows: The records.
-        like: The (B, T) completion ids.
+    Tokens that vLLM did not sample have −1.
 
     Raises:
         MissingDataError: If vLLM's answers carry no routing.
     """
-    values = [(row, t, x) for row, found in enumerate(rows.logp or []) for t, x in enumerate(found)]
-    sampled = [(row, t, x) for row, t, x in values if isinstance(x, RecordedLogprob)]
-    found = [(row, t, x.source.experts[x.position]) for row, t, x in sampled if x.source.experts is not None]
+    values = [((row, t), x) for row, found in enumerate(rows.logp or []) for t, x in enumerate(found)]
+    sampled = [(place, x) for place, x in values if isinstance(x, RecordedLogprob)]
+    found = {place: x.source.experts[x.position] for place, x in sampled if x.source.experts is not None}
     if not found or len(found) < len(sampled):
         raise MissingDataError(
             "vLLM must return the routed experts of each token, got none. Generate through trainer.vllm_generation, "
             "or set recording.experts=False."
         )
-    experts = torch.full((*like.shape, len(found[0][2])), -1, dtype=torch.int16)
-    for row, t, chosen in found:
-        experts[row, t] = torch.from_numpy(chosen)
-    return experts.to(like.device)
+    missing = np.full_like(next(iter(found.values())), -1)
+    experts: list[Tensor] = []
+    for row, mask in enumerate(in_loss_of(rollout).cpu().numpy()):
+        chosen = [found.get((row, t), missing) for t in mask.nonzero()[0].tolist()]
+        table = np.stack(chosen) if chosen else np.empty((0, len(missing)))
+        experts.append(torch.from_numpy(table.astype(np.int16)).to(rollout["completion_ids"].device))
+    return experts
 
 
 def version_tensor(rows: SampledRows, like: Tensor, version: int) -> Tensor:
@@ -179,15 +179,16 @@ def _kept_of(values: list[Any]) -> list[Any]:
     return [() if rows is None else rows[position] for rows, position in known]
 
 
-def _place_records(values: list[Any], tokens: np.ndarray, ids: np.ndarray, logp: np.ndarray) -> None:
-    """Writes one completion's records at the positions of their log-probs."""
-    at: dict[int, tuple[Any, list[int], list[int]]] = {}
+def _records(values: list[Any], tokens: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns one completion's records, (T, K) each, at the positions of their log-probs."""
+    ids, logp = np.full((len(tokens), k), -1, np.int32), np.full((len(tokens), k), -np.inf, np.float32)
+    positions_of: dict[int, tuple[Any, list[int], list[int]]] = {}
     for t, value in enumerate(values):
         if isinstance(value, RecordedLogprob):
-            _, positions, places = at.setdefault(id(value.source), (value.source, [], []))
+            _, positions, places = positions_of.setdefault(id(value.source), (value.source, [], []))
             positions.append(value.position)
             places.append(t)
-    for source, positions, places in at.values():
+    for source, positions, places in positions_of.values():
         source_ids, source_logp = (part[positions] for part in source.table())
         if not np.array_equal(source_ids[:, 0], tokens[places]):
             raise EngineError(
@@ -195,23 +196,21 @@ def _place_records(values: list[Any], tokens: np.ndarray, ids: np.ndarray, logp:
                 "tokenized them again. Keep the sampled ids."
             )
         ids[places], logp[places] = source_ids[:, 1:], source_logp[:, 1:]
+    return ids, logp
 
 
-def _place_fields(topk: list[Any], mask: Tensor, ids: np.ndarray, logp: np.ndarray) -> None:
-    lengths, k = mask.sum(-1).tolist(), ids.shape[-1]
-    if len(topk) != len(ids):
-        raise RecordError(f"{TOPK} must have one entry per completion, got {len(topk)} for {len(ids)}.")
-    for row, (row_ids, row_logp) in enumerate(topk):
-        found_ids, found_logp = np.asarray(row_ids), np.asarray(row_logp, np.float32)
-        length = len(found_ids)
-        if (
-            found_ids.ndim != 2
-            or found_ids.shape != found_logp.shape
-            or found_ids.shape[1] < k
-            or length < lengths[row]
-        ):
+def _fields(topk: list[Any], mask: Tensor, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the tables of a `rollout_func`, (length, K) each."""
+    lengths = mask.sum(-1).tolist()
+    if len(topk) != len(lengths):
+        raise RecordError(f"{TOPK} must have one entry per completion, got {len(topk)} for {len(lengths)}.")
+    tables: list[tuple[np.ndarray, np.ndarray]] = []
+    for row, pair in enumerate(topk):
+        ids, logp = np.asarray(pair[0]), np.asarray(pair[1], np.float32)
+        if ids.ndim != 2 or ids.shape != logp.shape or ids.shape[1] < k or len(ids) < lengths[row]:
             raise RecordError(
                 f"{TOPK}[{row}] must be ids and log-probs of shape ({lengths[row]}, {k}) or wider, got "
-                f"{found_ids.shape} and {found_logp.shape}. Record at least as many ids as the region reads."
+                f"{ids.shape} and {logp.shape}. Record at least as many ids as the region reads."
             )
-        ids[row, :length], logp[row, :length] = found_ids[:, :k], found_logp[:, :k]
+        tables.append((ids[:, :k].astype(np.int32), logp[:, :k]))
+    return tables

@@ -16,14 +16,15 @@ from transformers.trainer_callback import TrainerCallback
 from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 
 from trustrl.config.axes import Needs, Region
-from trustrl.core.records import PolicyTokens
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
 from trustrl.engines.common.loss_seam import Seen
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.stock_tokens import StockTokens, default_sample, observable
 from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
-from trustrl.engines.trl.anchors import RECORDED, TRAINERS, corrected, rollout_tokens
+from trustrl.engines.trl.anchors import POSITIONS, RECORDED, TRAINERS, corrected, places_of, rollout_tokens
+from trustrl.engines.trl.policy_side import policy_tokens
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.trainer import TrustRegionMixin
 from trustrl.errors import ConfigError, TrustRLWarning
@@ -115,6 +116,8 @@ class StockRecord:
             sampled_rows.NOT_RECORDED, ids, self._trainer.state.global_step
         )
         added["trustrl_turn"] = sampled_rows.turn_tensor(rollout)
+        where = TokenPlaces.of_mask(sampled_rows.in_loss_of(rollout))
+        added[POSITIONS] = where.split(where.column)
         return {**rollout, **added}
 
     def _rewards(self, theirs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -149,9 +152,10 @@ class StockRecord:
         inputs = {**inputs, **{name: x for name, x in both.items() if x is not None}}
         if "importance_sampling_ratio" in inputs:
             inputs = corrected(inputs, in_loss)
-        rollout = rollout_tokens(inputs, in_loss, Needs(), sampling)
-        policy = PolicyTokens(logp=seen.logp, entropy=seen.entropy, version=step, sampling=sampling)
-        self._tokens.add(policy, rollout, sequences=inputs[SEQUENCE], step=step)
+        where = places_of(inputs, in_loss)
+        rollout = rollout_tokens(inputs, in_loss, where, Needs(), sampling)
+        policy = policy_tokens(Needs(), seen, where, rollout, step)
+        self._tokens.add(policy, rollout, sequences=where.of_rows(inputs[SEQUENCE]), step=step)
         self.num_losses += 1
         if self._trainer.accelerator.sync_gradients:
             self._tokens.end_step(step)

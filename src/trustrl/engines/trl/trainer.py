@@ -24,7 +24,7 @@ from trustrl.core.metrics import Choice, check_choice
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.kept_policy import padded_kept
+from trustrl.engines.common.kept_policy import packed_kept
 from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, require_seam
 from trustrl.engines.common.region_callback import RegionState
 from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
@@ -32,11 +32,12 @@ from trustrl.engines.common.replica_watch import OnStaleReplica
 from trustrl.engines.common.sampler_fields import MAX_KEPT, REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
 from trustrl.engines.common.step_metrics import StepMetrics
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
-from trustrl.engines.common.vocabulary_read import Head, Wanted
+from trustrl.engines.common.vocabulary_read import Head
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
 from trustrl.engines.trl import overrides, sampled_rows, sampler
-from trustrl.engines.trl.anchors import AnchorRecorder, corrected, rollout_tokens
+from trustrl.engines.trl.anchors import AnchorRecorder, corrected, places_of, rollout_tokens
 from trustrl.engines.trl.asking_model import AskingModel
 from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
 from trustrl.engines.trl.logged_metrics import UNSCORED, TrlMetrics
@@ -224,7 +225,7 @@ class TrustRegionMixin(LossSeamMixin):
         if training and self._rows is not None:
             added |= self._rows.name(rollout, replicas)
             if self._asked.experts:
-                added["trustrl_experts"] = sampled_rows.experts_tensor(self._sampled, rollout["completion_ids"])
+                added["trustrl_experts"] = sampled_rows.expert_rows(self._sampled, rollout)
         return {**rollout, **added}
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -264,21 +265,25 @@ class TrustRegionMixin(LossSeamMixin):
         if self._vocabulary is not None:
             self._vocabulary.rollout_head = self._rollout_heads.get(self.model.training)
         if "trustrl_kept" in inputs:
-            inputs = {**inputs, "trustrl_kept_ids": padded_kept(inputs["trustrl_kept"], in_loss)}
-        others, weights, seen = self._trl_loss_parts(model, inputs, in_loss)
-        policy = policy_tokens(self._needs, inputs, seen, self._sampling, self.state.global_step)
-        rollout = rollout_tokens(inputs, in_loss, self._needs, self._sampling)
+            inputs = {**inputs, "trustrl_kept_ids": packed_kept(inputs["trustrl_kept"], in_loss.device)}
+        where = places_of(inputs, in_loss)
+        others, weights, seen = self._trl_loss_parts(model, inputs, in_loss, self._wanted(inputs, where))
+        rollout = rollout_tokens(inputs, in_loss, where, self._needs, self._sampling)
+        policy = policy_tokens(self._needs, seen, where, rollout, self.state.global_step)
         if self._first_loss and in_loss.any():  # TRL may mask out a whole micro-batch
             self._check_weights(weights, in_loss)
             check_first_loss(policy, rollout, self._needs.anchor, self._recorder.behavior)
             self._first_loss = False
-        reduction = TokenWeights(weights, like=REDUCTIONS[self.args.loss_type])
+        reduction = TokenWeights(where.of(weights), like=REDUCTIONS[self.args.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction, on_nonfinite=self._on_nonfinite)
         self._trl_metrics.correct(self, out)
-        self._region_metrics.add(self, out, policy, rollout, weights, inputs.get(SEQUENCE))
+        sequences = where.of_rows(inputs[SEQUENCE]) if SEQUENCE in inputs else None
+        self._region_metrics.add(self, out, policy, rollout, weights, sequences)
         return others + out.loss
 
-    def _trl_loss_parts(self, model: Any, inputs: dict[str, Any], in_loss: Tensor) -> LossParts:
+    def _trl_loss_parts(
+        self, model: Any, inputs: dict[str, Any], in_loss: Tensor, wanted: Callable[[Tensor], Any] | None
+    ) -> LossParts:
         """Returns TRL's loss without its policy term, each token's factor in that term, and the captured pass."""
         # TRL weights its KL term by the ratio to `old_per_token_logps`. Nothing else reads them here. Without them the
         # ratio is exactly 1.
@@ -288,7 +293,7 @@ class TrustRegionMixin(LossSeamMixin):
             before = None
         if before is not None:
             theirs["old_per_token_logps"] = before
-        compute_loss, wanted = super()._compute_loss, self._wanted(inputs)
+        compute_loss = super()._compute_loss
         capture = Capture(model, None if wanted is None else functools.partial(AskingModel, wanted=wanted))
         parts = self._loss_parts(lambda zero: compute_loss(model, {**theirs, "advantages": zero}), capture, in_loss)
         if before is not None:
@@ -303,11 +308,11 @@ class TrustRegionMixin(LossSeamMixin):
         cls = overrides.provider(type(self), "_compute_loss", after=TrustRegionMixin)
         return overrides.broken(cls, "_compute_loss", rule, got)
 
-    def _wanted(self, inputs: dict[str, Any]) -> Callable[[Tensor], Wanted] | None:
+    def _wanted(self, inputs: dict[str, Any], where: TokenPlaces) -> Callable[[Tensor], Any] | None:
         if self._vocabulary is None:
             return None
         entropy = bool(getattr(self, "_entropy_bonus_enabled", False))
-        return wanted_of(self._needs, inputs, temperature=self.temperature, entropy_gradient=entropy)
+        return wanted_of(self._needs, inputs, where, temperature=self.temperature, entropy_gradient=entropy)
 
 
 class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
