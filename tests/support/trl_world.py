@@ -172,16 +172,20 @@ def batch(
     in_loss = inputs["completion_mask"] * inputs.get("tool_mask", 1)
     where = TokenPlaces.of_mask(in_loss.bool())
     wide = {"positions": where.column, "topk_ids": where.of(top.indices.int()), "topk_logp": where.of(top.values)}
-    return inputs | {f"trustrl_{name}": where.split(x) for name, x in wide.items()} | {
-        "num_items_in_batch": in_loss.sum() * steps_per_generation,
-        "old_per_token_logps": before,
-        "ref_per_token_logps": reference,
-        "sampling_per_token_logps": sampler,
-        "importance_sampling_ratio": torch.exp(before - sampler).clamp(max=2.0),
-        "trustrl_version": torch.full(before.shape, -1),
-        "trustrl_behavior_logp": before,
-        "trustrl_proximal_logp": before,
-    }
+    return (
+        inputs
+        | {f"trustrl_{name}": where.split(x) for name, x in wide.items()}
+        | {
+            "num_items_in_batch": in_loss.sum() * steps_per_generation,
+            "old_per_token_logps": before,
+            "ref_per_token_logps": reference,
+            "sampling_per_token_logps": sampler,
+            "importance_sampling_ratio": torch.exp(before - sampler).clamp(max=2.0),
+            "trustrl_version": torch.full(before.shape, -1),
+            "trustrl_behavior_logp": before,
+            "trustrl_proximal_logp": before,
+        }
+    )
 
 
 def laid_out(batch: dict[str, Any], name: str, fill: float = 0) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import trustrl
-from support import trl_memory_worker as work, trl_world as world
+from support import trl_memory_worker as work, trl_uneven, trl_world as world, uneven
 from support.largest_tensor import LargestTensor
 from support.rendezvous import python_path
 
@@ -46,6 +46,13 @@ def test_a_step_at_a_real_vocabulary_needs_a_sixth_of_the_logits_memory(name):
 def test_the_measurement_sees_logits_where_there_are_some():
     used = peak_beside_gradients("all logits")
     assert used > LOGITS, f"{used / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("longest", [uneven.SMALL, pytest.param(uneven.LARGE, marks=pytest.mark.long)])
+def test_memory_follows_tokens_and_not_the_longest_completion(longest):
+    """One long completion, and 31 of 1/32 of its length; the large case takes 1,132 MB if K ids are padded."""
+    for name, found in uneven.peaks(longest, trl_uneven.step_of).items():
+        assert found["uneven"].wide < 1.02 * found["even"].wide, name
 
 
 def largest(call):

@@ -47,7 +47,7 @@ def test_records_of_real_steps_are_what_the_loss_decided(name, tmp_path, monkeyp
         "policy_logp": [policy.logp for _, policy, _ in seen],
         "behavior_logp": [rollout.behavior_logp for _, _, rollout in seen],
         "token_id": [rollout.token_ids for _, _, rollout in seen],
-        "advantage": [rollout.advantage.unsqueeze(1).expand(rollout.in_loss.shape) for _, _, rollout in seen],
+        "advantage": [rollout.advantage for _, _, rollout in seen],
         "kept": [out.decision.keep for out, _, _ in seen],
         "weight": [out.decision.weight for out, _, _ in seen],
         "divergence_lower": [out.decision.divergence.lower for out, _, _ in seen],

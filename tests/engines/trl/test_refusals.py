@@ -18,6 +18,7 @@ import trustrl
 from support import trl_world as world
 from trustrl import DPPO, PPO, TROLL, FullTV
 from trustrl.engines.common import seam
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
 from trustrl.engines.common.vocabulary_read import Opaque, at_completions
 from trustrl.engines.refusals.trl import ROWS
@@ -207,12 +208,13 @@ def test_exact_divergences_need_the_rollout_weights_head():
     forward = VocabularyForward(model, float32_head=False)
     inputs = world.sequences()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    wanted = at_completions(ids, world.COMPLETION, anchor_hidden=torch.zeros(6, world.COMPLETION, 64))
+    where = TokenPlaces.of_mask(torch.ones_like(inputs["completion_ids"], dtype=torch.bool))
+    wanted = at_completions(ids, where, anchor_hidden=torch.zeros(6 * world.COMPLETION, 64))
     call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": Opaque(wanted)}
     with pytest.raises(EngineError, match="head of the rollout weights must be kept"):
         model(**call)
     forward.remember_head(model)
-    assert model(**call).tv.shape == (6, world.COMPLETION)
+    assert model(**call).tv.shape == (6 * world.COMPLETION,)
 
 
 @pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"])
@@ -235,8 +237,9 @@ def test_a_model_that_caps_its_logits_has_its_own_log_probs():
         model.lm_head.weight.mul_(20)
         logp = torch.log_softmax(model(ids).logits[:, 5:-1], -1).gather(-1, ids[:, 6:, None]).squeeze(-1)
         VocabularyForward(model, float32_head=True)
-        found = model(input_ids=ids, trustrl_vocabulary=Opaque(at_completions(ids, 4))).log_probs
-    torch.testing.assert_close(found, logp, atol=1e-5, rtol=0)
+        where = TokenPlaces.of_mask(torch.ones(2, 4, dtype=torch.bool))
+        found = model(input_ids=ids, trustrl_vocabulary=Opaque(at_completions(ids, where))).log_probs
+    torch.testing.assert_close(where.padded(found), logp, atol=1e-5, rtol=0)
 
 
 # ── TRL itself: what the adapter relies on ──────────────────────────────────────────────────────────────────────────

@@ -21,9 +21,10 @@ class KeptColumn(NamedTuple):
     """(T,) int32: the number of kept ids at each token; 0 where no token was sampled."""
 
     def only(self, mask: np.ndarray) -> "KeptColumn":
-        """Returns the column of the tokens on which a mask is True. The mask may be longer."""
-        mask = mask[: len(self.counts)]
-        return KeptColumn(self.ids[np.repeat(mask, self.counts)], self.counts[mask])
+        """Returns the column of the tokens on which a mask is True. The mask may be shorter or longer."""
+        chosen = np.zeros(len(self.counts), bool)
+        chosen[: len(mask)] = mask[: len(chosen)]
+        return KeptColumn(self.ids[np.repeat(chosen, self.counts)], self.counts[chosen])
 
     def rows(self) -> list[np.ndarray]:
         """Returns the kept ids of each token."""

@@ -153,7 +153,7 @@ class AnchorRecorder:
     def _forward(
         self, model: Any, rollout: dict[str, Any], rows: int, kept: list[KeptColumn] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Runs one pass at the rollout weights: (B, T) log-probs, and the trainer's distribution if it is the anchor."""
+        """Runs one pass at the rollout weights: (B, T) log-probs, and the distribution if the trainer's is the anchor."""
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
@@ -255,7 +255,7 @@ def rollout_tokens(
         version=where.of(inputs["trustrl_version"]),
         turn=packed("trustrl_turn"),
         position=where.column,
-        replica=packed(REPLICA),
+        replica=where.of_rows(inputs[REPLICA]) if REPLICA in inputs else None,
         kept_ids=inputs.get("trustrl_kept_ids"),
         experts=packed("trustrl_experts"),
         sampling=sampling,

@@ -19,8 +19,8 @@ from trustrl.config.axes import Needs, Region
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
 from trustrl.engines.common.loss_seam import Seen
-from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.stock_tokens import StockTokens, default_sample, observable
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
 from trustrl.engines.trl.anchors import POSITIONS, RECORDED, TRAINERS, corrected, places_of, rollout_tokens

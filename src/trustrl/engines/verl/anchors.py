@@ -18,10 +18,11 @@ from verl.workers.utils.padding import no_padding_2_padding
 from trustrl.config.axes import Needs
 from trustrl.core.records import TopK
 from trustrl.engines.common.kept_columns import KeptColumn, column_of, require_kept
-from trustrl.engines.common.kept_policy import padded_kept
+from trustrl.engines.common.kept_policy import packed_kept
 from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS, REPLICA
 from trustrl.engines.common.step_check import check_recorded
-from trustrl.engines.verl.response_layout import aligned_with_responses, check_rows, like_responses, padded
+from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.verl.response_layout import check_rows, in_loss, like_responses, padded, taken
 from trustrl.errors import EngineError, MissingDataError
 
 PASS = "trustrl_pass"
@@ -108,10 +109,8 @@ def _check_scored(ids: Any, data: Any) -> None:
     """Raises if a token in the loss lacks the sampler's distribution."""
     for rows in (ids, data[SAMPLED_LOGP]):
         check_rows(rows, data)
-    if ids.is_nested:
-        ids = torch.nested.nested_tensor_from_jagged(ids.values()[:, :1], ids.offsets())  # pyright: ignore
-    first = aligned_with_responses(ids, data)[..., 0]  # a tool's tokens have no ids either, and are not in the loss
-    missing = int(((first == NOT_SCORED) & padded(data["response_mask"]).bool()).sum())
+    # A tool's tokens have no ids either, and are not in the loss.
+    missing = int((taken(ids, in_loss(data))[:, 0] == NOT_SCORED).sum())
     if not missing:
         return
     raise EngineError(
@@ -241,30 +240,29 @@ def _kept_column(extra: dict[str, Any], length: int) -> KeptColumn:
 
 
 def kept_ids(data: Any) -> Tensor:
-    """Returns the kept ids of one micro-batch, (B, R, K); −1 for padding."""
-    ids, counts = ([x.cpu().numpy() for x in data[name].unbind()] for name in (KEPT_IDS, KEPT_COUNTS))
-    columns = [KeptColumn(*pair) for pair in zip(ids, counts, strict=True)]
-    return padded_kept(columns, padded(data["response_mask"]))
+    """Returns the kept ids at the N tokens in the loss of one micro-batch, (N, K); −1 beyond the ids of a token."""
+    mask = data["response_mask"]
+    ids, counts, masks = (
+        [x.cpu().numpy() for x in field.unbind()] for field in (data[KEPT_IDS], data[KEPT_COUNTS], mask)
+    )
+    columns = [KeptColumn(*pair).only(on != 0) for *pair, on in zip(ids, counts, masks, strict=True)]
+    return packed_kept(columns, mask.device)
 
 
-def logps(data: Any, *, bypass: bool, truncated: bool) -> dict[str, Tensor]:
-    """Returns both anchors' log-probs of one micro-batch, (B, R), as far as they are known."""
+def logps(data: Any, tokens: TokenPlaces, *, bypass: bool, truncated: bool) -> dict[str, Tensor]:
+    """Returns both anchors' log-probs of N tokens of one micro-batch, as far as they are known."""
     found = {"behavior_logp": data.get("rollout_log_probs", None), "proximal_logp": data.get("trustrl_logp", None)}
     if found["proximal_logp"] is None and not (bypass or truncated):
         found["proximal_logp"] = data["old_log_probs"]
-    return {name: padded(x) for name, x in found.items() if x is not None}
+    return {name: taken(x, tokens) for name, x in found.items() if x is not None}
 
 
-def topk(needs: Needs, data: Any) -> TopK:
-    """Returns the anchor's most probable ids of one micro-batch, (B, R, K)."""
-    if needs.anchor == "behavior":
-        ids, logp = (
-            aligned_with_responses(data[SAMPLED_IDS], data, -1),
-            aligned_with_responses(data[SAMPLED_LOGP], data),
-        )
-        return TopK(ids.long(), logp, of=needs.anchor)
-    ids, logp, tail = data["trustrl_topk_ids"], data["trustrl_topk_logp"], data["trustrl_topk_tail_logp"]
-    return TopK(padded(ids, -1).long(), padded(logp), of=needs.anchor, tail_logp=padded(tail))
+def topk(needs: Needs, data: Any, tokens: TokenPlaces) -> TopK:
+    """Returns the anchor's most probable ids at N tokens in the loss of one micro-batch, (N, K)."""
+    own = [f"trustrl_topk_{name}" for name in ("ids", "logp", "tail_logp")]
+    names = [SAMPLED_IDS, SAMPLED_LOGP] if needs.anchor == "behavior" else own
+    ids, logp, *tail = (taken(data[name], tokens) for name in names)
+    return TopK(ids.long(), logp, of=needs.anchor, tail_logp=tail[0] if tail else None)
 
 
 def record(worker: Any, data: Any, *, distribution: bool) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from trustrl.config.axes import Region
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.engines.common.token_places import TokenPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class LossContext:
 
     region: Region
     anchors: dict[str, Tensor]
-    """`behavior_logp` and `proximal_logp`, (B, R), as far as they are known."""
+    """`behavior_logp` and `proximal_logp` of the tokens, as far as they are known."""
 
     receive: Callable[[LossOutput, PolicyTokens, RolloutTokens, Tensor], None]
     """Called with the result, the tokens, and the factor that verl multiplies each token's loss by."""
@@ -32,6 +33,9 @@ class LossContext:
 
     policy_is_proximal: bool = False
     """True in the first update of a batch if π' is taken from its own forward pass."""
+
+    tokens: TokenPlaces | None = None
+    """The N tokens in verl's (B, R) arguments that the other fields are for; None for all B · R."""
 
 
 _CURRENT: ContextVar[LossContext | None] = ContextVar("loss_context", default=None)

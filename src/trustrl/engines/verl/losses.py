@@ -71,6 +71,7 @@ class RegionLoss:
         region = region_of(self.loss_mode, config.policy_loss) if context is None else context.region
         needs = region.needs()
         weights = token_weights(response_mask, loss_agg_mode, config.global_batch_info)
+        in_loss = response_mask.bool()
         if rollout_is_weights is not None and "behavior" in needs.anchors:
             raise ConfigError(
                 f"rollout_is_weights must be None with {region.kind} anchored on the sampler, got a tensor. The "
@@ -89,13 +90,14 @@ class RegionLoss:
             # The policy term is linear in A, and a region's own penalty does not read A: only the former is corrected.
             # Records contain this A, so a replay of the region makes the same decisions.
             advantages = advantages * rollout_is_weights
+        if context is not None and context.tokens is not None:
+            log_prob, advantages, in_loss, weights = map(context.tokens.of, (log_prob, advantages, in_loss, weights))
         # With truncated sampling, the context's log-probs are those inside the kept ids.
         policy = PolicyTokens(**{"logp": log_prob, **(context.policy if context else {})})
         if context is not None and context.policy_is_proximal:
             anchors = anchors | {"proximal_logp": policy.logp.detach()}
-        rollout = RolloutTokens(
-            advantage=advantages, in_loss=response_mask.bool(), **anchors, **context.rollout if context else {}
-        )
+        more = context.rollout if context else {}
+        rollout = RolloutTokens(advantage=advantages, in_loss=in_loss, **anchors, **more)
         out = policy_loss(
             policy,
             rollout,

@@ -16,7 +16,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.stock_tokens import StockTokens
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.batch_rows import SEQUENCE
-from trustrl.engines.verl.response_layout import padded
+from trustrl.engines.verl.response_layout import every_response_token, taken
 from trustrl.recording import Recorder
 
 VERSION = "trustrl_sequence_version"
@@ -66,23 +66,24 @@ class StockRecord:
         return found
 
     def _add(self, model_output: Any, data: Any) -> None:
-        entropy = model_output.get("entropy", None)
-        advantages, weights = padded(data["advantages"]), data.get("rollout_is_weights", None)
+        tokens = every_response_token(data)
+        entropy, version = model_output.get("entropy", None), data.get(VERSION, None)
+        advantages, weights = taken(data["advantages"], tokens), data.get("rollout_is_weights", None)
         if weights is not None:
-            advantages = advantages * padded(weights)
+            advantages = advantages * taken(weights, tokens)
         policy = PolicyTokens(
-            logp=no_padding_2_padding(model_output["log_probs"].detach(), data),
-            entropy=None if entropy is None else no_padding_2_padding(entropy.detach(), data),
+            logp=tokens.of(no_padding_2_padding(model_output["log_probs"].detach(), data)),
+            entropy=None if entropy is None else tokens.of(no_padding_2_padding(entropy.detach(), data)),
             version=self._step,
         )
-        known = anchors.logps(data, bypass=self._bypass, truncated=False)
-        in_loss, version = padded(data["response_mask"]).bool(), data.get(VERSION, None)
         rollout = RolloutTokens(
             advantage=advantages,
-            in_loss=in_loss,
-            token_ids=padded(data["responses"]),
-            version=None if version is None else version.unsqueeze(1).expand(in_loss.shape),
-            behavior_logp=known.get("behavior_logp"),
-            proximal_logp=known.get("proximal_logp"),
+            in_loss=taken(data["response_mask"], tokens).bool(),
+            token_ids=taken(data["responses"], tokens),
+            sequence_ids=tokens.row,
+            version=None if version is None else tokens.of_rows(version),
+            position=tokens.column,
+            **anchors.logps(data, tokens, bypass=self._bypass, truncated=False),
         )
-        self._tokens.add(policy, rollout, sequences=data[SEQUENCE], step=self._step, update=max(self._updates - 1, 0))
+        sequences, update = tokens.of_rows(data[SEQUENCE]), max(self._updates - 1, 0)
+        self._tokens.add(policy, rollout, sequences=sequences, step=self._step, update=update)

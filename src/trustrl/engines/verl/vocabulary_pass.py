@@ -16,14 +16,18 @@ from trustrl.config.axes import Needs
 from trustrl.core.records import FullDivergence, TopK
 from trustrl.core.sampling import KeptSet
 from trustrl.engines.common.kept_policy import anchor_fields, policy_fields, sampled_logp
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_read import Wanted
 from trustrl.engines.verl import anchors
-from trustrl.engines.verl.response_layout import Places, like_responses, padded
+from trustrl.engines.verl.response_layout import Places, as_responses, taken
 from trustrl.errors import EngineError
 
 
 class Seen(NamedTuple):
     """Results of the last forward pass besides log-probs: further fields of `RolloutTokens` and `PolicyTokens`."""
+
+    tokens: TokenPlaces
+    """The N tokens in the loss, for which all fields are."""
 
     rollout: dict[str, Any]
     policy: dict[str, Any]
@@ -99,25 +103,25 @@ class VocabularyPass(ABC):
             )
         more: dict[str, Any] = {}
         if self.truncated:
-            more["kept_ids"] = where.rows(anchors.kept_ids(data))
+            more["kept_ids"] = anchors.kept_ids(data)
         elif what == "record":
             more = {"top_k": self.needs.topk, "hidden": self.needs.full}
         elif self._is_anchor(what):
             more = {"top_k": self.needs.topk}
         else:
-            more = self._read_by_loss(where, data)
+            more = self._read_by_loss(where.tokens, data)
         if what != "record":
             more["entropy_gradient"] = tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
-        return Wanted(where.rows(padded(data["responses"])), where.states, float(temperature), **more)
+        return Wanted(taken(data["responses"], where.tokens), where.states, float(temperature), **more)
 
-    def _read_by_loss(self, where: Places, data: Any) -> dict[str, Any]:
+    def _read_by_loss(self, tokens: TokenPlaces, data: Any) -> dict[str, Any]:
         """Returns what the loss reads of the whole vocabulary."""
         more: dict[str, Any] = {"top_k": self.needs.topk if self.needs.fills else 0}
         if self.needs.topk:
-            more["gather_ids"] = where.rows(anchors.topk(self.needs, data).ids)
+            more["gather_ids"] = anchors.topk(self.needs, data, tokens).ids
         if self.needs.full:
-            more["anchor_hidden"] = where.rows(padded(data["trustrl_hidden"]))
-            more["anchor_logsumexp"] = where.rows(padded(data["trustrl_logsumexp"]))
+            more["anchor_hidden"] = taken(data["trustrl_hidden"], tokens)
+            more["anchor_logsumexp"] = taken(data["trustrl_logsumexp"], tokens)
         return more
 
     def _results(self, what: str, output: Any, where: Places, data: Any) -> dict[str, Tensor]:
@@ -133,73 +137,62 @@ class VocabularyPass(ABC):
         if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False):
             found["entropy"] = where.as_model_output(output.entropy)
         if what == "record":
-            return found | self._recorded(output, where, data)
-        self._seen = self._seen_by_loss(what, output, where, data)
+            return found | self._recorded(output, where.tokens, data)
+        self._seen = self._seen_by_loss(what, output, where.tokens, data)
         return found
 
     def _is_anchor(self, what: str) -> bool:
         """Returns whether the distribution of this pass is the region's anchor as well as the policy."""
         return what == "first" and self.needs.anchor == "proximal"
 
-    def _own_topk(self, output: Any, where: Places, data: Any) -> TopK:
+    def _own_topk(self, output: Any, tokens: TokenPlaces, data: Any) -> TopK:
         """Returns the policy's own most probable ids as the anchor's, without gradient."""
         ids, logp, tail = output.topk_ids, output.topk_logp, output.topk_tail_logp
         if self.truncated:
-            kept, token_ids = self._kept(output, where, data)
-            fields = anchor_fields(kept, self.needs, token_ids)
+            fields = anchor_fields(*self._kept(output, tokens, data))
             ids, logp, tail = (fields[f"topk_{name}"] for name in ("ids", "logp", "tail_logp"))
-        logp, tail = where.padded(logp.detach()), where.padded(tail.detach())
-        return TopK(where.padded(ids, -1).long(), logp, of=self.needs.anchor, tail_logp=tail)
+        return TopK(ids.long(), logp.detach(), of=self.needs.anchor, tail_logp=tail.detach())
 
-    def _recorded(self, output: Any, where: Places, data: Any) -> dict[str, Tensor]:
+    def _recorded(self, output: Any, tokens: TokenPlaces, data: Any) -> dict[str, Tensor]:
         """Returns π' as fields to add to the batch."""
         if self.truncated:
-            kept, token_ids = self._kept(output, where, data)
-            fields = anchor_fields(kept, self.needs, token_ids)
-            return {
-                f"trustrl_{name}": like_responses(where.padded(x, -1 if name == "topk_ids" else 0), data)
-                for name, x in fields.items()
-            }
-        columns = {"trustrl_logp": (output.log_probs, 0)}
-        if self.needs.topk:
-            columns["trustrl_topk_ids"] = (output.topk_ids.int(), -1)
-            columns["trustrl_topk_logp"] = (output.topk_logp, 0)
-            columns["trustrl_topk_tail_logp"] = (output.topk_tail_logp, 0)
-        if self.needs.full:
-            columns |= {"trustrl_hidden": (output.hidden, 0), "trustrl_logsumexp": (output.logsumexp, 0)}
-        return {name: like_responses(where.padded(x, fill), data) for name, (x, fill) in columns.items()}
+            fields = anchor_fields(*self._kept(output, tokens, data))
+        else:
+            fields = {"logp": output.log_probs}
+            if self.needs.topk:
+                fields |= {"topk_ids": output.topk_ids.int(), "topk_logp": output.topk_logp}
+                fields["topk_tail_logp"] = output.topk_tail_logp
+            if self.needs.full:
+                fields |= {"hidden": output.hidden, "logsumexp": output.logsumexp}
+        return {
+            f"trustrl_{name}": as_responses(x, tokens, data, -1 if name == "topk_ids" else 0)
+            for name, x in fields.items()
+        }
 
-    def _seen_by_loss(self, what: str, output: Any, where: Places, data: Any) -> Seen:
-        policy: dict[str, Any] = {"entropy": where.padded(output.entropy.detach())}
+    def _seen_by_loss(self, what: str, output: Any, tokens: TokenPlaces, data: Any) -> Seen:
+        policy: dict[str, Any] = {"entropy": output.entropy.detach()}
         rollout: dict[str, Any] = {}
         same = self._is_anchor(what)
         if self.needs.topk:
-            rollout["topk"] = self._own_topk(output, where, data) if same else anchors.topk(self.needs, data)
+            own_topk = self._own_topk(output, tokens, data) if same else None
+            rollout["topk"] = own_topk or anchors.topk(self.needs, data, tokens)
         if self.truncated:
-            rollout["kept_ids"] = where.padded(output.kept_ids, -1)
-            return Seen(rollout, policy | self._inside_kept(output, where, data, rollout.get("topk")))
+            rollout["kept_ids"] = output.kept_ids
+            kept, _, token_ids = self._kept(output, tokens, data)
+            anchor_ids = rollout["topk"].ids if self.needs.topk else None
+            policy |= policy_fields(kept, self.needs, anchor_ids, token_ids)
+            return Seen(tokens, rollout, policy | {"logp": sampled_logp(kept, token_ids)})
         if self.needs.topk:
-            policy["topk_logp"] = where.padded(output.topk_logp if same else output.gathered_logp)
-            policy["tail_logp"] = where.padded(output.topk_tail_logp if same else output.tail_logp)
+            policy["topk_logp"] = output.topk_logp if same else output.gathered_logp
+            policy["tail_logp"] = output.topk_tail_logp if same else output.tail_logp
         if self.needs.topk and self.needs.fills:
-            own = where.padded(output.topk_ids, -1), where.padded(output.topk_logp)
-            policy["topk"] = TopK(*own, of=self.needs.anchor)
+            policy["topk"] = TopK(output.topk_ids, output.topk_logp, of=self.needs.anchor)
         if self.needs.full:
             zero = torch.zeros_like(policy["entropy"])
-            tv, kl = (zero, zero) if same else (where.padded(output.tv), where.padded(output.kl))
+            tv, kl = (zero, zero) if same else (output.tv, output.kl)
             policy["full_divergence"] = FullDivergence(tv=tv, kl=kl, of=self.needs.anchor)
-        return Seen(rollout, policy)
+        return Seen(tokens, rollout, policy)
 
-    def _inside_kept(self, output: Any, where: Places, data: Any, topk: TopK | None) -> dict[str, Any]:
-        """Returns the policy's log-probs inside the kept sets."""
-        kept, token_ids = self._kept(output, where, data)
-        found = policy_fields(kept, self.needs, None if topk is None else where.rows(topk.ids), token_ids)
-        own: TopK | None = found.pop("topk", None)
-        policy: dict[str, Any] = {name: where.padded(x) for name, x in found.items()}
-        if own is not None:
-            policy["topk"] = TopK(where.padded(own.ids, -1), where.padded(own.logp), of=self.needs.anchor)
-        return policy | {"logp": where.padded(sampled_logp(kept, token_ids))}
-
-    def _kept(self, output: Any, where: Places, data: Any) -> tuple[KeptSet, Tensor]:
-        """Returns the policy inside the kept sets, and the sampled tokens, one row per token in the loss."""
-        return KeptSet(output.kept_ids, output.kept_logp), where.rows(padded(data["responses"]))
+    def _kept(self, output: Any, tokens: TokenPlaces, data: Any) -> tuple[KeptSet, Needs, Tensor]:
+        """Returns the policy inside the kept sets, the region's needs, and the sampled tokens."""
+        return KeptSet(output.kept_ids, output.kept_logp), self.needs, taken(data["responses"], tokens)

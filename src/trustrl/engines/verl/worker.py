@@ -38,7 +38,7 @@ from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_ran
 from trustrl.engines.verl import anchors, first_update, loss_context, run_settings, stock_record
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
 from trustrl.engines.verl.losses import clip_metrics
-from trustrl.engines.verl.response_layout import padded
+from trustrl.engines.verl.response_layout import every_response_token, taken
 from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording_of, region_of
 from trustrl.engines.verl.vocabulary_pass import VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
@@ -269,25 +269,26 @@ class RegionWorker(TrainingWorker):
     def _loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         """Runs verl's loss of one micro-batch with the region in it."""
         assert self._region is not None
-        rollout: dict[str, Any] = {"token_ids": padded(data["responses"]), "replica": data[REPLICA]}
-        policy: dict[str, Any] = {}
-        if anchors.VERSION in data.keys():  # noqa: SIM118 - a TensorDict
-            rollout["version"], policy["version"] = padded(data[anchors.VERSION]), self._num_steps
-        if anchors.TURN in data.keys():  # noqa: SIM118 - a TensorDict
-            rollout["turn"] = padded(data[anchors.TURN])
         if self._vocabulary is not None:
-            seen = self._vocabulary.take()
-            rollout |= seen.rollout
-            policy |= seen.policy
-        elif "entropy" in model_output:
-            policy["entropy"] = no_padding_2_padding(model_output["entropy"].detach(), data)
+            tokens, rollout, policy = self._vocabulary.take()
+        else:
+            tokens, rollout, policy = every_response_token(data), {}, {}
+            if "entropy" in model_output:
+                policy["entropy"] = tokens.of(no_padding_2_padding(model_output["entropy"].detach(), data))
+        columns = {"token_ids": "responses", "version": anchors.VERSION, "turn": anchors.TURN}
+        rollout |= {"sequence_ids": tokens.row, "position": tokens.column, "replica": tokens.of_rows(data[REPLICA])}
+        rollout |= {name: taken(data[key], tokens) for name, key in columns.items() if key in data.keys()}  # noqa: SIM118
+        if "version" in rollout:
+            policy["version"] = self._num_steps
+        sequences = data.get(SEQUENCE, None)
         context = loss_context.LossContext(
             self._region,
-            anchors.logps(data, bypass=self._bypass, truncated=self._truncated),
-            functools.partial(self._receive, data["dp_size"], data.get(SEQUENCE, None)),
+            anchors.logps(data, tokens, bypass=self._bypass, truncated=self._truncated),
+            functools.partial(self._receive, data["dp_size"], None if sequences is None else tokens.of_rows(sequences)),
             rollout,
             policy,
             self._own_anchor,
+            tokens,
         )
         with loss_context.active(context):
             return theirs(model_output=model_output, data=data, dp_group=dp_group)
