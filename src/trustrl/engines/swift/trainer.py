@@ -5,7 +5,8 @@ Seam:     `_compute_loss_and_metrics(model, model_inputs, grpo_batch)`, `_prepar
 Switch:   `import trustrl.engines.swift` in a file for `--external_plugins`, and the variable `TRUSTRL_REGION`
 Borrowed: everything else. `LossSeamMixin` runs ms-swift's own loss with advantages of 0 and a ratio of 1, so its
           reduction, its KL to the reference and its other terms stay ms-swift's
-Added:    `trustrl_version` and, for Top-K regions, `trustrl_topk`, as attributes of a rollout's `GRPOBatch`
+Added:    `trustrl_version` and, for Top-K regions, `trustrl_topk`, as attributes of a rollout's `GRPOBatch`. The K ids
+          and the loss hold tokens in the loss only
 Anchors:  μ is `rollout_per_token_logps`, which vLLM recorded; π' is `old_per_token_logps`, which ms-swift computes for
           every rollout
 """
@@ -27,7 +28,8 @@ from trustrl.engines.common.region_callback import RegionState
 from trustrl.engines.common.region_needs import by_trainer, sources
 from trustrl.engines.common.step_check import StepCheck, check_initial_ratio, check_recorded, warn_if_it_cannot_act
 from trustrl.engines.common.step_metrics import StepMetrics
-from trustrl.engines.common.vocabulary_read import Wanted
+from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_read import Wanted, at_completions
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import OLDEST, REDUCTIONS, ROWS
 from trustrl.engines.swift import environment
@@ -112,7 +114,8 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         if not self._recording or model is not self.model or hasattr(args[1], "trustrl_topk"):
             return score(model, *args, **kwargs)
         inputs, rollout = args
-        asking = AskingModel(model, self._base(model), self._wanted(inputs, rollout, top_k=self._needs.topk))
+        where = TokenPlaces.of_mask(self._in_loss(rollout))
+        asking = AskingModel(model, self._base(model), self._wanted(inputs, where, top_k=self._needs.topk))
         found = score(asking, *args, **kwargs)
         (out,) = asking.outputs
         assert out.topk_ids is not None  # requested
@@ -123,9 +126,8 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
     # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any) -> tuple[Any, ...]:
-        in_loss = grpo_batch.completion_mask.bool()
-        if self.overlong_filter:
-            in_loss = in_loss & ~grpo_batch.truncated_mask.unsqueeze(1)
+        in_loss = self._in_loss(grpo_batch)
+        where = TokenPlaces.of_mask(in_loss)
         compute, found = super()._compute_loss_and_metrics, {}
 
         def run(zero: Tensor) -> Tensor:
@@ -136,9 +138,9 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             found.update(metrics)
             return loss
 
-        parts = self._loss_parts(run, Capture(model, self._asking(model_inputs, grpo_batch)), in_loss)
-        policy = self._policy_tokens(parts.seen)
-        rollout = self._rollout_tokens(model_inputs, grpo_batch, in_loss)
+        parts = self._loss_parts(run, Capture(model, self._asking(model_inputs, grpo_batch, where)), in_loss)
+        policy = self._policy_tokens(parts.seen, where)
+        rollout = self._rollout_tokens(model_inputs, grpo_batch, where)
         if self._first_loss and in_loss.any():
             self._check_weights(parts.weights, in_loss)
             self._check_first_loss(policy.logp, rollout)
@@ -146,11 +148,16 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         # The trainer divides this loss by the accumulated micro-batches later. The metrics need the final factors.
         later = self.current_gradient_accumulation_steps if self.model.training else 1
         weights = parts.weights / later
-        reduction = TokenWeights(weights, like=REDUCTIONS[self.loss_type])
+        reduction = TokenWeights(where.of(weights), like=REDUCTIONS[self.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction)
         found.pop("clipping", None)  # computed from advantages of 0; the step's metrics have the region's
         self._region_metrics.add(self, out, policy, rollout, weights)
         return parts.others + out.loss * later, found
+
+    def _in_loss(self, batch: Any) -> Tensor:
+        """Returns the (B, T) mask of the tokens in the loss."""
+        in_loss = batch.completion_mask.bool()
+        return in_loss & ~batch.truncated_mask.unsqueeze(1) if self.overlong_filter else in_loss
 
     def _check_first_loss(self, logp: Tensor, rollout: RolloutTokens) -> None:
         """Raises if the anchor differs from the policy, which still has the rollout's weights."""
@@ -161,18 +168,17 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             switch = f"{environment.STARTUP_CHECKS}=off"
             check_initial_ratio(logp, anchor, rollout.in_loss, recorded_by, switch)
 
-    def _policy_tokens(self, seen: Any) -> PolicyTokens:
+    def _policy_tokens(self, seen: Any, where: TokenPlaces) -> PolicyTokens:
         """Returns the policy's side of one micro-batch."""
         more: dict[str, Any] = {}
         if seen.output is not None:
             more = {"topk_logp": seen.output.gathered_logp, "tail_logp": seen.output.tail_logp}
             if seen.output.topk_ids is not None:
                 more["topk"] = TopK(seen.output.topk_ids, seen.output.topk_logp, of=self._needs.anchor)
-        return PolicyTokens(
-            logp=seen.logp, entropy=seen.entropy, version=self.state.global_step, sampling=self._sampling, **more
-        )
+        more["entropy"] = None if seen.entropy is None else where.of(seen.entropy)
+        return PolicyTokens(logp=where.of(seen.logp), version=self.state.global_step, sampling=self._sampling, **more)
 
-    def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, in_loss: Tensor) -> RolloutTokens:
+    def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, where: TokenPlaces) -> RolloutTokens:
         """Returns the rollout's side of one micro-batch."""
         version = getattr(batch, "trustrl_version", None)
         behavior, proximal = batch.rollout_per_token_logps, batch.old_per_token_logps
@@ -180,17 +186,18 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             behavior = proximal if "behavior" in self._needs.anchors else None
             proximal = proximal if "proximal" in self._needs.anchors else None
         return RolloutTokens(
-            advantage=batch.advantages,
-            in_loss=in_loss,
-            behavior_logp=behavior,
-            proximal_logp=proximal,
-            token_ids=inputs["input_ids"][:, -in_loss.shape[1] :],
+            advantage=where.of_rows(batch.advantages),
+            in_loss=torch.ones_like(where.row, dtype=torch.bool),
+            behavior_logp=None if behavior is None else where.of(behavior),
+            proximal_logp=None if proximal is None else where.of(proximal),
+            token_ids=where.of(inputs["input_ids"][:, -where.shape[1] :]),
+            sequence_ids=where.row,
             topk=getattr(batch, "trustrl_topk", None),
-            version=None if version is None else torch.full_like(in_loss, version, dtype=torch.long),
+            version=None if version is None else torch.full_like(where.row, version),
             sampling=self._sampling,
         )
 
-    def _asking(self, inputs: dict[str, Any], batch: Any) -> Any:
+    def _asking(self, inputs: dict[str, Any], batch: Any, where: TokenPlaces) -> Any:
         """Returns a function that makes a proxy of the model, if the region reads more than the sampled token."""
         if not self._reads_topk:
             return None
@@ -201,13 +208,11 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
                 "changing number of samples lose it. Use a region on the sampled token, such as dppo-binary-tv."
             )
         own = self._needs.topk if self._needs.fills else 0
-        wanted = self._wanted(inputs, batch, gather_ids=anchor.ids, top_k=own)
+        wanted = self._wanted(inputs, where, gather_ids=anchor.ids, top_k=own)
         return lambda model: AskingModel(model, self._base(model), wanted)
 
-    def _wanted(self, inputs: dict[str, Any], batch: Any, **more: Any) -> Wanted:
-        length = batch.logits_to_keep
-        ids = inputs["input_ids"][:, -length:]
-        return Wanted(ids, lambda states: states[:, -length - 1 : -1], temperature=self.temperature, **more)
+    def _wanted(self, inputs: dict[str, Any], where: TokenPlaces, **more: Any) -> Wanted:
+        return at_completions(inputs["input_ids"], where, temperature=self.temperature, **more)
 
     def _base(self, model: Any) -> Any:
         found = self.accelerator.unwrap_model(model)

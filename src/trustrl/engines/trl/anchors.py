@@ -153,7 +153,7 @@ class AnchorRecorder:
     def _forward(
         self, model: Any, rollout: dict[str, Any], rows: int, kept: list[KeptColumn] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Runs one pass at the rollout weights: (B, T) log-probs, and the distribution if the trainer's is the anchor."""
+        """Runs one pass at the rollout weights: (B, T) log-probs, and the distribution if the trainer is the anchor."""
         input_ids = torch.cat([rollout["prompt_ids"], rollout["completion_ids"]], dim=1)
         attention_mask = torch.cat([rollout["prompt_mask"], rollout["completion_mask"]], dim=1)
         length = rollout["completion_ids"].shape[1]
