@@ -20,7 +20,7 @@ class TokenPlaces(NamedTuple):
     column: Tensor
     """(N,): its position in the sequence."""
 
-    index: Tensor
+    flat: Tensor
     """(N,): its place among all B · T."""
 
     shape: torch.Size
@@ -44,7 +44,7 @@ class TokenPlaces(NamedTuple):
         """Returns the tokens' values, (N, ...), of (B, T, ...) or of one tensor per sequence that holds only them."""
         if not isinstance(x, Tensor):
             return torch.cat(list(x))
-        return x.flatten(0, 1).index_select(0, self.index)
+        return x.flatten(0, 1).index_select(0, self.flat)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Returns the tokens' values of one per sequence, (B,) or (B, 1), or of one per token, (B, T)."""
@@ -58,7 +58,7 @@ class TokenPlaces(NamedTuple):
 
     def padded(self, x: Tensor) -> Tensor:
         """Returns (N,) as (B, T) with 0 elsewhere, with gradient."""
-        return x.new_zeros(self.shape.numel()).index_copy(0, self.index, x).view(self.shape)
+        return x.new_zeros(self.shape.numel()).index_copy(0, self.flat, x).view(self.shape)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Returns (N, ...) as one tensor per sequence. Waits for the device, to learn their lengths."""

@@ -23,7 +23,7 @@ class AskingModel:
     def __init__(self, model: Any, wanted: Callable[[Tensor], tuple[TokenPlaces, Wanted]]) -> None:
         self._model = unrounded(model)
         self._wanted = wanted
-        self.outputs: list[VocabularyOutput] = []
+        self.outputs: list[Any] = []
         """The output of each call, with one row per token."""
         self.places: list[TokenPlaces] = []
         """The tokens of each call."""

@@ -111,7 +111,7 @@ class StockRecord:
         if not self._trainer.model.training:
             return rollout
         ids = rollout["completion_ids"]
-        added = self._rows.name(rollout)
+        added: dict[str, Any] = self._rows.name(rollout)
         added["trustrl_version"] = sampled_rows.version_tensor(
             sampled_rows.NOT_RECORDED, ids, self._trainer.state.global_step
         )

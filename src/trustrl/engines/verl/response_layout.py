@@ -132,7 +132,7 @@ def as_responses(x: Tensor, tokens: TokenPlaces, data: Any, fill: float = 0) -> 
     """Returns the values of N tokens, (N, ...), as a field of a batch: nested, or (B, R, ...) if its responses are."""
     mask = data["response_mask"]
     cells = len(mask.values()) if mask.is_nested else mask.numel()
-    index = mask.offsets()[tokens.row] + tokens.column if mask.is_nested else tokens.index
+    index = mask.offsets()[tokens.row] + tokens.column if mask.is_nested else tokens.flat
     values = x.new_full((cells, *x.shape[1:]), fill).index_copy(0, index, x)
     if not mask.is_nested:
         return values.unflatten(0, mask.shape)

@@ -76,6 +76,7 @@ class StockRecord:
             entropy=None if entropy is None else tokens.of(no_padding_2_padding(entropy.detach(), data)),
             version=self._step,
         )
+        known: dict[str, Any] = anchors.logps(data, tokens, bypass=self._bypass, truncated=False)
         rollout = RolloutTokens(
             advantage=advantages,
             in_loss=taken(data["response_mask"], tokens).bool(),
@@ -83,7 +84,7 @@ class StockRecord:
             sequence_ids=tokens.row,
             version=None if version is None else tokens.of_rows(version),
             position=tokens.column,
-            **anchors.logps(data, tokens, bypass=self._bypass, truncated=False),
+            **known,
         )
         sequences, update = tokens.of_rows(data[SEQUENCE]), max(self._updates - 1, 0)
         self._tokens.add(policy, rollout, sequences=sequences, step=self._step, update=update)
