@@ -20,14 +20,17 @@ class LiveBytes(TorchDispatchMode):
         self._alive = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         self._alive = {key: pair for key, pair in self._alive.items() if not pair[0].expired()}
-        for x in tree_leaves(out):
-            if not isinstance(x, torch.Tensor) or x.is_nested or not self._counts(x):
-                continue
-            if x.untyped_storage()._cdata not in given:
+        for x in _tensors(out):
+            if self._counts(x) and x.untyped_storage()._cdata not in given:
                 storage = x.untyped_storage()
                 self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out
+
+
+def _tensors(tree):
+    """All tensors of a tree; of nested ones, their values."""
+    return [x._values if x.is_nested else x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]

@@ -16,12 +16,17 @@ K, VOCABULARY, WIDTH, SEQUENCES = 64, 512, 8, 32
 SMALL, LARGE = 1024, 8192
 """The longest response; the 31 others have 1/32 of its tokens."""
 
-AttentionInterface.register("no_attention", lambda *args, **kwargs: None)
+AttentionInterface.register(
+    "no_attention", lambda _, query, key, value, *more, **settings: (value.transpose(1, 2), None)
+)
 NO_LAYERS = {
     "num_hidden_layers": 0, "vocab_size": VOCABULARY, "hidden_size": WIDTH, "max_position_embeddings": 2 * LARGE,
     "tie_word_embeddings": False, "attn_implementation": "no_attention",
 }  # fmt: skip
 """Settings of a model without layers: embedding, norm and output layer, and no mask of tokens × tokens."""
+
+ONE_LAYER = NO_LAYERS | {"num_hidden_layers": 1, "intermediate_size": WIDTH, "head_dim": WIDTH // 2}
+"""The same with a layer, for trainers that shard by layers."""
 
 REGIONS = {name: trustrl.preset(name, anchor="proximal", k=K) for name in ("dppo-topk-tv", "troll")}
 

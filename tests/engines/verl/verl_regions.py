@@ -52,6 +52,7 @@ def training_worker(
     learning_rate=0.0,
     precision="fp32",
     recorded_rows=3,
+    attention="eager",
 ):
     engine = FSDPEngineConfig(
         strategy=strategy, fsdp_size=dist.get_world_size(), use_orig_params=strategy == "fsdp", use_dynamic_bsz=False, micro_batch_size_per_gpu=2, use_torch_compile=False,
@@ -61,7 +62,7 @@ def training_worker(
     )  # fmt: skip
     model = HFModelConfig(
         path=folder, use_remove_padding=remove_padding, enable_gradient_checkpointing=checkpointing,
-        override_config={"attn_implementation": "eager" if ulysses == 1 else ulysses_attention.NAME}, lora_rank=lora_rank, lora_alpha=16,
+        override_config={"attn_implementation": attention if ulysses == 1 else ulysses_attention.NAME}, lora_rank=lora_rank, lora_alpha=16,
         target_modules="all-linear",
     )  # fmt: skip
     made = kind(
