@@ -102,6 +102,9 @@ def test_a_region_may_be_described_in_full():
         pytest.param("schedule.steps=true", "whole number ≥ 1", id="a truth for a number"),
         pytest.param("schedule.checkpoint_every=3", "multiple of updates_per_batch", id="a checkpoint in a batch"),
         pytest.param("schedule.completions_per_prompt=1", "whole number ≥ 2", id="a group of one"),
+        pytest.param(
+            "schedule.mean_completion_tokens=5", "at most max_completion_tokens, 4, got 5", id="a mean above all"
+        ),
         pytest.param("sampler.kind=sglang", "must be one of 'transformers', 'vllm'", id="an unknown sampler"),
         pytest.param(
             "sampler.ranks=3", "must divide engine.ranks_per_node", id="a sampler on more GPUs than there are"

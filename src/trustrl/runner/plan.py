@@ -75,7 +75,7 @@ def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
 
 
 def _counts(recipe: Recipe, layout: Layout) -> dict[str, int]:
-    """Counts steps, sequences and tokens. Token counts are upper bounds: every completion at full length."""
+    """Counts steps, sequences and tokens. Token counts are upper bounds, unless the recipe has a mean length."""
     schedule = recipe.schedule
     batches = schedule.steps // schedule.updates_per_batch
     per_batch = schedule.prompts_per_batch * schedule.completions_per_prompt
@@ -86,9 +86,9 @@ def _counts(recipe: Recipe, layout: Layout) -> dict[str, int]:
         "sequences_per_step": schedule.sequences_per_step,
         "sequences_per_batch": per_batch,
         "sequences_sampled": per_batch * batches,
-        "completion_tokens_per_step": schedule.sequences_per_step * schedule.max_completion_tokens,
-        "completion_tokens_per_batch": per_batch * schedule.max_completion_tokens,
-        "completion_tokens_sampled": per_batch * batches * schedule.max_completion_tokens,
+        "completion_tokens_per_step": schedule.completion_tokens(schedule.sequences_per_step),
+        "completion_tokens_per_batch": schedule.completion_tokens(per_batch),
+        "completion_tokens_sampled": schedule.completion_tokens(per_batch) * batches,
         "ranks": recipe.engine.ranks,
         "replicas": layout.replicas(recipe.engine.ranks),
         "checkpoint_every": schedule.save_every,
@@ -145,7 +145,7 @@ def text(made: Plan) -> str:
         f"  anchor        {made.roles.anchor}",
         f"  distribution  {made.roles.distribution}",
         "",
-        "Counts (tokens: upper bounds)",
+        f"Counts (tokens: {_lengths(recipe)})",
         f"  a step        {counts['sequences_per_step']:,} sequences, {counts['completion_tokens_per_step']:,} "
         "completion tokens, 1 update",
         f"  a batch       {counts['sequences_per_batch']:,} sequences, {counts['completion_tokens_per_batch']:,} "
@@ -168,6 +168,11 @@ def text(made: Plan) -> str:
     return "\n".join(lines)
 
 
+def _lengths(recipe: Recipe) -> str:
+    mean, longest = recipe.schedule.mean_completion_tokens, recipe.schedule.max_completion_tokens
+    return "upper bounds" if mean is None else f"completions of {mean:,} on average and at most {longest:,}"
+
+
 def _layout_text(made: Plan) -> list[str]:
     if made.layout is None or not made.layout.chosen():
         return []
@@ -188,6 +193,7 @@ def _costs_text(costs: list[RegionCost]) -> list[str]:
             _size(one.record_bytes_per_token),
             _size(one.record_bytes),
             _size(one.vocabulary_pass_bytes) if one.vocabulary_pass_bytes != 0 else "verl's",
+            _size(one.loss_bytes),
             _size(one.output_layer_copy_bytes),
             _size(one.anchor_sends_per_token),
             _size(one.update_sends_per_token),
@@ -195,13 +201,14 @@ def _costs_text(costs: list[RegionCost]) -> list[str]:
         )
         for one in costs
     ]
-    titles = ("region", "record", "records", "pass", "copy", "anchor", "update", "step")
+    titles = ("region", "record", "records", "pass", "loss", "copy", "anchor", "update", "step")
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     return [
         "Estimated costs of regions on a rank with the output layer",
         *("  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in (titles, *rows)),
-        "  Memory: record for each completion token, records for a batch, pass over the vocabulary, copy of the output",
-        "  layer. Sent to tensor-parallel ranks: anchor and update for each completion token, step in total.",
+        "  Memory: record for each completion token, records for a batch, pass over the vocabulary and loss of a",
+        "  micro-batch, copy of the output layer. Sent to tensor-parallel ranks: anchor and update for each completion",
+        "  token, step in total.",
         "",
     ]
 

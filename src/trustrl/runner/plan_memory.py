@@ -3,7 +3,7 @@
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import BYTES, Shape
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.region_costs import micro_batch_tokens, region_cost, words
+from trustrl.runner.region_costs import micro_batch_tokens, padded_bytes, region_cost, words
 
 VERL_LOGITS = 4.4
 """Memory of FSDP's own pass over whole logits, in float32 arrays of tokens × vocabulary. We measured 2,724 MB at
@@ -71,6 +71,8 @@ def _of_region(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | 
     else:
         found["logits"] = _times(shape.vocab_size, VERL_LOGITS * 4 * micro_batch_tokens(recipe, layout))
     found["region_records"] = cost.record_bytes
+    found["region_loss"] = cost.loss_bytes
+    found["padded_by_the_engine"] = padded_bytes(recipe, layout)
     if needs.full:
         found["copy_of_the_output_layer"] = cost.output_layer_copy_bytes
     return found

@@ -178,6 +178,9 @@ class Schedule:
     max_completion_tokens: int
     """Largest completion, in tokens. Longer ones are truncated."""
 
+    mean_completion_tokens: int | None = None
+    """Expected mean length of a completion, in tokens. Used only for the plan. Defaults to `max_completion_tokens`."""
+
     updates_per_batch: int = 1
     """Updates on one batch of rollouts. More updates make the batch more off-policy."""
 
@@ -202,6 +205,13 @@ class Schedule:
             low=2,
             advice="Advantages compare the completions of one prompt.",
         )
+        if self.mean_completion_tokens is not None:
+            validators.whole("schedule.mean_completion_tokens", self.mean_completion_tokens, low=1)
+            if self.mean_completion_tokens > self.max_completion_tokens:
+                raise ConfigError(
+                    "schedule.mean_completion_tokens must be at most max_completion_tokens, "
+                    f"{self.max_completion_tokens}, got {self.mean_completion_tokens}. Longer ones are truncated."
+                )
         validators.whole("schedule.seed", self.seed, low=0)
         validators.one_of("schedule.update_sees", self.update_sees, ("batch", "part"))
         if self.steps % self.updates_per_batch:
@@ -226,6 +236,11 @@ class Schedule:
     def prompts_per_batch(self) -> int:
         """Number of problems sampled at once."""
         return self.prompts_per_step * (self.updates_per_batch if self.update_sees == "part" else 1)
+
+    def completion_tokens(self, sequences: int) -> int:
+        """Returns the expected tokens of so many completions, one of which may have the largest length."""
+        mean = self.mean_completion_tokens or self.max_completion_tokens
+        return max(sequences * mean, self.max_completion_tokens)
 
     @property
     def save_every(self) -> int:

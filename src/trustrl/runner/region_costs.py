@@ -12,6 +12,11 @@ and of the hidden states. In float32 its second term is N (4 D + 31 K). On a CPU
 exact divergences use two. On a GPU it is the Triton pass's slice of their gradient and its copy of the hidden states,
 counted in docs/guides/vocabulary.md.
 
+    loss ≈ C (b K + 100)   for K > 0,   150 C   for regions on the sampled token
+
+C is the number of completion tokens of a micro-batch, on every rank that shares them. b depends on the region; this is
+what the eager steps hold, and a test measures it.
+
     sent per token = 4 (K + 3) + 12 T + 8 E   forward,   4 D   backward
 
 T is the number of the policy's own most probable ids, E is 1 for exact divergences. Megatron's sequence parallelism
@@ -21,7 +26,7 @@ sums the hidden states' gradient itself, so the region sends nothing backward.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trustrl.config.axes import Needs
+from trustrl.config.axes import Needs, Region
 from trustrl.config.presets import preset
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import BYTES, Shape
@@ -37,6 +42,19 @@ SLICE_BYTES, SLICES = 64 * 2**20, 16
 
 BYTES_PER_ID = 31
 """Bytes that the pass holds for each token and given id (fitted, docs/vocabulary-cost.md)."""
+
+LOSS_BYTES_PER_ID = {"topk-tv": 41, "troll": 57, "topk-kl": 72}
+"""Peak bytes that region and loss hold for each token and id. TROLL's double if every token is outside its ball. Other
+regions are taken to hold the most."""
+
+LOSS_BYTES = 100
+"""The same for each token, whatever K is."""
+
+SAMPLED_LOSS_BYTES = 150
+"""The same for regions on the sampled token."""
+
+PADDED_BYTES = {"trl": 82, "verl": 25}
+"""Bytes for each sequence and position that engines pad: ids, masks, log-probs (measured, docs/cost.md)."""
 
 DYNAMIC_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens in one of verl's micro-batches on a rank if the recipe sets no micro-batch."""
@@ -69,6 +87,9 @@ class RegionCost:
     vocabulary_pass_bytes: int | None
     """Bytes that one pass over the vocabulary holds; 0 if the region uses verl's own log-probs."""
 
+    loss_bytes: int
+    """Bytes that region and loss hold for the completion tokens of a micro-batch."""
+
     output_layer_copy_bytes: int | None
     """Bytes of the rank's part of the rollout weights' output layer, for exact divergences."""
 
@@ -100,8 +121,9 @@ def region_cost(recipe: Recipe, name: str, layout: Layout, shape: Shape, *, chos
     """Returns the cost of the recipe's region, under a name."""
     needs, schedule = recipe.region.needs(), recipe.schedule
     replicas = layout.replicas(recipe.engine.ranks)
-    step_tokens = schedule.sequences_per_step * schedule.max_completion_tokens // replicas
-    batch_tokens = step_tokens * (schedule.prompts_per_batch // schedule.prompts_per_step)
+    sequences = schedule.sequences_per_step // replicas
+    step_tokens = schedule.completion_tokens(sequences)
+    batch_tokens = schedule.completion_tokens(sequences * (schedule.prompts_per_batch // schedule.prompts_per_step))
     per_token = roles(recipe, shape.hidden_size).record_bytes
     anchor, update = _sent(needs, layout, shape.hidden_size)
     # Ranks that share a sequence send only their part of it, but each of them keeps the records of all of it.
@@ -112,6 +134,7 @@ def region_cost(recipe: Recipe, name: str, layout: Layout, shape: Shape, *, chos
         record_bytes_per_token=per_token,
         record_bytes=None if per_token is None else per_token * batch_tokens,
         vocabulary_pass_bytes=vocabulary_pass(recipe, layout, shape),
+        loss_bytes=loss_bytes_per_token(recipe.region) * loss_tokens(recipe, layout),
         output_layer_copy_bytes=_head(layout, shape, BYTES[recipe.model.dtype]) if needs.full else 0,
         anchor_sends_per_token=anchor,
         update_sends_per_token=update,
@@ -121,12 +144,48 @@ def region_cost(recipe: Recipe, name: str, layout: Layout, shape: Shape, *, chos
 
 def micro_batch_tokens(recipe: Recipe, layout: Layout) -> int:
     """Returns the largest number of tokens, prompts included, that a rank holds in one forward pass."""
-    length = recipe.schedule.max_prompt_tokens + recipe.schedule.max_completion_tokens
-    sequences = recipe.schedule.sequences_per_step // layout.replicas(recipe.engine.ranks)
-    if recipe.engine.micro_batch is not None:
-        return -(-recipe.engine.micro_batch * length // layout.sequence_ranks)
-    largest = engine_settings(recipe).get(MAX_TOKENS, DYNAMIC_TOKENS[recipe.engine.device])
-    return min(-(-sequences * length // layout.sequence_ranks), largest)
+    schedule, sequences = recipe.schedule, _sequences(recipe, layout)
+    tokens = sequences * schedule.max_prompt_tokens + schedule.completion_tokens(sequences)
+    on_rank = -(-tokens // layout.sequence_ranks)
+    return on_rank if _fixed(recipe) else min(on_rank, _largest(recipe))
+
+
+def loss_tokens(recipe: Recipe, layout: Layout) -> int:
+    """Returns the completion tokens whose loss a rank computes at once. Ranks that share a sequence all do."""
+    tokens = recipe.schedule.completion_tokens(_sequences(recipe, layout))
+    return tokens if _fixed(recipe) else min(tokens, _largest(recipe) * layout.sequence_ranks)
+
+
+def padded_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Returns the bytes of the engine's own numbers that are padded to the longest completion of a micro-batch."""
+    schedule, sequences = recipe.schedule, _sequences(recipe, layout)
+    if not _fixed(recipe):
+        mean = schedule.max_prompt_tokens + (schedule.mean_completion_tokens or schedule.max_completion_tokens)
+        sequences = max(1, min(sequences, _largest(recipe) * layout.sequence_ranks // mean))
+    return sequences * schedule.max_completion_tokens * PADDED_BYTES[recipe.engine.name]
+
+
+def loss_bytes_per_token(region: Region) -> int:
+    """Returns the peak bytes that region and loss hold for a completion token."""
+    num_ids = region.needs().topk
+    if not num_ids:
+        return SAMPLED_LOSS_BYTES
+    kind = getattr(region, "divergence", region).kind
+    return LOSS_BYTES_PER_ID.get(kind, max(LOSS_BYTES_PER_ID.values())) * num_ids + LOSS_BYTES
+
+
+def _sequences(recipe: Recipe, layout: Layout) -> int:
+    """Returns the sequences of a rank's micro-batch, or its share of a step if the engine splits that by tokens."""
+    return recipe.engine.micro_batch or recipe.schedule.sequences_per_step // layout.replicas(recipe.engine.ranks)
+
+
+def _fixed(recipe: Recipe) -> bool:
+    """Returns whether micro-batches have a fixed number of sequences, and not a limit of tokens."""
+    return recipe.engine.micro_batch is not None or recipe.engine.name == "trl"
+
+
+def _largest(recipe: Recipe) -> int:
+    return engine_settings(recipe).get(MAX_TOKENS, DYNAMIC_TOKENS[recipe.engine.device])
 
 
 def vocabulary_pass(recipe: Recipe, layout: Layout, shape: Shape) -> int | None:
