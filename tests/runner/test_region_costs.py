@@ -122,9 +122,9 @@ def test_a_pass_holds_the_shard_s_gradient_and_a_buffer():
 def test_on_a_cpu_the_buffer_is_a_tile():
     assert (costs.TILE_ROWS, costs.TILE_COLUMNS) == devices.CPU_TILE
     shard, tokens, tile, sums = 2 * V // 4 * D, 4096, 2 * 1024 * 4096, 4 * 4096 * D
-    cpu = "engine.device=cpu"
-    assert cost("TROLL", None, cpu).vocabulary_pass_bytes == shard + tokens * (6 * D + 31 * 64) + tile + sums
-    assert cost("exact", None, cpu).vocabulary_pass_bytes == shard + tokens * 6 * D + 2 * tile + sums
+    cpu = "engine.device=cpu", "schedule.max_completion_tokens=4096"
+    assert cost("TROLL", None, *cpu).vocabulary_pass_bytes == shard + tokens * (6 * D + 31 * 64) + tile + sums
+    assert cost("exact", None, *cpu).vocabulary_pass_bytes == shard + tokens * 6 * D + 2 * tile + sums
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,7 @@ def test_on_a_cpu_the_buffer_is_a_tile():
     [
         pytest.param([], 16_384, id="verl's own limit"),
         pytest.param(["engine.settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu=9000"], 9000, id="another limit"),
+        pytest.param(["schedule.max_completion_tokens=99_000"], 100_024 // 2, id="a sequence above the limit"),
         pytest.param(["engine.micro_batch=1"], (1024 + 16_384) // 2, id="one sequence, shared by two ranks"),
         pytest.param(["schedule.max_completion_tokens=26"], 16_384, id="many short sequences"),
         pytest.param(

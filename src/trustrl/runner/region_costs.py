@@ -147,13 +147,13 @@ def micro_batch_tokens(recipe: Recipe, layout: Layout) -> int:
     schedule, sequences = recipe.schedule, _sequences(recipe, layout)
     tokens = sequences * schedule.max_prompt_tokens + schedule.completion_tokens(sequences)
     on_rank = -(-tokens // layout.sequence_ranks)
-    return on_rank if _fixed(recipe) else min(on_rank, _largest(recipe))
+    return on_rank if _fixed(recipe) else min(on_rank, _largest(recipe, layout))
 
 
 def loss_tokens(recipe: Recipe, layout: Layout) -> int:
     """Returns the completion tokens whose loss a rank computes at once. Ranks that share a sequence all do."""
     tokens = recipe.schedule.completion_tokens(_sequences(recipe, layout))
-    return tokens if _fixed(recipe) else min(tokens, _largest(recipe) * layout.sequence_ranks)
+    return tokens if _fixed(recipe) else min(tokens, _largest(recipe, layout) * layout.sequence_ranks)
 
 
 def padded_bytes(recipe: Recipe, layout: Layout) -> int:
@@ -161,7 +161,7 @@ def padded_bytes(recipe: Recipe, layout: Layout) -> int:
     schedule, sequences = recipe.schedule, _sequences(recipe, layout)
     if not _fixed(recipe):
         mean = schedule.max_prompt_tokens + (schedule.mean_completion_tokens or schedule.max_completion_tokens)
-        sequences = max(1, min(sequences, _largest(recipe) * layout.sequence_ranks // mean))
+        sequences = max(1, min(sequences, _largest(recipe, layout) * layout.sequence_ranks // mean))
     return sequences * schedule.max_completion_tokens * PADDED_BYTES[recipe.engine.name]
 
 
@@ -184,8 +184,11 @@ def _fixed(recipe: Recipe) -> bool:
     return recipe.engine.micro_batch is not None or recipe.engine.name == "trl"
 
 
-def _largest(recipe: Recipe) -> int:
-    return engine_settings(recipe).get(MAX_TOKENS, DYNAMIC_TOKENS[recipe.engine.device])
+def _largest(recipe: Recipe, layout: Layout) -> int:
+    """Returns verl's limit of tokens on a rank. It must hold the longest sequence: verl stops at a longer one."""
+    longest = recipe.schedule.max_prompt_tokens + recipe.schedule.max_completion_tokens
+    limit = engine_settings(recipe).get(MAX_TOKENS, DYNAMIC_TOKENS[recipe.engine.device])
+    return max(limit, -(-longest // layout.sequence_ranks))
 
 
 def vocabulary_pass(recipe: Recipe, layout: Layout, shape: Shape) -> int | None:
