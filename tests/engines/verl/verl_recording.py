@@ -35,7 +35,7 @@ def trained(worker, batch, region, recording, *, steps):
                 "behavior_logp": rollout.behavior_logp[on], "proximal_logp": rollout.proximal_logp[on],
                 "advantage": rollout.advantage[on], "weight": out.decision.weight[on],
                 "divergence_lower": out.decision.divergence.lower[on], "update": len(gradients) % 6 + 0 * on[on].int(),
-                "position": on.nonzero()[:, 1],
+                "position": rollout.position[on],
             }
         )  # fmt: skip
         return out
