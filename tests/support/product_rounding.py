@@ -6,8 +6,9 @@ that enter the output layer, everything is known. With u the unit roundoff of th
 
     a log-prob                        δ
     TV and KL between two policies    2 (exp(δ) − 1) and 2 δ exp(δ) + (exp(δ) − 1)
-    a gradient G·W                    (exp(δ) − 1 + 3 u) · |G|·|W|, element by element:
-                                      probabilities, and the roundings of G, of the product and of the result
+    a gradient G·W                    E·|W|, element by element, where E bounds the error of G: each of its terms is a
+                                      probability (of a tail: a quotient of two), off by a factor of exp(δ), and rounded
+                                      with the product and the result (3 u). Terms may cancel, so their sizes add up
 
 The sums inside a product are float32, which adds √D units of float32 to u. The largest share of its limit that any number
 reaches is at most 1.
@@ -95,7 +96,7 @@ def _shares(reading, summed_later):
     unit = torch.finfo(reading.states.dtype).eps / 2
     unit += states.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps / 2
     delta = 2 * unit * logits.detach().abs().amax(-1)
-    shares, total = {}, logits.new_zeros(())
+    shares, total, error = {}, logits.new_zeros(()), torch.zeros_like(logits)
     for name, value in values.items():
         given = getattr(reading.out, name)
         if given is not None:
@@ -104,11 +105,12 @@ def _shares(reading, summed_later):
             if given.grad is not None:
                 upstream = given.grad.reshape(len(live), *given.shape[wanted.ids.ndim :])[live].double()
                 total = total + torch.where(upstream != 0, upstream * value, 0.0).sum()
+                error = error + _slope_error(name, upstream.abs(), logits.detach(), wanted, live, delta, unit)
     shares |= _divergence_shares(reading, logits.detach().log_softmax(-1), delta, live)
     if reading.states.grad is None or not total.requires_grad:
         return shares
-    by_logits, by_states, by_weight = torch.autograd.grad(total, [logits, states, weight])
-    moved = by_logits.abs() / wanted.temperature * (delta.exp() - 1 + 3 * unit).unsqueeze(-1)
+    by_states, by_weight = torch.autograd.grad(total, [states, weight])
+    moved = error / wanted.temperature
     found = reading.states.grad.detach().double()
     if summed_later and reading.shard is not None:
         dist.all_reduce(found, group=reading.shard.group)
@@ -142,6 +144,28 @@ def _values(logits, wanted, live):
         values["gathered_logp"] = logp.gather(-1, gathered)
         values["tail_logp"] = logp.masked_fill(known, -torch.inf).logsumexp(-1)
     return values
+
+
+def _slope_error(name, upstream, logits, wanted, live, delta, unit):
+    """Returns a bound on the error of ∂(upstream · value)/∂logits, (N, V). `upstream` is positive."""
+    logp, delta = logits.log_softmax(-1), delta.unsqueeze(-1)
+    p, ids = logp.exp(), wanted.ids.reshape(-1)[live].unsqueeze(-1)
+    if name == "entropy":  # −p (log p + H)
+        entropy = -(p * logp).sum(-1, keepdim=True)
+        inner = delta + _limit(name, entropy, delta.squeeze(-1))
+        return upstream.unsqueeze(-1) * p * ((delta.expm1() + 3 * unit) * (logp.abs() + entropy) + inner)
+    if name == "tail_logp":  # p (1[j in the tail] / Σ p − 1)
+        share = torch.where(upstream > 0, upstream, 0.0).unsqueeze(-1)
+        listed = torch.cat([wanted.gather_ids.reshape(len(live), -1)[live].long(), ids], -1)
+        tail = logp.scatter(-1, listed, -torch.inf)
+        inside = torch.where(share > 0, (tail - tail.logsumexp(-1, keepdim=True)).exp(), 0.0)
+        return share * (((2 * delta).expm1() + 3 * unit) * inside + (delta.expm1() + 3 * unit) * p)
+    if name == "log_probs":
+        listed, upstream = ids, upstream.unsqueeze(-1)
+    else:
+        listed = wanted.gather_ids.reshape(len(live), -1)[live].long()
+    sizes = torch.zeros_like(p).scatter_add(-1, listed, upstream) + p * upstream.sum(-1, keepdim=True)
+    return (delta.expm1() + 3 * unit) * sizes
 
 
 def _limit(name, value, delta):
