@@ -129,7 +129,7 @@ def everywhere(name, value):
         (PART, {"change": at("entropy", None)}, "error", "must have entropy in all rows or in none"),
         (PART, {"change": everywhere("kept", None)}, "error", "must have kept exactly if a region decided"),
         (PART, {"metadata": {b"trustrl.region": b"null"}}, "error", "must have weight exactly if a region decided, got a file without"),
-        (PART, {"metadata": {VERSION_KEY: b"4"}}, "error", "Install a newer trustrl"),
+        (PART, {"metadata": {VERSION_KEY: str(VERSION + 1).encode()}}, "error", "Install a newer trustrl"),
         (PART, {"counts": '{"rows": 1, "tokens_in_loss": 1}'}, "error", "rows that its metadata counts"),
         (PART, {"counts": "[]"}, "error", "its counts of tokens in the metadata"),
         (f"sequences/{PART}", {"change": at("sequence", 1)}, "error", "must have each sequence once, got 1 rows"),

@@ -96,8 +96,10 @@ def test_explain_and_report_read_core_metrics_only():
     files = [file for tool in ("explain", "report") for file in (TOOLS / tool).glob("*.py")]
     read = {name for file in files for name in re.findall(r"trustrl/([a-z_0-9]+)", file.read_text())}
     assert {"kl_k3", "masked_share", "fault_policy"} <= read
+    of_replicas = {"stale_replicas", "replica_gap_max"}  # engines log them whatever the choice of metrics
     assert read - {f"fault_{fault}" for fault in FAULTS} <= {
         *CORE,
+        *of_replicas,
         "kl_k1",
     }  # kl_k1 is read from verl's own metric, which verl always logs
 
