@@ -54,7 +54,10 @@ def project_kernel(
     pull = _pull(u, log_b + beta[:, None] * d - log_norm[:, None])
     pull += _pull_one(u_own, b_own + beta * d_own - log_norm) + _pull_one(u_tail, b_tail + beta * d_tail - log_norm)
     normalized = on if NO_TAIL else outside  # a selection without a tail holds less than a mass of 1
-    log_weight = tl.where(normalized, at_token - v_own, tl.load(log_ratio + at, mask=here, other=0.0))
+    # With a tail the cells hold a mass of 1: b needs no normalization, and `anchor` keeps the kernel from spilling.
+    log_weight = tl.where(
+        normalized, at_token - (b_own if NO_TAIL else anchor), tl.load(log_ratio + at, mask=here, other=0.0)
+    )
     unprojected = tl.load(logp + at, mask=here, other=0.0).to(tl.float64)
     chosen = tl.where(normalized, at_token, unprojected)
     tl.store(projected + at, chosen.to(projected.dtype.element_ty), mask=here)

@@ -104,9 +104,11 @@ def _by_row(tokens: CleanTokens, region: TROLL) -> ProjectedTokens:
     log_policy, log_anchor, column = _distributions(tokens, rows)
     found = troll_project(log_policy, log_anchor, bound=region.bound)
 
-    projected_logp, anchor_logp = (
-        x.gather(-1, column.unsqueeze(-1)).squeeze(-1) for x in (found.log_projected, log_anchor)
-    )
+    projected_logp = found.log_projected.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    if region.needs().fills:
+        anchor_logp = log_anchor.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+    else:  # with a bucket, the cells hold a mass of 1
+        anchor_logp = tokens.log_anchor if rows is None else tokens.log_anchor[rows]
     gap = torch.where(log_policy > -torch.inf, log_policy - found.log_projected.detach(), 0.0)
     pull = region.alpha * (torch.exp(log_policy) * gap).sum(-1)
 
