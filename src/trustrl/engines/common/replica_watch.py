@@ -114,14 +114,16 @@ class ReplicaWatch:
         return {STALE: float(len(stale)), LARGEST: max(gap for gap, _ in gaps.values())}
 
     def _report(self, stale: list[StaleReplica], step: int) -> None:
-        found = " ".join(
+        sentences = " ".join(
             f"Replica {replica.name} stands out at step {step}: its mean |log π' − log μ| is {replica.gap:.3g} nats at "
             f"{replica.tokens:,} tokens, where {replica.against} suggest {replica.usual:.3g}."
             for replica in stale
         )
         advice = "The trainer's weights probably did not reach it. Restart it, or send the weights again."
         if self._on_stale == "raise":
-            raise EngineError(f"{found} {advice} Set {self._setting}='warn' to train on.")
+            raise EngineError(f"{sentences} {advice} Set {self._setting}='warn' to train on.")
         if self._warns:
-            message = f"{found} {advice} Set {self._setting}='raise' to stop the run. Later steps do not repeat this."
+            message = (
+                f"{sentences} {advice} Set {self._setting}='raise' to stop the run. Later steps do not repeat this."
+            )
             warnings.warn(message, TrustRLWarning, stacklevel=3)
