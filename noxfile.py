@@ -21,6 +21,10 @@ nox.options.sessions = [
 
 TORCH = "torch==2.13.0"
 
+RIG = "packages/verl_cpu"
+CHECKOUT = ("-e", ".", "-e", RIG)
+"""Both packages of this repository: trustrl, and the one that runs verl on a CPU."""
+
 
 def install(session: nox.Session, *what: str) -> None:
     """Installs packages with uv where nox came with it (`pip install nox[uv]`), and otherwise with pip.
@@ -49,7 +53,7 @@ def install_torch(session: nox.Session, torch: str = TORCH) -> None:
 def install_core(session: nox.Session, *groups: str) -> None:
     """Installs torch, the package, and the named dependency groups of pyproject.toml."""
     install_torch(session)
-    install(session, "-e", ".", *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), *groups))
+    install(session, *CHECKOUT, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), *groups))
 
 
 @nox.session(python="3.11")
@@ -60,9 +64,10 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "check", ".")
     session.run("pyright")
     session.run("lint-imports")
-    session.run("python", "tools/house.py")
-    session.run("pylint", "src/trustrl")  # two files may not share 12 lines; see [tool.pylint] in pyproject.toml
-    session.run("python", "tools/plain_english.py")
+    session.run("python", "scripts/house.py")
+    # Two files may not share 12 lines; see [tool.pylint] in pyproject.toml.
+    session.run("pylint", "src/trustrl", f"{RIG}/src/trustrl_verl_cpu")
+    session.run("python", "scripts/plain_english.py")
 
 
 @nox.session(python="3.11")
@@ -121,7 +126,7 @@ def real_model(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """Runs the notebooks again and saves their outputs. CI only runs them."""
     install_notebooks(session)
-    session.run("python", "tools/run_notebooks.py", *session.posargs)
+    session.run("python", "scripts/run_notebooks.py", *session.posargs)
 
 
 def install_notebooks(session: nox.Session) -> None:
@@ -136,7 +141,7 @@ def install_engine(session: nox.Session, environment: str, torch: str = TORCH) -
     install_torch(session, torch)
     install_pinned(session, environment)
     install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "engine_test"))
-    install(session, "--no-deps", "-e", ".")
+    install(session, "--no-deps", *CHECKOUT)
     session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 
 
@@ -188,7 +193,7 @@ def failures(session: nox.Session) -> None:
     The page says how to make the rows of verl and vLLM.
     """
     install_engine(session, "trl")
-    session.env["PYTHONPATH"] = "benchmarks"
+    session.env["PYTHONPATH"] = "studies/10-runs-survive"
     rows = session.run("python", "-m", "failures", "list", silent=True).split()
     here = [name for name in rows if name.startswith(("trl-", "compare-"))]
     session.run("python", "-m", "failures", "run", *(session.posargs or ("--only", *here)))
@@ -311,18 +316,24 @@ def skyrl(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-@nox.parametrize("engine", ["TRL", "verl", "Megatron", "VeOmni"])
+@nox.parametrize("engine", ["TRL", "verl", "Megatron", "VeOmni", "ms-swift", "OpenRLHF"])
 def precision(session: nox.Session, engine: str) -> None:
     """Compares policies with themselves in every layout and precision, and writes docs/reference/precision.md.
 
-    Not in CI, which measures one bf16 layout of each engine: about ten minutes per engine.
+    Not in CI, which measures one bf16 layout of TRL, verl and Megatron: about ten minutes per engine. Kinds of regions,
+    such as TROLL, measure those alone: `nox -s precision -- TROLL`.
     """
-    install_engine(session, "trl" if engine == "TRL" else "verl")
+    folders = ["tests"]
+    if engine == "OpenRLHF":
+        folders.append(install_openrlhf(session))
+    else:
+        install_engine(session, {"TRL": "trl", "ms-swift": "swift"}.get(engine, "verl"))
     if engine in ("Megatron", "VeOmni"):
         install_pinned(session, f"verl-{engine.lower()}")
     rows = f"build/precision/{engine}.json"
-    session.run("python", "-m", "support.precision_layouts", engine, rows, env={"PYTHONPATH": "tests"})
-    session.run("python", "tools/precision.py", rows)
+    kinds, env = session.posargs, {"PYTHONPATH": os.pathsep.join(folders)}
+    session.run("python", "-m", "support.precision_layouts", engine, rows, *kinds, env=env)
+    session.run("python", "scripts/precision.py", rows)
 
 
 @nox.session(python="3.11")
@@ -371,14 +382,19 @@ def openrlhf(session: nox.Session) -> None:
 
     Not in CI: it installs vLLM's environment, and DeepSpeed compiles its optimizer in the first run.
     """
+    session.env["PYTHONPATH"] = install_openrlhf(session)
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/openrlhf.md]"
+    session.run("pytest", "tests/engines/openrlhf", guide, *session.posargs)
+
+
+def install_openrlhf(session: nox.Session) -> str:
+    """Installs OpenRLHF in vLLM's environment. Returns the folder of the stubs with which it runs on a CPU."""
     install_engine(session, "trl-vllm")
     install_pinned(session, "openrlhf")
     cpu = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     session.install("--no-deps", "--no-build-isolation", "deepspeed==0.19.6", env=cpu)
-    stubs = str(Path("tests/support/openrlhf_on_cpu").resolve())
-    session.env.update({"PYTHONPATH": stubs, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "VLLM_PLUGINS": ""})
-    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/openrlhf.md]"
-    session.run("pytest", "tests/engines/openrlhf", guide, *session.posargs)
+    session.env.update({"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1", "VLLM_PLUGINS": ""})
+    return str(Path("tests/support/openrlhf_on_cpu").resolve())
 
 
 @nox.session(python="3.11")
@@ -455,54 +471,55 @@ def docs_version(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def build(session: nox.Session) -> None:
-    """Builds wheel and sdist in dist/ and the SBOM in build/sbom, and checks them, as the release workflow does."""
+    """Builds both packages in dist/ and the SBOM in build/sbom, and checks them, as the release workflow does."""
     install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "build"))
     shutil.rmtree("dist", ignore_errors=True)
-    session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist")
+    for source in (".", RIG):
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", source)
     session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
-    session.run("python", "tools/sbom.py", "--check", "dist", "build/sbom")
+    session.run("python", "scripts/sbom.py", "--check", "dist", "build/sbom")
 
 
 @nox.session(python="3.11")
 def package(session: nox.Session) -> None:
-    """Tests wheel and sdist as users get them: built, checked, installed without the source, every extra resolved."""
+    """Tests wheels and sdists as users get them: built, checked, installed without source, every extra resolved."""
     install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "package"))
     session.run("pytest", "tests/package", *session.posargs, env={"TRUSTRL_PACKAGE_TORCH": TORCH})
 
 
 @nox.session(python="3.11")
 def pins(session: nox.Session) -> None:
-    """Resolves the wheel with every engine release and extra that the docs name; see tools/pins.py."""
+    """Resolves the wheel with every engine release and extra that the docs name; see scripts/pins.py."""
     install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "pins"))
-    session.run("python", "tools/pins.py", *session.posargs)
+    session.run("python", "scripts/pins.py", *session.posargs)
 
 
 @nox.session(python="3.11")
 def newest(session: nox.Session) -> None:
-    """Tries the newest release of each engine over its pinned environment; see tools/newest.py. Not in CI."""
+    """Tries the newest release of each engine over its pinned environment; see scripts/newest.py. Not in CI."""
     install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "pins"))
-    session.run("python", "tools/newest.py", *session.posargs)
+    session.run("python", "scripts/newest.py", *session.posargs)
 
 
 @nox.session(python="3.11")
 def hashes(session: nox.Session) -> None:
-    """Writes the hashes of every pinned package into environments/*.txt; see tools/environment_hashes.py."""
+    """Writes the hashes of every pinned package into environments/*.txt; see scripts/environment_hashes.py."""
     install(session, "packaging>=22")
-    session.run("python", "tools/environment_hashes.py", *session.posargs)
+    session.run("python", "scripts/environment_hashes.py", *session.posargs)
 
 
 @nox.session(python="3.11")
 def licenses(session: nox.Session) -> None:
-    """Writes docs/reference/licenses.md from what pip resolves for each extra; see tools/dependencies.py."""
+    """Writes docs/reference/licenses.md from what pip resolves for each extra; see scripts/dependencies.py."""
     install(session, "packaging>=22")
-    session.run("python", "tools/dependencies.py", *session.posargs)
+    session.run("python", "scripts/dependencies.py", *session.posargs)
 
 
 @nox.session(python="3.11")
 def advisories(session: nox.Session) -> None:
     """Looks up known vulnerabilities of all pinned packages. Exit code 3: no database could be had, nothing checked."""
     install(session, "packaging>=22")
-    session.run("python", "tools/advisories.py", *session.posargs)
+    session.run("python", "scripts/advisories.py", *session.posargs)
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
@@ -510,26 +527,39 @@ def advisories(session: nox.Session) -> None:
 def torch_versions(session: nox.Session, torch: str) -> None:
     """Runs the core's tests on the oldest and the newest torch. Each may need 5 GB for CUDA packages."""
     install_torch(session, f"torch=={torch}")
-    install(session, "-e", ".", *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test"))
+    install(session, *CHECKOUT, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "test"))
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("pytest", "-n", "2", *session.posargs)
 
 
 @nox.session(python="3.11")
 def results(session: nox.Session) -> None:
-    """Writes every table, verdict and figure of docs/results again from the committed data. CI runs a test instead."""
+    """Writes tables, verdicts and figures of all studies, or of those named, from the committed data. CI runs tests."""
     install_core(session, "test")
-    for command in (
-        "answers.py", "clipping.py page", "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw",
-        "smollm2_clipping.py page", "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "smollm2_prefill.py page",
-        "smollm2_same_tokens.py page", "smollm2_kept.py page", "moe_mismatch.py page", "why.py draw", "proxies.py draw",
-        "proxies.py page",
-    ):  # fmt: skip
-        script, *what = command.split()
-        session.run("python", f"benchmarks/evidence/{script}", *what)
-    for command in ("world_table.py page", "second_study.py draw", "second_study.py page", "flowchart.py"):
-        script, *what = command.split()
-        session.run("python", f"benchmarks/evidence2/{script}", *what)
+    for study in session.posargs or RESULTS:
+        for command in RESULTS[study]:
+            script, *what = command.split()
+            session.run("python", f"studies/{study}/{script}", *what)
+
+
+RESULTS = {
+    "01-which-region-wins": ("answers.py", "clipping.py page"),
+    "02-which-learns-most": ("world_table.py page", "second_study.py draw", "second_study.py page", "flowchart.py"),
+    "03-which-tokens-masked": (
+        "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw", "smollm2_clipping.py page",
+        "why.py draw",
+    ),
+    "04-why-mismatch": (
+        "smollm2_mismatch.py draw", "smollm2_mismatch.py page", "smollm2_prefill.py page",
+        "smollm2_same_tokens.py page", "smollm2_kept.py page", "moe_mismatch.py page",
+    ),
+    "05-which-statistic": ("proxies.py draw", "proxies.py page"),
+    "06-fault-found": ("explained.py page",),
+    "07-less-variance": ("score_centering.py page",),
+    "09-engines-learn": ("trl_learning.py draw", "trl_smollm2.py draw", "verl_learning.py draw"),
+    "11-losses-conform": ("conformance.py page",),
+}  # fmt: skip
+"""Commands that write pages and figures from committed data, by study."""
 
 
 @nox.session(python="3.11")
@@ -556,7 +586,7 @@ def fuzz(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Runs mutation testing on a seeded sample in under ten minutes. Not in CI; see docs/mutation.md."""
     install_core(session, "mutation")
-    session.run("python", "tools/mutate.py", *session.posargs)
+    session.run("python", "scripts/mutate.py", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -1,35 +1,7 @@
 # The public names of trustrl, each in one place. `__init__.py` reads this file and imports a name on first use.
 
 from trustrl import errors as errors, functional as functional
-from trustrl.config.axes import (
-    Needs as Needs,
-    PrefixBudget as PrefixBudget,
-    Region as Region,
-    TrustRegion as TrustRegion,
-)
-from trustrl.config.loading import config_from_dict as config_from_dict, config_to_dict as config_to_dict
-from trustrl.config.presets import preset as preset, presets as presets
-from trustrl.config.regions import (
-    CISPO as CISPO,
-    DPPO as DPPO,
-    IPO as IPO,
-    KPOP as KPOP,
-    M2PO as M2PO,
-    PPO as PPO,
-    TROLL as TROLL,
-    MiniRL as MiniRL,
-    PolicyGradient as PolicyGradient,
-)
-from trustrl.config.score_centering import ScoreCentering as ScoreCentering
-from trustrl.config.sequence_regions import (
-    CPPO as CPPO,
-    GMPO as GMPO,
-    GSPO as GSPO,
-    OPSM as OPSM,
-    TRM as TRM,
-    VESPO as VESPO,
-)
-from trustrl.config.soft_regions import DRPO as DRPO, SAPO as SAPO, SPO as SPO
+from trustrl.config.axes import Needs as Needs, PrefixBudget as PrefixBudget, Region as Region
 from trustrl.config.statistics import (
     BinaryKL as BinaryKL,
     BinaryTV as BinaryTV,
@@ -60,6 +32,7 @@ from trustrl.config.terms import (
 )
 from trustrl.core.check import check as check
 from trustrl.core.clean import CleanTokens as CleanTokens
+from trustrl.core.decision import Decision as Decision
 from trustrl.core.diagnostics import merge as merge, rates as rates
 from trustrl.core.divergences.interval import Interval as Interval
 from trustrl.core.policy_loss import policy_loss as policy_loss
@@ -69,9 +42,14 @@ from trustrl.core.records import (
     RolloutTokens as RolloutTokens,
     TopK as TopK,
 )
-from trustrl.core.regions.decision import Decision as Decision
-from trustrl.core.regions.dispatch import register_region as register_region
 from trustrl.core.sampling import Sampling as Sampling
 from trustrl.core.token_logprobs import token_logprobs as token_logprobs
+from trustrl.regions import *  # the settings class of each region
+from trustrl.regions.loading import (
+    config_from_dict as config_from_dict,
+    config_to_dict as config_to_dict,
+    register_region as register_region,
+)
+from trustrl.regions.presets import preset as preset, presets as presets
 
 __version__: str

@@ -29,9 +29,24 @@ class Registry(Mapping[str, T], Generic[T]):
         trustrl.errors.UnknownNameError: Unknown shape 'sqare'. Did you mean 'square'? Known: square.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, discover: Callable[[], None] | None = None) -> None:
+        """Creates an empty registry.
+
+        Args:
+            what: Kind of entry, for errors.
+            discover: Registers the entries of other packages. It is called once: when a name is sought that is not
+                known otherwise, or when the names are listed.
+        """
         self._what = what
         self._entries: dict[str, T] = {}
+        self._discover = discover
+
+    def _complete(self) -> dict[str, T]:
+        """Returns all entries, those of other packages included."""
+        if self._discover is not None:
+            discover, self._discover = self._discover, None
+            discover()
+        return self._entries
 
     def register(self, name: str) -> Callable[[T], T]:
         """Returns a decorator that registers its argument under `name`.
@@ -52,8 +67,10 @@ class Registry(Mapping[str, T], Generic[T]):
         return add
 
     def __getitem__(self, name: str) -> T:
-        try:
+        if name in self._entries:
             return self._entries[name]
+        try:
+            return self._complete()[name]
         except KeyError:
             known = ", ".join(sorted(self._entries))
             raise UnknownNameError(
@@ -61,10 +78,10 @@ class Registry(Mapping[str, T], Generic[T]):
             ) from None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._complete())
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._complete())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._entries
+        return name in self._entries or name in self._complete()

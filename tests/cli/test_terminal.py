@@ -144,4 +144,4 @@ def test_all_terminal_lines_go_through_one_function():
         for file in ([SRC / part] if part.endswith(".py") else sorted((SRC / part).rglob("*.py")))
         if writes.search(file.read_text(encoding="utf-8"))
     }
-    assert found == {"terminal.py", "cli/metrics.py", "tools/dashboards/wandb_workspace.py"}
+    assert found == {"terminal.py", "cli/metrics.py", "tools/dashboards.py"}

@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 
 import trustrl
-from trustrl.config.loading import KINDS, laid_over
-from trustrl.config.presets import override
+from trustrl.regions.loading import KINDS, laid_over
+from trustrl.regions.presets import override
 
 INVALID = [
     pytest.param(lambda: trustrl.BinaryTV(max_increase=0), "binary-tv.max_increase must be a probability gap", id="a bound of 0"),

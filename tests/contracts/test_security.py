@@ -67,7 +67,7 @@ def test_every_command_and_every_engine_has_a_row():
     folders = {one.stem for one in (ROOT / "src/trustrl/engines").iterdir() if not one.name.startswith("_")}
     modules = {engine.module.rpartition(".")[2] for engine in ENGINES}
     assert folders - modules == {"catalogue", "common", "refusals", "verl_cpu", "vllm"}
-    assert "(`verl_cpu`)" in named
+    assert "(`trustrl_verl_cpu`)" in named
     assert "(`vllm`)" in named
 
 
@@ -146,12 +146,12 @@ MODULES = {
 CALLS = {"TCPStore", "create_server", "start_server", "start_unix_server", "create_connection", "from_uri"}
 
 REACHES = {
-    "engines/verl_cpu/plugin.py": "torch's store for verl's ranks, on loopback",
     "engines/vllm/clients.py": "the vLLM server that the user names",
     "engines/vllm/gloo_channel.py": "the weight channel, on loopback",
     "recording/storage.py": "the object store that the user names",
     "runner/processes.py": "looks for a free port on loopback",
     "tools/audit/mapreduce.py": "Ray, with --ray",
+    "trustrl_verl_cpu/plugin.py": "torch's store for verl's ranks, on loopback",
 }
 """The files that can reach the network, and what they reach."""
 
@@ -177,9 +177,11 @@ def reaches(text):
 
 
 def test_only_these_files_reach_the_network():
-    source = ROOT / "src/trustrl"
     found = {
-        str(file.relative_to(source)) for file in source.rglob("*.py") if reaches(file.read_text(encoding="utf-8"))
+        str(file.relative_to(source))
+        for source in (ROOT / "src/trustrl", ROOT / "packages/verl_cpu/src")
+        for file in source.rglob("*.py")
+        if reaches(file.read_text(encoding="utf-8"))
     }
     assert found == REACHES.keys()
 

@@ -8,8 +8,8 @@ import torch
 
 import trustrl
 from support.worlds import gradient, world
-from trustrl.core import compiled_steps, steps
 from trustrl.core.diagnostics import histogram
+from trustrl.core.impl import choice, compiled, eager
 from trustrl.core.partition import flat_columns
 
 pytestmark = pytest.mark.compiled
@@ -56,19 +56,19 @@ def records(region, *, dtype=torch.float32, faulty=False, tails=False, rows=6, w
 
 def both(region, **settings):
     """(eager, compiled), each as (output, gradients)."""
-    found = []
+    got = []
     for impl in ("eager", "compiled"):
         policy, rollout = records(region, **settings)
-        assert compiled_steps.covers(policy, rollout, region, region.needs())
+        assert compiled.covers(policy, rollout, region, region.needs())
         out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl=impl)
         out.sums  # noqa: B018  made on first access
         out.loss.backward()
-        found.append((out, gradient(policy)))
-    return found
+        got.append((out, gradient(policy)))
+    return got
 
 
-def must_agree(want, found):
-    (a, a_grads), (b, b_grads) = want, found
+def must_agree(want, got):
+    (a, a_grads), (b, b_grads) = want, got
     assert torch.equal(a.decision.keep, b.decision.keep)
     assert torch.equal(a.loss, b.loss)
     for x, y in zip(a_grads, b_grads, strict=True):
@@ -94,8 +94,8 @@ def must_agree(want, found):
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_every_region_agrees_with_and_without_faults(name, dtype):
     must_agree(*both(REGIONS[name], dtype=dtype))
-    want, found = both(REGIONS[name], dtype=dtype, faulty=True)
-    must_agree(want, found)
+    want, got = both(REGIONS[name], dtype=dtype, faulty=True)
+    must_agree(want, got)
     if name.startswith("top-20") and dtype == torch.float32:
         kinds = ("policy", "advantage", "support", "mass", "column")
         assert all(want[0].sums.added[f"fault/{kind}"] > 0 for kind in kinds)
@@ -108,7 +108,7 @@ def test_recorded_tails_agree(name):
 
 @pytest.mark.parametrize("on_nonfinite", ["drop", "zero"])
 def test_faulty_tokens_count_alike_in_their_sequence(on_nonfinite):
-    region, found = REGIONS["top-20 tv"], []
+    region, got = REGIONS["top-20 tv"], []
     for impl in ("eager", "compiled"):
         policy, rollout = records(region, faulty=True)
         out = trustrl.policy_loss(
@@ -116,21 +116,21 @@ def test_faulty_tokens_count_alike_in_their_sequence(on_nonfinite):
             on_nonfinite=on_nonfinite, impl=impl, penalties=[trustrl.EntropyBonus(coefficient=0.01)],
         )  # fmt: skip
         out.loss.backward()
-        found.append((out, gradient(policy)))
-    must_agree(*found)
+        got.append((out, gradient(policy)))
+    must_agree(*got)
 
 
 def test_batches_of_other_sizes_and_without_tokens_in_the_loss_agree():
     for rows, width in ((1, 1), (3, 40), (2, 9), (5, 31)):
         must_agree(*both(REGIONS["top-20 tv"], rows=rows, width=width))
-    found = []
+    got = []
     for impl in ("eager", "compiled"):
         policy, rollout = records(REGIONS["top-20 tv"])
         rollout = replace(rollout, in_loss=torch.zeros_like(rollout.in_loss))
         out = trustrl.policy_loss(policy, rollout, REGIONS["top-20 tv"], reduction=trustrl.TokenSum(), impl=impl)
         out.loss.backward()
-        found.append((out, gradient(policy)))
-    must_agree(*found)
+        got.append((out, gradient(policy)))
+    must_agree(*got)
     w = world(7, rows=0, width=5)
     rollout = w.rollout(dtype=torch.float32)
     policy = w.policy_tokens(rollout, dtype=torch.float32)
@@ -155,15 +155,15 @@ def test_the_error_is_within_its_bound(name):
     policy, rollout = records(region, rows=40, width=100)
     needs = region.needs()
     columns, resolution = flat_columns(policy, rollout, needs)
-    sums = compiled_steps._summed(compiled_steps._Given(policy, rollout, region, needs, "drop", columns), resolution)
+    sums = compiled._summed(compiled.Request(policy, rollout, region, needs, "drop", columns), resolution)
     exact = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl="eager").decision
-    found = sums.distance
+    got = sums.distance
     if name != "troll":
-        found = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl="compiled").decision
-        found = found.divergence.lower.reshape(-1)
+        got = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl="compiled").decision
+        got = got.divergence.lower.reshape(-1)
     want = exact.extra["projected_kl_before"] if name == "troll" else exact.divergence.lower
     usable = rollout.in_loss.reshape(-1)
-    error = (found - want.reshape(-1)).abs()[usable]
+    error = (got - want.reshape(-1)).abs()[usable]
     assert (error > 0).float().mean() > 0.9  # float32 was used
     assert (error <= sums.error[usable]).all()
 
@@ -175,39 +175,39 @@ def test_tokens_at_the_bound_are_decided_in_float64():
     out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl="eager")
     lower = out.decision.divergence.lower
     for bound in lower[rollout.in_loss & (lower > 0)].tolist():
-        at = trustrl.DPPO(trustrl.TopKTV(k=20, max_increase=bound, max_decrease=bound))
-        want, found = (
-            trustrl.policy_loss(policy, rollout, at, reduction=trustrl.TokenSum(), impl=impl)
+        region_there = trustrl.DPPO(trustrl.TopKTV(k=20, max_increase=bound, max_decrease=bound))
+        want, got = (
+            trustrl.policy_loss(policy, rollout, region_there, reduction=trustrl.TokenSum(), impl=impl)
             for impl in ("eager", "compiled")
         )
-        assert torch.equal(want.decision.keep, found.decision.keep)
+        assert torch.equal(want.decision.keep, got.decision.keep)
 
 
 @pytest.mark.parametrize("name", ["dppo-binary-tv", "ppo", "gspo"])
 def test_other_regions_are_left_to_the_eager_steps(name):
     region = trustrl.preset(name)
     policy, rollout = records(region)
-    assert steps.steps_for("compiled", policy, rollout, region, region.needs()) is steps.EAGER
+    assert choice.implementation("compiled", policy, rollout, region, region.needs()) is eager
 
 
 def test_columns_in_float64_are_left_to_the_eager_steps():
     region = REGIONS["top-20 tv"]
     policy, rollout = records(region, dtype=torch.float64)
-    assert steps.steps_for("compiled", policy, rollout, region, region.needs()) is steps.EAGER
+    assert choice.implementation("compiled", policy, rollout, region, region.needs()) is eager
 
 
 def test_auto_never_compiles_and_the_variable_does(monkeypatch):
     _, rollout = records(REGIONS["top-20 tv"])
-    assert steps.resolved("auto", rollout) == "eager"
-    monkeypatch.setenv(steps.VARIABLE, "compiled")
-    assert steps.resolved("auto", rollout) == "compiled"
+    assert choice.resolved("auto", rollout) == "eager"
+    monkeypatch.setenv(choice.VARIABLE, "compiled")
+    assert choice.resolved("auto", rollout) == "compiled"
 
 
 def test_without_a_compiler_the_eager_steps_run_with_one_warning(monkeypatch):
     def broken(function):
         raise RuntimeError("no g++")
 
-    compiled_steps.works.cache_clear()
+    compiled.works.cache_clear()
     monkeypatch.setattr(torch, "compile", broken)
     region = REGIONS["top-20 tv"]
     policy, rollout = records(region)
@@ -216,4 +216,4 @@ def test_without_a_compiler_the_eager_steps_run_with_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error", trustrl.errors.TrustRLWarning)
         trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl="compiled")
-    compiled_steps.works.cache_clear()
+    compiled.works.cache_clear()

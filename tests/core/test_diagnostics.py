@@ -86,9 +86,9 @@ def test_bins_partition_the_tokens(measured):
 def test_histogram_quantiles_are_right_to_one_bin(share, scale):
     g = torch.Generator().manual_seed(0)
     x = scale * torch.randn(20_000, generator=g, dtype=torch.float64)
-    found = quantile(histogram(x, torch.ones_like(x)).tolist(), share)
+    estimate = quantile(histogram(x, torch.ones_like(x)).tolist(), share)
     exact = float(x.quantile(share))
-    assert abs(found - exact) <= 0.125 * abs(exact) + 0.03 * scale
+    assert abs(estimate - exact) <= 0.125 * abs(exact) + 0.03 * scale
 
 
 def test_bins_are_ordered_like_numbers():
@@ -187,11 +187,10 @@ def test_every_reported_number_is_in_the_dictionary():
 
 
 def test_sums_are_made_once_and_only_when_asked_for(monkeypatch):
-    from trustrl.core import steps
+    from trustrl.core.impl import eager
 
-    calls, eager = [], steps.EAGER
-    counting = eager._replace(collect=lambda *args: calls.append(1) or eager.collect(*args))
-    monkeypatch.setattr(steps, "EAGER", counting)
+    calls, collect = [], eager.collect
+    monkeypatch.setattr(eager, "collect", lambda *args: calls.append(1) or collect(*args))
     out, _ = run("dppo-binary-tv", world(0))
     assert calls == []
     assert out.sums is out.sums

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import trustrl
+from contracts.test_second_derivatives import MESSAGE, case, loss_of
 from support.device_counts import counted
 from support.kernel_counts import launches, limits, loss_and_sums, micro_batch, torch_release
 from support.worlds import gradient, reduction_for, world
@@ -66,20 +67,20 @@ def records(region, seed, dtype, *, faulty, tails=False, packed=False):
     return policy, rollout, w
 
 
-def both(region, *given, reduction=None, **settings):
+def both(region, *arguments, reduction=None, **settings):
     """(eager, Triton), each as (output, gradients)."""
-    found = []
+    got = []
     for impl in ("eager", "triton"):
-        policy, rollout, w = records(region, *given, **settings)
+        policy, rollout, w = records(region, *arguments, **settings)
         out = trustrl.policy_loss(policy, rollout, region, reduction=reduction or reduction_for(region, w), impl=impl)
         out.sums  # noqa: B018  made on first access
         out.loss.backward()
-        found.append((out, gradient(policy)))
-    return found
+        got.append((out, gradient(policy)))
+    return got
 
 
-def must_agree(want, found):
-    (a, a_grads), (b, b_grads) = want, found
+def must_agree(want, got):
+    (a, a_grads), (b, b_grads) = want, got
     assert torch.equal(a.decision.keep, b.decision.keep)
     torch.testing.assert_close(b.loss, a.loss, rtol=2e-6, atol=2e-6)  # terms rounded to float32 there
     for x, y in ((a.sums.added, b.sums.added), (a.sums.highest, b.sums.highest)):
@@ -142,6 +143,17 @@ def test_reductions_agree(name, kind, packed):
 
 
 @interpreted
+@pytest.mark.parametrize("name", trustrl.presets())
+def test_the_hessian_of_every_preset_raises(name):
+    """As tests/contracts/test_second_derivatives.py says of the eager steps."""
+    w, region, rollout, logits = case(name, torch.float32)
+    total = loss_of(region, w, rollout, logits, impl="triton") + logits.square().sum()
+    (slope,) = torch.autograd.grad(total, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        torch.autograd.grad(slope.sum(), logits)
+
+
+@interpreted
 def test_more_tokens_than_a_block_agree():
     region = trustrl.preset("dppo-binary-tv")
     g = torch.Generator().manual_seed(0)
@@ -151,13 +163,13 @@ def test_more_tokens_than_a_block_agree():
         advantage=torch.randn(3, generator=g),
         in_loss=torch.rand(3, 700, generator=g) < 0.9,
     )
-    found = []
+    got = []
     for impl in ("eager", "triton"):
         policy = trustrl.PolicyTokens(logp=(behavior - 0.2).requires_grad_())
         out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenMean(num_tokens=900), impl=impl)
         out.loss.backward()
-        found.append((out, [policy.logp.grad]))
-    must_agree(*found)
+        got.append((out, [policy.logp.grad]))
+    must_agree(*got)
 
 
 LAUNCHES = {"dppo-binary-tv": 60, "dppo-binary-kl": 60, "dppo-topk-tv": 80, "dppo-topk-kl": 80, "troll": 200}
@@ -176,18 +188,18 @@ def test_few_launches_and_no_wait(name):
 @pytest.mark.skipif(torch_release() != limits()["torch"], reason="another torch may split operations otherwise")
 @pytest.mark.parametrize("name", trustrl.presets())
 def test_launches_have_not_risen(name):
-    found, recorded = launches(name), limits()[name]
-    assert all(found[key] <= recorded[key] for key in found), f"{found}, recorded {recorded}"
+    got, recorded = launches(name), limits()[name]
+    assert all(got[key] <= recorded[key] for key in got), f"{got}, recorded {recorded}"
 
 
 @pytest.fixture
 def launches_count_on_a_cpu(monkeypatch):
     """ "auto" takes the CPU for a GPU, and has checked nothing yet."""
-    from trustrl.core import checked_steps, steps
+    from trustrl.core.impl import choice, first_batch
 
-    monkeypatch.setattr(steps, "launches_count", lambda at: True)
-    monkeypatch.setattr(checked_steps, "_CHECKED", {})
-    return checked_steps
+    monkeypatch.setattr(choice, "launches_count", lambda x: True)
+    monkeypatch.setattr(first_batch, "_CHECKED", {})
+    return first_batch
 
 
 def run_auto():
@@ -235,8 +247,8 @@ def test_a_wrong_kernel_does_not_train_on_a_cpu_taken_for_a_gpu(launches_count_o
         return total, slope * (1.001 if wrong == "slope" else 1), overflow
 
     def wrong_sums(*args, **kwargs):
-        added, extremes, bins = sums(*args, **kwargs)
-        return {**added, "ratio": added["ratio"] + (wrong == "sum")}, extremes, bins
+        added, highest = sums(*args, **kwargs)
+        return {**added, "ratio": added["ratio"] + (wrong == "sum")}, highest
 
     for name, function in (("clean", wrong_clean), ("terms", wrong_terms), ("sums", wrong_sums)):
         monkeypatch.setattr(token_pass, name, function)
@@ -244,8 +256,8 @@ def test_a_wrong_kernel_does_not_train_on_a_cpu_taken_for_a_gpu(launches_count_o
     want = trustrl.policy_loss(policy, rollout, region, reduction=reduction, impl="eager")
     want.loss.backward()
     with pytest.warns(trustrl.errors.TrustRLWarning, match="Triton kernels of the loss"):
-        found = run_auto()
-    must_agree((want, gradient(policy)), found)
+        got = run_auto()
+    must_agree((want, gradient(policy)), got)
     with warnings.catch_warnings():
         warnings.simplefilter("error", trustrl.errors.TrustRLWarning)
         run_auto()

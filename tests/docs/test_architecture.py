@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs/architecture.md").read_text()
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("architecture", ROOT / "tools/architecture.py")
+    spec = importlib.util.spec_from_file_location("architecture", ROOT / "scripts/architecture.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -21,7 +21,7 @@ architecture = load()
 
 def test_the_picture_is_what_the_imports_say():
     assert architecture.draw() == architecture.PICTURE.read_text(encoding="utf-8"), (
-        "The imports between packages have changed. If that is meant, run `python tools/architecture.py`."
+        "The imports between packages have changed. If that is meant, run `python scripts/architecture.py`."
     )
 
 
@@ -56,7 +56,7 @@ def test_the_page_has_every_rule_in_its_own_words():
 
 
 def test_every_file_the_page_names_is_there():
-    named = re.findall(r"`((?:src|tests|tools|environments)/[\w./]*|\w+\.(?:py|toml))`", PAGE)
+    named = re.findall(r"`((?:src|tests|scripts|environments)/[\w./]*|\w+\.(?:py|toml))`", PAGE)
     assert len(named) > 20
     for name in named:
         assert (ROOT / name).exists(), name

@@ -15,7 +15,7 @@ DATA = json.loads((ROOT / "docs/data/conformance.json").read_text())
 @pytest.fixture
 def copy(tmp_path):
     """The script, its data and its page in another folder."""
-    for name in ("benchmarks/conformance.py", "benchmarks/evidence/pages.py", "docs/data/conformance.json"):
+    for name in ("studies/11-losses-conform/conformance.py", "studies/shared/pages.py", "docs/data/conformance.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "docs/conformance.md", tmp_path / "docs")
@@ -23,7 +23,7 @@ def copy(tmp_path):
 
 
 def fill(folder):
-    subprocess.run([sys.executable, str(folder / "benchmarks/conformance.py"), "page"], check=True)
+    subprocess.run([sys.executable, str(folder / "studies/11-losses-conform/conformance.py"), "page"], check=True)
     return (folder / "docs/conformance.md").read_text()
 
 

@@ -101,6 +101,7 @@ def made(tmp_path):
     wheel = tmp_path / "dist" / "trustrl-1.2.3-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.write_bytes(b"a wheel")
+    wheel.with_name("trustrl_verl_cpu-1.2.3-py3-none-any.whl").write_bytes(b"the other package's wheel")
     assert sbom.main([str(wheel.parent), str(tmp_path / "sbom")]) == 0
     return json.loads((tmp_path / "sbom/trustrl-1.2.3.cdx.json").read_text()), wheel
 
@@ -110,7 +111,8 @@ def test_the_sbom_names_the_wheel_and_every_package(made):
     about = found["metadata"]["component"]
     assert (about["purl"], found["bomFormat"], found["specVersion"]) == ("pkg:pypi/trustrl@1.2.3", "CycloneDX", "1.6")
     assert about["hashes"] == [{"alg": "SHA-256", "content": hashlib.sha256(wheel.read_bytes()).hexdigest()}]
-    assert {f"{one['name']}=={one['version']}" for one in found["components"]} == DATA["packages"].keys()
+    named = {f"{one['name']}=={one['version']}" for one in found["components"]}
+    assert named == {"trustrl-verl-cpu==1.2.3", *DATA["packages"]}
     required = {f"{one['name']}=={one['version']}" for one in found["components"] if one["scope"] == "required"}
     assert required == set(DATA["extras"]["core"]["packages"])
 

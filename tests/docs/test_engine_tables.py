@@ -12,7 +12,7 @@ import trustrl
 from trustrl.engines.catalogue import ENGINES, kind_of, supports
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("engine_tables", ROOT / "tools/engine_tables.py")
+_spec = importlib.util.spec_from_file_location("engine_tables", ROOT / "scripts/engine_tables.py")
 tables = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tables)
 
@@ -20,7 +20,7 @@ every = pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.nam
 
 
 def test_the_page_is_written_from_the_catalogue():
-    assert tables.page() == tables.PAGE.read_text(), "Run `python tools/engine_tables.py`."
+    assert tables.page() == tables.PAGE.read_text(), "Run `python scripts/engine_tables.py`."
 
 
 @every

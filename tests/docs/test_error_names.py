@@ -13,8 +13,10 @@ import trustrl
 from trustrl.cli import VERBS
 from trustrl.config import statistics, terms, validators
 from trustrl.config.axes import PrefixBudget, Region
+from trustrl.regions import catalogue
 
 SOURCE = Path(trustrl.__file__).parent
+catalogue()  # loads the settings class of each region
 RECORDS = {"PolicyTokens", "RolloutTokens", "TopK", "FullVocabulary", "FullDivergence", "Needs", "Decision"}
 PLACEHOLDERS = {"trustrl.json", "trustrl.region", "trustrl.txt"}
 

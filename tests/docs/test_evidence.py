@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def _evidence():
     """Imports the scripts and reads their data for the first test: both take seconds, which collecting should not."""
     global RUNS, answers, findings, holm, smollm2_clipping
-    sys.path.insert(0, str(ROOT / "benchmarks/evidence"))
+    sys.path[:0] = [str(ROOT / "studies" / name) for name in ("01-which-region-wins", "03-which-tokens-masked")]
     import answers
     import findings
     import smollm2_clipping

@@ -21,7 +21,7 @@ QUESTIONS = (("first", "b", "a"), ("second", "c", "a"))
 def _modules():
     """Imports the scripts for the first test."""
     global run, study, synonym_training, synonym_world, verdicts
-    sys.path.insert(0, str(ROOT / "benchmarks/evidence2"))
+    sys.path.insert(0, str(ROOT / "studies/02-which-learns-most"))
     import run
     import study
     import synonym_training

@@ -105,6 +105,24 @@ def test_one_version_everywhere():
     assert f"version = {{{version}}}" in (ROOT / "README.md").read_text()
 
 
+def test_both_packages_have_the_same_version_and_require_each_other_at_it():
+    """The package for CPUs calls trustrl's own modules, which may change in any release."""
+    version = TOML["project"]["version"]
+    rig = tomllib.loads((ROOT / "packages/verl_cpu/pyproject.toml").read_text())["project"]
+    assert rig["version"] == version
+    assert rig["dependencies"] == [f"trustrl=={version}"]
+    assert TOML["project"]["optional-dependencies"]["verl-cpu"] == [f"{rig['name']}=={version}"]
+
+
+def test_both_packages_have_the_same_license_addresses_and_python():
+    rig = ROOT / "packages/verl_cpu"
+    assert (rig / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    declared = tomllib.loads((rig / "pyproject.toml").read_text())["project"]
+    assert {name: declared[name] for name in ("urls", "license", "requires-python", "classifiers")} == {
+        name: TOML["project"][name] for name in ("urls", "license", "requires-python", "classifiers")
+    }
+
+
 def test_the_placeholder_for_the_repository_is_the_same_everywhere():
     """Addresses of this repository start with the one in pyproject.toml, whatever it is."""
     repository = TOML["project"]["urls"]["Repository"]
@@ -143,12 +161,16 @@ def test_the_changelog_moves_modules_and_names_to_paths_that_exist():
             assert is_module(name) or is_defined(*name.rsplit(".", 1)), (old, name)
 
 
+def source_of(name):
+    return ROOT / ("packages/verl_cpu/src" if name.startswith("trustrl_verl_cpu") else "src") / name.replace(".", "/")
+
+
 def is_module(name):
-    path = ROOT / "src" / name.replace(".", "/")
+    path = source_of(name)
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def is_defined(module, name):
-    path = ROOT / "src" / module.replace(".", "/")
+    path = source_of(module)
     path = path / "__init__.pyi" if path.is_dir() else path.with_suffix(".py")
     return re.search(rf"\b{name}\b", path.read_text()) is not None

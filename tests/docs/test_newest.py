@@ -1,5 +1,7 @@
 """The table of newest releases: its reading of pytest's output, and the page, which shows the recorded results."""
 
+from pathlib import Path
+
 import newest
 import pytest
 
@@ -47,3 +49,12 @@ def test_the_page_shows_the_recorded_results():
     results = newest.recorded()
     assert results.keys() <= {row.name for row in newest.ROWS}
     assert inside.strip() == newest.table([*results.values()])
+
+
+def test_raised_requirements_are_installed_and_torch_stays(monkeypatch):
+    raised = ["mcp>=2.2 (here 2.0)", "torch==2.14.0 (here 2.13.0)", "torchvision==0.29.0 (here 0.28.0)"]
+    commands = []
+    monkeypatch.setattr(newest, "unmet", lambda python, package: raised)
+    monkeypatch.setattr(newest, "uv", lambda *arguments: commands.append(arguments))
+    newest.raise_requirements(Path("bin/python"), "vllm")
+    assert commands == [("install", "--quiet", "--python", "bin/python", "--no-deps", "mcp>=2.2")]

@@ -124,8 +124,8 @@ def test_the_command_prints_path_line_rule_and_text_and_fails(tmp_path):
     (tmp_path / "a.py").write_text('"""Module of things."""\n\n\ndef f():\n    """The thing."""\n')
     (tmp_path / "b.py").write_text('"""Module of things."""\n')
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/plain_english.py", "."], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, ROOT / "scripts/plain_english.py", "."], cwd=tmp_path, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (1, "a.py:5: verb-first: The thing.\n")
-    done = subprocess.run([sys.executable, ROOT / "tools/plain_english.py", tmp_path / "b.py"], capture_output=True)
+    done = subprocess.run([sys.executable, ROOT / "scripts/plain_english.py", tmp_path / "b.py"], capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"")

@@ -22,10 +22,10 @@ def test_every_cell_is_within_its_bound_and_catches_the_faults_that_touch_it():
     assert all("arguments" in row["planted"] for row in exact)
 
 
-def test_new_rows_replace_those_of_their_layout(tmp_path):
-    fresh = [{**ROWS[0], "tv": 0.5}]
-    (tmp_path / "rows.json").write_text(json.dumps(fresh))
+def test_a_new_row_replaces_that_of_its_kind_in_its_layout(tmp_path):
+    fresh = {**ROWS[0], "tv": 0.5}
+    (tmp_path / "rows.json").write_text(json.dumps([fresh]))
     rows = precision.merged(ROWS, [str(tmp_path / "rows.json")])
-    layout = [row for row in rows if all(row[key] == ROWS[0][key] for key in ("engine", "layout", "precision"))]
-    assert layout == fresh
+    assert fresh in rows
+    assert [row for row in rows if row != fresh] == [row for row in ROWS if row != ROWS[0]]
     assert "| 0.5000 |" in precision.table(rows)

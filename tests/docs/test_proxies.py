@@ -22,7 +22,7 @@ KS = (1, 2, 4, 8, 16, 20, 32, 64, 256, 1024)
 @pytest.fixture(scope="module", autouse=True)
 def _study():
     global proxy_data, proxy_run, proxy_stats, proxy_theory
-    sys.path.insert(0, str(ROOT / "benchmarks/evidence"))
+    sys.path.insert(0, str(ROOT / "studies/05-which-statistic"))
     import proxy_data
     import proxy_run
     import proxy_stats

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trustrl.cli import main, parser_of
-from trustrl.config.loading import config_to_dict
 from trustrl.recording import Recording
+from trustrl.regions.loading import config_to_dict
 from trustrl.runner.recipe import RECORD_KEYS
 from trustrl.runner.recipe_files import file_of
 from trustrl.runner.recipe_tables import TABLES

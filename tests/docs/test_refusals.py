@@ -7,15 +7,15 @@ import pytest
 
 import trustrl
 from support.recipes import SMALL
-from trustrl.config.loading import config_from_dict, config_to_dict, laid_over
 from trustrl.engines.refusals import rows, trl, verl, verl_settings
 from trustrl.engines.refusals.rows import Refusal, Scope
 from trustrl.errors import ConfigError
+from trustrl.regions.loading import config_from_dict, config_to_dict, laid_over
 from trustrl.runner.plan import plan
 from trustrl.runner.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("refusal_tables", ROOT / "tools/refusal_tables.py")
+_spec = importlib.util.spec_from_file_location("refusal_tables", ROOT / "scripts/refusal_tables.py")
 tables = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tables)
 
@@ -23,7 +23,7 @@ _spec.loader.exec_module(tables)
 @pytest.mark.parametrize("engine", tables.ENGINES)
 def test_the_page_lists_exactly_what_the_engine_refuses(engine):
     page = (ROOT / f"docs/engines/{engine}.md").read_text()
-    assert tables.page(engine) == page, "Run `python tools/refusal_tables.py`."
+    assert tables.page(engine) == page, "Run `python scripts/refusal_tables.py`."
     assert page.count("| setting | must be | for regions | why |") == bool(tables.rows(engine))
 
 
@@ -34,6 +34,14 @@ def test_a_table_s_sentences_are_whole(engine):
         assert all((setting, must_be, regions))
         assert why.endswith(".")
         assert "{" not in setting + must_be + why
+
+
+WORKING = {
+    f"{verl.ROLLOUT}.calculate_log_probs": True,
+    f"{verl.ACTOR}.strategy": "fsdp2",
+    verl.AGENT_LOOP: "trustrl_single_turn_agent",
+}
+"""Settings that work with every preset that verl supports. Each row's `example` changes one of them."""
 
 
 def region_of(row):
@@ -54,7 +62,7 @@ def id_of(row):
 @pytest.mark.parametrize("row", verl.ROWS, ids=id_of)
 def test_each_row_of_verl_s_table_refuses_its_example(row):
     """Every row, in the engine's order: the row's own sentence, and no other row's."""
-    settings = dict(verl.WORKING)
+    settings = dict(WORKING)
     if row.preset == "gspo":
         settings["actor_rollout_ref.actor.loss_agg_mode"] = "seq-mean-token-mean"
     region = region_of(row)
@@ -91,8 +99,8 @@ def test_a_plan_refuses_what_each_row_of_verl_s_table_refuses(row):
 @pytest.mark.parametrize("name", trustrl.presets())
 def test_no_row_of_verl_refuses_a_preset_with_settings_that_work(name):
     region = trustrl.preset(name)
-    settings = dict(verl.WORKING)
-    settings["actor_rollout_ref.actor.loss_agg_mode"] = verl.fitting_reductions(region)[0]
+    settings = dict(WORKING)
+    settings["actor_rollout_ref.actor.loss_agg_mode"] = rows.fitting(verl.REDUCTIONS, region)[0]
     settings |= verl_settings.settings_needed(flat(settings), region)
     if rows.EXACT_ON_SAMPLER.holds(region.needs()):
         region = trustrl.preset(name, anchor="proximal")

@@ -13,20 +13,22 @@ pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
-    ["answers.py"], ["clipping.py", "page"], ["smollm2_masks.py", "page"], ["smollm2_clipping.py", "page"],
-    ["smollm2_mismatch.py", "page"], ["smollm2_prefill.py", "page"], ["moe_mismatch.py", "page"],
-    ["explained.py", "page"], ["proxies.py", "page"], ["smollm2_same_tokens.py", "page"],
+    ["01-which-region-wins/answers.py"], ["01-which-region-wins/clipping.py", "page"],
+    ["03-which-tokens-masked/smollm2_masks.py", "page"], ["03-which-tokens-masked/smollm2_clipping.py", "page"],
+    ["04-why-mismatch/smollm2_mismatch.py", "page"], ["04-why-mismatch/smollm2_prefill.py", "page"],
+    ["04-why-mismatch/moe_mismatch.py", "page"], ["06-fault-found/explained.py", "page"],
+    ["05-which-statistic/proxies.py", "page"], ["04-why-mismatch/smollm2_same_tokens.py", "page"],
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: Path(command[0]).name)
 def test_the_pages_are_what_their_command_writes(tmp_path, command):
-    for folder in ("benchmarks/evidence", "docs", "recipes/evidence"):
+    for folder in ("studies", "docs", "recipes/evidence"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(ROOT / "README.md", tmp_path)  # has one of the tables
     script, *rest = command
     done = subprocess.run(
-        [sys.executable, str(tmp_path / "benchmarks/evidence" / script), *rest],
+        [sys.executable, str(tmp_path / "studies" / script), *rest],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

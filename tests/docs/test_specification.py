@@ -11,14 +11,14 @@ from trustrl.recording.schema import TABLES, VERSION, arrow_schema
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/specification/token-record.md"
 
-_spec = importlib.util.spec_from_file_location("token_record", ROOT / "tools/token_record.py")
+_spec = importlib.util.spec_from_file_location("token_record", ROOT / "scripts/token_record.py")
 tool = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tool)
 
 
 def test_the_files_are_those_that_the_tool_writes():
-    assert tool.page(PAGE.read_text()) == PAGE.read_text(), "Run `python tools/token_record.py`."
-    assert tool.schema_file() == PAGE.with_suffix(".json").read_text(), "Run `python tools/token_record.py`."
+    assert tool.page(PAGE.read_text()) == PAGE.read_text(), "Run `python scripts/token_record.py`."
+    assert tool.schema_file() == PAGE.with_suffix(".json").read_text(), "Run `python scripts/token_record.py`."
 
 
 def test_the_page_names_the_version_and_its_history():
@@ -48,8 +48,8 @@ def test_run_json_follows_the_published_schema(tmp_path):
     """Checked by an independent validator, where it is installed."""
     pytest.importorskip("pyarrow")
     jsonschema = pytest.importorskip("jsonschema")
-    from trustrl.config.presets import preset
     from trustrl.recording import Recorder, Recording
+    from trustrl.regions.presets import preset
 
     schema = json.loads(PAGE.with_suffix(".json").read_text())["run.json"]
     about = {"engine": {"name": "trl", "version": None}, "sampling": {"temperature": 1, "top_k": None}}

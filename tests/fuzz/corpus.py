@@ -14,10 +14,10 @@ from support import recording_batches as batches
 from support.recipes import SHIPPED, small
 from support.run_files import unpacked
 from support.run_folders import run_folder
-from trustrl.config.presets import preset
+from trustrl.files import write_json
 from trustrl.recording import QuantileAbove, Recorder, Recording
+from trustrl.regions.presets import preset
 from trustrl.runner.comparison import table
-from trustrl.runner.directory import write_json
 from trustrl.runner.grid import prepare
 
 

@@ -33,14 +33,14 @@ COLUMNS = ("ids", "valid", "anchor_columns", "own_columns", "tokens", "anchor_ta
 
 def launches():
     """name → (kernel, compile-time constants): what a binary region, a Top-K region and TROLL launch, with all inputs."""
-    from trustrl.core import triton_steps
+    from trustrl.core.impl import triton as steps
     from trustrl.kernels import projection_kernels, projection_pass, sum_kernels, token_kernels, token_pass
 
     clean = {
         "READS_BEHAVIOR": True, "READS_PROXIMAL": True, "FROM_BEHAVIOR": True, "LARGEST": 1e-3, "NOISE": 0.5,
         "MASS_COARSE": 1.02, "MASS_FINE": 1.001, "LEFT_OUT": None, "NO_TAIL": False, "sound": None,
     }  # fmt: skip
-    found = {
+    named = {
         "clean": (
             token_kernels.clean_kernel,
             clean | dict.fromkeys(COLUMNS) | {"ROWS": token_pass.BLOCK, "COLUMNS": 1},
@@ -48,27 +48,28 @@ def launches():
         "terms": (token_kernels.terms_kernel, {"LARGEST": 3e31, "ROWS": token_pass.BLOCK}),
         "sums": (
             sum_kernels.sums_kernel,
-            triton_steps.HISTOGRAM_SETTINGS
-            | {"BOUNDED": True, "NARROWS": True, "NUM_SUMS": token_pass.NUM_SUMS, "ROWS": token_pass.BLOCK},
+            steps.SETTINGS
+            | {"bounded": True, "NUM_SUMS": sum_kernels.NUM_SUMS, "NUM_EXTREMES": sum_kernels.NUM_EXTREMES}
+            | {"ROWS": token_pass.BLOCK},
         ),
     }
     for k in (20, 64):
         padded = 1 << (k - 1).bit_length()
-        found[f"clean, {k} columns"] = (
+        named[f"clean, {k} columns"] = (
             token_kernels.clean_kernel,
             clean | {"ROWS": token_pass.TILE // padded, "COLUMNS": padded},
         )
         rows, padded = projection_pass.tile(k)
         both = {"TAIL_FLOOR": 1e-7, "NO_TAIL": False, "ROWS": rows, "COLUMNS": padded}
-        found[f"project, {k} columns"] = (
+        named[f"project, {k} columns"] = (
             projection_kernels.project_kernel,
             both | {"SLACK": 1e-4, "EVALUATIONS": 32},
         )
-        found[f"project backward, {k} columns"] = (
+        named[f"project backward, {k} columns"] = (
             projection_kernels.project_backward_kernel,
             both | {"BY_SUBTRACTION": True, "d_own_tail": None},
         )
-    return found
+    return named
 
 
 def compiled(kernel, constants, target):
@@ -81,7 +82,7 @@ def compiled(kernel, constants, target):
 
     backend, architecture, warp, _ = TARGETS[target]
     signature, attributes = {}, {}
-    for at, name in enumerate(kernel.arg_names):
+    for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name in NUMBERS:
@@ -89,7 +90,7 @@ def compiled(kernel, constants, target):
         else:
             kind = "i1" if name in BOOLEANS else "i64" if name in WHOLE else "fp64"
             signature[name] = "*fp32" if name in IN_THE_RECORDS_DTYPE else f"*{kind}"
-            attributes[at,] = [["tt.divisibility", 16]]
+            attributes[place,] = [["tt.divisibility", 16]]
     constants = {name: value for name, value in constants.items() if name in signature}
     source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": token_pass.WARPS}
@@ -117,10 +118,10 @@ def test_nothing_spills_and_shared_memory_fits(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_recorded_figures_hold(target):
-    found, recorded = compiled_apart(__file__), json.loads(RECORDED.read_text())
-    if found["triton"] != recorded["triton"]:
-        pytest.skip(f"the figures are those of triton {recorded['triton']}, this is {found['triton']}")
-    assert found[target] == recorded[target]
+    figures, recorded = compiled_apart(__file__), json.loads(RECORDED.read_text())
+    if figures["triton"] != recorded["triton"]:
+        pytest.skip(f"the figures are those of triton {recorded['triton']}, this is {figures['triton']}")
+    assert figures[target] == recorded[target]
 
 
 if __name__ == "__main__":

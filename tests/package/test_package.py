@@ -22,16 +22,18 @@ if TORCH is None:
     pytest.skip("run by `nox -s package`", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
+RIG = ROOT / "packages/verl_cpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl"), ("verl",)]
+TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl"), ("verl", "verl-cpu")]
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
-    "trustrl.core.triton_steps": "triton, which comes with torch for GPUs",
+    "trustrl.core.impl.triton": "triton, which comes with torch for GPUs",
     "trustrl.kernels.projection_kernels": "triton, which comes with torch for GPUs",
     "trustrl.kernels.projection_pass": "triton, which comes with torch for GPUs",
     "trustrl.kernels.sum_kernels": "triton, which comes with torch for GPUs",
+    "trustrl.kernels.sum_parts": "triton, which comes with torch for GPUs",
     "trustrl.kernels.token_kernels": "triton, which comes with torch for GPUs",
     "trustrl.kernels.token_pass": "triton, which comes with torch for GPUs",
     "trustrl.kernels.triton_divergence": "triton, which comes with torch for GPUs",
@@ -44,6 +46,7 @@ NEED_MORE = {
     "trustrl.engines.axolotl": "axolotl",
     "trustrl.engines.common.kept_columns": "numpy, which every engine has",
     "trustrl.engines.common.kept_policy": "numpy, which every engine has",
+    "trustrl.engines.common.logits_forward": "transformers",
     "trustrl.engines.common.loss_seam": "transformers",
     "trustrl.engines.common.region_callback": "transformers",
     "trustrl.engines.common.vocabulary_forward": "transformers",
@@ -58,7 +61,7 @@ NEED_MORE = {
     "trustrl.engines.trinity": "trinity",
     "trustrl.engines.trl": "trl and transformers",
     "trustrl.engines.verl": "verl",
-    "trustrl.engines.verl_cpu": "verl and ray",
+    "trustrl.engines.verl_cpu": "trustrl_verl_cpu, whose old name it is",
     "trustrl.engines.vllm.decode_record": "numpy, which vLLM has",
     "trustrl.engines.vllm.gloo_transfer": "vLLM",
     "trustrl.engines.vllm.recorded_requests": "numpy, which vLLM has",
@@ -70,6 +73,10 @@ NEED_MORE = {
 @pytest.fixture
 def our_warnings_are_errors():
     """Takes the place of the fixture for all tests, which imports trustrl: here it is not to be found."""
+
+
+RUNNER_AND_OLD_NAME = {"trustrl/runner/verl_cpu_settings.py", "trustrl/engines/verl_cpu.py"}
+"""The settings that a plan checks, and the command's old name: all that trustrl's wheel has of verl on a CPU."""
 
 
 def run(*command, cwd=None, stderr=subprocess.PIPE):
@@ -84,21 +91,29 @@ def run(*command, cwd=None, stderr=subprocess.PIPE):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder with the sdist, and the wheel that was made from it."""
+    """The folder with the sdists of both packages, and the wheels that were made from them."""
     folder = tmp_path_factory.mktemp("built")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
+    for source in (ROOT, RIG):
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
     return folder
 
 
 @pytest.fixture(scope="module")
 def wheel(built):
-    (found,) = built.glob("*.whl")
+    (found,) = built.glob("trustrl-*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
 def sdist(built):
-    (found,) = built.glob("*.tar.gz")
+    (found,) = built.glob("trustrl-*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def rig(built):
+    """The wheel of the package that runs verl on a CPU."""
+    (found,) = built.glob("trustrl_verl_cpu-*.whl")
     return found
 
 
@@ -112,6 +127,17 @@ def bin(wheel, tmp_path_factory):
     return folder / "bin"
 
 
+@pytest.fixture(scope="module")
+def both(built, tmp_path_factory):
+    """The commands of a new environment with the extra that brings the second package, and without verl."""
+    folder = tmp_path_factory.mktemp("both")
+    venv.create(folder)
+    install = (sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", folder / "bin/python")
+    run(*install, TORCH)
+    run(*install, "--find-links", built, f"trustrl[verl-cpu]=={PROJECT['version']}")
+    return folder / "bin"
+
+
 def contents(wheel):
     with zipfile.ZipFile(wheel) as archive:
         return {one.filename: one.CRC for one in archive.infolist()}
@@ -120,10 +146,26 @@ def contents(wheel):
 def test_the_wheel_is_the_package_the_shipped_recipes_and_the_tested_environments(wheel):
     code = [file for file in (ROOT / "src").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
     expected = {str(file.relative_to(ROOT / "src")) for file in code}
+    assert not any("verl_cpu" in name for name in expected - RUNNER_AND_OLD_NAME)
     expected |= {f"trustrl/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.toml")}
     expected |= {f"trustrl/environments/{file.name}" for file in (ROOT / "environments").glob("*.txt")}
     assert {"trustrl/py.typed", "trustrl/tools/report/page/main.js", "trustrl/recipes/tour.toml"} <= expected
     assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected
+
+
+def test_the_other_wheel_is_the_package_that_runs_verl_on_a_cpu(rig, wheel, built):
+    (sdist,) = built.glob("trustrl_verl_cpu-*.tar.gz")
+    run(sys.executable, "-m", "twine", "check", "--strict", rig, sdist)
+    source = RIG / "src"
+    expected = {str(file.relative_to(source)) for file in source.rglob("*") if file.suffix in (".py", ".typed")}
+    assert "trustrl_verl_cpu/plugin.py" in expected
+    assert {name for name in contents(rig) if ".dist-info/" not in name} == expected
+    assert contents(rig).keys().isdisjoint(contents(wheel))
+    with zipfile.ZipFile(rig) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        told = message_from_string(archive.read(name).decode())
+    assert told["Version"] == PROJECT["version"]
+    assert told.get_all("Requires-Dist") == [f"trustrl=={PROJECT['version']}"]
 
 
 def test_the_sdist_is_what_is_committed(sdist):
@@ -158,6 +200,28 @@ def test_the_command_runs_where_there_is_no_source(bin, tmp_path):
     assert "GRPOConfig" in run(bin / "trustrl", "plan", "tour", cwd=tmp_path)
     listed = run(bin / "trustrl", "recipes", cwd=tmp_path).splitlines()
     assert [line.split()[0] for line in listed] == sorted(file.stem for file in (ROOT / "recipes").glob("*.toml"))
+
+
+def test_the_extra_brings_the_command_that_runs_verl_on_a_cpu(both, tmp_path):
+    assert run(both / "python", "-m", "trustrl_verl_cpu", "--help", cwd=tmp_path).startswith(
+        "python -m trustrl_verl_cpu"
+    )
+    defaults = run(both / "python", "-m", "trustrl_verl_cpu", "--defaults", cwd=tmp_path).splitlines()
+    assert "trainer.v1.sampler.custom_sampler.path=pkg://trustrl_verl_cpu.plugin" in defaults
+
+
+def test_a_recipe_on_a_cpu_is_refused_without_its_packages_before_anything_starts(bin, tmp_path):
+    """verl is a file that must not be imported: what is missing is the package for CPUs."""
+    (tmp_path / "verl.py").write_text("raise SystemExit('imported')")
+    code = "import sys; sys.path.insert(0, '.'); from trustrl.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [bin / "python", "-c", code, "run", "verl-tour", "--out", "here"], cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode not in (0, None)
+    assert (
+        'trustrl_verl_cpu must be installed, but it is not. Run `pip install "trustrl[verl,verl-cpu]"`.' in done.stderr
+    )
+    assert not (tmp_path / "here").exists()
 
 
 def test_the_first_lines_of_the_readme_run(bin, tmp_path):
@@ -195,9 +259,9 @@ def test_type_checkers_know_every_public_name(bin, tmp_path):
 
 
 @pytest.mark.parametrize("extras", TOGETHER, ids=",".join)
-def test_extras_can_be_installed_together_and_leave_torch_as_it_is(extras, bin, wheel):
+def test_extras_can_be_installed_together_and_leave_torch_as_it_is(extras, bin, wheel, built):
     """uv finds versions that fit, in a tenth of pip's time; nothing is installed. What fits together fits alone."""
-    into = (f"{wheel}[{','.join(extras)}]", "--python", bin / "python")
+    into = (f"{wheel}[{','.join(extras)}]", "--python", bin / "python", "--find-links", built)
     said = run(sys.executable, "-m", "uv", "pip", "install", "--dry-run", *into, stderr=subprocess.STDOUT)
     chosen = {plain(name) for name in re.findall(r"^ \+ ([^=@ ]+)", said, re.M)}
     wanted = {plain(re.split(r"[<>=\[]", line)[0]) for extra in extras for line in EXTRAS[extra]}

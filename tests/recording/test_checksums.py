@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 from support import recording_batches as batches
 from support.run_folders import sealed, write_groups, write_records
 from trustrl.cli import main
-from trustrl.config.presets import preset
 from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.recording import NonFinite, Recorder, Recording, read, read_run, read_sequences, read_texts, stream
 from trustrl.recording.checksums import MARK, checked_file
 from trustrl.recording.record_files import parts_in
 from trustrl.recording.storage import place
+from trustrl.regions.presets import preset
 from trustrl.runs.readers.record_tables import completions
 
 PART = "step-00000000.rank-0000.parquet"

@@ -10,10 +10,11 @@ import pytest
 
 from support.recipes import small
 from trustrl.errors import ConfigError, EngineError, RecordError
-from trustrl.runner.directory import RunDirectory, write_whole
+from trustrl.files import write_whole
+from trustrl.runner.directory import RunDirectory
 from trustrl.runner.recipe import load
 from trustrl.runner.run_recipe import run
-from trustrl.runner.run_verdict import collapsed, lowest_accuracy, rollouts, steps_to, summary
+from trustrl.runs.run_verdict import collapsed, lowest_accuracy, rollouts, steps_to, summary
 
 
 class FakeEngine:

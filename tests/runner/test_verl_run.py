@@ -1,5 +1,6 @@
 """verl's log as our metrics file, with a process that only writes what verl would log."""
 
+import importlib
 import os
 import shutil
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.recipes import small
-from trustrl.errors import ConfigError, EngineError
+from trustrl.errors import ConfigError, EngineError, MissingPackageError
 from trustrl.runner import verl_run
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import MANIFEST, Seal, is_marked, write_manifest
@@ -61,6 +62,36 @@ def fake_verl(monkeypatch):
 
 
 RECIPE = small("engine.name=verl", "schedule.updates_per_batch=2")
+
+
+@pytest.mark.parametrize(
+    ("missing", "device", "says"),
+    [
+        ("verl", "cuda", r'^verl must be installed, but it is not. Run `pip install "trustrl\[verl\]"`.$'),
+        ("verl", "cpu", r'^verl must be installed, .* Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
+        ("trustrl_verl_cpu", "cpu", r'^trustrl_verl_cpu must .* Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
+    ],
+)
+def test_a_missing_package_is_named_with_its_command_before_anything_starts(
+    missing, device, says, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trustrl.optional_imports.find_spec", lambda name: None if name == missing else name)
+    recipe = small("engine.name=verl", f'engine.device="{device}"', "sampler.kind=vllm")
+    with pytest.raises(MissingPackageError, match=says):
+        run(recipe, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_does_not_need_the_package_for_cpus(monkeypatch):
+    monkeypatch.setattr("trustrl.optional_imports.find_spec", lambda name: None if name == "trustrl_verl_cpu" else name)
+    verl_run.require_packages(small("engine.name=verl", 'engine.device="cuda"', "sampler.kind=vllm"))
+
+
+def test_the_old_name_of_the_package_for_cpus_raises_with_the_new_one(monkeypatch):
+    # pytest keeps a module whose import failed when it looked for doctests.
+    monkeypatch.delitem(sys.modules, "trustrl.engines.verl_cpu", raising=False)
+    with pytest.raises(MissingPackageError, match=r"verl_cpu must be imported as trustrl_verl_cpu.*EXTERNAL_MODULES"):
+        importlib.import_module("trustrl.engines.verl_cpu.plugin")
 
 
 def test_a_log_of_a_fake_verl_becomes_our_metrics(fake_verl, tmp_path):

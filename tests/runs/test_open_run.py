@@ -10,8 +10,9 @@ import pytest
 from support.recorded import record
 from support.run_files import unpacked
 from support.run_folders import run_folder, steps, write_records
+from trustrl.core.metrics import METRICS
 from trustrl.errors import ConfigError, RecordError, TrustRLWarning
-from trustrl.runs.metric_names import ENGINE_NAMES, UNITS
+from trustrl.runs.metric_names import ENGINE_NAMES
 from trustrl.runs.open_run import open_run, open_runs, short_labels
 
 
@@ -100,6 +101,15 @@ def test_several_runs_have_short_labels_and_each_is_given_once(tmp_path):
     with pytest.raises(ConfigError, match="twice"):
         open_runs([a, tmp_path / "b" / ".." / "a"])
     assert short_labels(["tour", "tour"], [Path("a"), Path("b")]) == ["tour (a)", "tour (b)"]
+
+
+UNITS = {
+    "reward": "reward", "reward_std": "reward", "loss": "loss", "grad_norm": "norm", "learning_rate": "1",
+    "entropy": "nats", "completion_length": "tokens", "frac_reward_zero_std": "share of groups",
+    "frac_reward_nan": "share of completions", "clip_share": "share of tokens", "kl": "nats",
+    "seconds": "seconds", **{f"trustrl/{metric.name}": metric.unit for metric in METRICS},
+}  # fmt: skip
+"""Our names of trainers' metrics, and their units. `kl` is the mean k3 estimate relative to the reference model."""
 
 
 def test_every_metric_with_a_name_of_ours_has_a_unit():

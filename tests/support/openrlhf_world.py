@@ -60,12 +60,17 @@ def stub_strategy(args):
 
 
 def trainer(args, logp):
+    """The trainer around a stub of the network."""
+    return trainer_of(args, StubActor(logp))
+
+
+def trainer_of(args, actor):
     """The trainer that `ppo_actor` holds now, as `PolicyModelActor` makes it."""
     from openrlhf.trainer.ray import ppo_actor
 
     scheduler = SimpleNamespace(get_last_lr=lambda: [0.0])
     return ppo_actor.ActorPPOTrainer(
-        stub_strategy(args), StubActor(logp), ema_model=None, actor_optim=None, actor_scheduler=scheduler
+        stub_strategy(args), actor, ema_model=None, actor_optim=None, actor_scheduler=scheduler
     )
 
 

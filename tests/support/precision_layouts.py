@@ -1,6 +1,7 @@
 """Layouts in which a policy is compared with itself, by engine, and the processes that run them.
 
 `python -m support.precision_layouts verl rows.json`, in the engine's environment, measures all layouts of the engine.
+Kinds of regions after the file, such as TROLL, measure those alone.
 """
 
 import json
@@ -17,6 +18,13 @@ from support.rendezvous import TESTS, own_environment, python_path
 HALVES = ("bf16", "fp16")
 WIDE_AND_BF16 = ("fp32", "bf16")
 WITHOUT_GPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+WORKERS = {
+    "TRL": "trl_precision_worker.py",
+    "ms-swift": "swift_precision_worker.py",
+    "OpenRLHF": "openrlhf_precision_worker.py",
+}
+"""The workers that run without verl."""
 
 
 class Layout(NamedTuple):
@@ -51,6 +59,12 @@ LAYOUTS = {
         "context parallel 2": Layout(2, {"cp": 2}, WIDE_AND_BF16),
         "experts, expert parallel 2": Layout(2, {"moe": True, "ep": 2}, WIDE_AND_BF16),
     },
+    "ms-swift": {
+        "autocast": Layout(precisions=WIDE_AND_BF16),
+        "weights in half precision": Layout(settings={"half_weights": True}, precisions=HALVES),
+        "FSDP2, two ranks": Layout(2, {"fsdp2": True}),
+    },
+    "OpenRLHF": {"weights in half precision": Layout(precisions=HALVES)},
     "VeOmni": {
         "two ranks, padded": Layout(2, {"packed": False}, HALVES),
         "Ulysses on two ranks": Layout(2, {"ulysses": 2}, ("bf16",)),
@@ -74,8 +88,8 @@ def run(engine: str, name: str, precision: str, model: str, kinds: Any = tuple(o
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         arguments = [model, out, json.dumps(about), json.dumps(list(kinds)), json.dumps(layout.settings)]
-        if engine == "TRL":
-            _on_trl(layout.ranks, arguments)
+        if engine in WORKERS:
+            _on_torchrun(WORKERS[engine], layout.ranks, arguments)
         else:
             from support.verl_launch import LOADED, ON_MEGATRON, on_ranks  # needs no verl, and is verl's
 
@@ -89,25 +103,31 @@ def run(engine: str, name: str, precision: str, model: str, kinds: Any = tuple(o
         return json.loads(out.read_text())
 
 
-def _on_trl(ranks: int, arguments: list[Any]) -> None:
+def _on_torchrun(script: str, ranks: int, arguments: list[Any]) -> None:
     need_ranks(ranks)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
     done = subprocess.run(
-        [*map(str, [*launcher, TESTS / "support/trl_precision_worker.py", *arguments])],
+        [*map(str, [*launcher, TESTS / "support" / script, *arguments])],
         env=own_environment(PYTHONPATH=python_path(), **{} if ON_GPU else WITHOUT_GPU),
         capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def main(engine: str, out: str) -> None:
-    """Measures every layout of an engine in every precision, and writes the rows."""
+def main(engine: str, out: str, *kinds: str) -> None:
+    """Measures every layout of an engine in every precision, and writes the rows.
+
+    Args:
+        engine: A key of `LAYOUTS`.
+        out: The file of rows.
+        *kinds: The kinds of regions, all by default.
+    """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         model = own.model_folder(Path(folder))
         for name, layout in LAYOUTS[engine].items():
             for precision in layout.precisions:
-                found = run(engine, name, precision, model)
+                found = run(engine, name, precision, model, kinds or tuple(own.KINDS))
                 outside = [row["kind"] for row in found if row["within"] is False]
                 print(f"{engine}, {name}, {precision}: outside the bound: {outside or 'none'}", flush=True)
                 rows += found

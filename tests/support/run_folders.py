@@ -6,11 +6,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from support.recipes import small
-from trustrl.config.loading import config_to_dict
-from trustrl.config.presets import preset
 from trustrl.recording.checksums import seal
 from trustrl.recording.schema import COLUMNS, REGION_KEY, VERSION, VERSION_KEY, arrow_schema
 from trustrl.recording.sequence_tables import write_sequences
+from trustrl.regions.loading import config_to_dict
+from trustrl.regions.presets import preset
 
 HOSTILE = {
     0: "</script><img src=x onerror=document.title='owned'>",

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from support.rendezvous import python_path
 from support.tiny_models import save_model
-from trustrl.engines.verl_cpu.cpu_defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
+from trustrl.runner.verl_cpu_settings import PLAIN_PROMPTS, PLUGIN
 from trustrl.world.verl_dataset import write_parquet
+from trustrl_verl_cpu.cpu_defaults import ENVIRONMENT, with_defaults
 
 STEPS, GROUP, PROMPTS, UPDATES, HELD_OUT = 3, 4, 8, 2, 8
 REWARD = Path(__file__).parents[1] / "engines/verl_cpu/verl_letters_reward.py"

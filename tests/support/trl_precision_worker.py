@@ -5,39 +5,18 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from support import self_divergence as own, trl_world as world
-from support.devices import DEVICE, start_process_group
+from support.devices import start_process_group
+from support.fsdp2_shardings import as_accelerate_shards, whole
 from trustrl.engines.trl import trainer as adapter
 
 ROWS = 2
 """Sequences of a micro-batch, in the recording pass and in the update."""
-
-
-def sharded(model, precision):
-    """The model as accelerate's own function shards it. On a CPU, accelerate itself would run DDP instead."""
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
-        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"], reshard_after_forward=True,
-    )  # fmt: skip
-    plugin.set_mixed_precision(precision)
-    accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device(DEVICE), is_main_process=dist.get_rank() == 0,
-        mixed_precision=precision, torch_device_mesh=init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("fsdp",)),
-        parallelism_config=SimpleNamespace(fsdp_dim_names=("fsdp",)),
-    )  # fmt: skip
-    model = fsdp2_prepare_model(accelerator, model)
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    return model
 
 
 def trainer_of(kind, folder, precision, fsdp2=False, half_weights=False, float32_head=False):
@@ -51,7 +30,7 @@ def trainer_of(kind, folder, precision, fsdp2=False, half_weights=False, float32
     )  # fmt: skip
     trainer.model = trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)
     if fsdp2:
-        trainer.model = sharded(trainer.model, precision)
+        trainer.model = as_accelerate_shards(trainer.model, precision)
     trainer.model.train()
     return trainer
 
@@ -76,7 +55,7 @@ def measured(folder, layout, precision, kind):
             trainer._compute_loss(trainer.model, part).backward()
     gradient = trainer.model.lm_head.weight.grad
     assert gradient is not None
-    assert (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).isfinite().all()
+    assert whole(gradient).isfinite().all()
     found = own.measured(seen, precision)
     if not dist.is_initialized():
         return found

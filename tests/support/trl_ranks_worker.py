@@ -7,13 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from support import trl_world as world
-from support.devices import DEVICE
+from support.fsdp2_shardings import SHARDINGS, move, shard, whole
 from trustrl import DPPO, TROLL, BinaryTV, FullKL, TopKTV
 from trustrl.engines.trl import record
 
@@ -31,9 +29,6 @@ REGIONS = {
 AVERAGES = ("dapo", "grpo")
 """Over the tokens of all ranks, and over sequences."""
 
-SHARDINGS = ("head in the root", "norm and head", "head alone")
-"""Which group of `fully_shard` holds the output layer; accelerate makes the second."""
-
 
 def rank():
     return int(os.environ.get("RANK", 0))
@@ -41,18 +36,6 @@ def rank():
 
 def num_ranks():
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def shard(model, sharding):
-    mesh = init_device_mesh(DEVICE, (num_ranks(),))
-    for block in model.model.layers:
-        fully_shard(block, mesh=mesh)
-    if sharding == "norm and head":
-        fully_shard(model.model.embed_tokens, mesh=mesh)
-        fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward=False)
-    elif sharding == "head alone":
-        fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def my_rows():
@@ -68,18 +51,6 @@ def my_rows():
     return part | {"num_items_in_batch": lengths.sum()}
 
 
-@torch.no_grad()
-def move(model, width=0.01):
-    """The same step away from the rollout weights on every rank, however they are sharded."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    g = torch.Generator().manual_seed(1)
-    for p in model.parameters():
-        step = width * torch.randn(p.shape, generator=g).to(p.device)
-        p.add_(distribute_tensor(step, p.device_mesh, p.placements) if isinstance(p, DTensor) else step)
-
-
 def run(name, average, wrapping=None):
     """(gradients, logged rates) of one region's loss, some way from the rollout weights."""
     rows = len(LENGTHS) // num_ranks()
@@ -93,7 +64,7 @@ def run(name, average, wrapping=None):
         model = trainer.accelerator.prepare_model(trainer.model)
         assert isinstance(model, DistributedDataParallel)
     elif wrapping is not None:
-        shard(trainer.model, wrapping)
+        shard(trainer.model, wrapping, num_ranks())
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
     model.train()
     inputs = {name: x.to(trainer.accelerator.device) for name, x in my_rows().items()}
@@ -103,10 +74,7 @@ def run(name, average, wrapping=None):
     move(trainer.model)
     trainer.state.global_step = 3
     trainer._compute_loss(model, inputs).backward()
-    gradients = {
-        key.removeprefix("module."): (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).cpu()
-        for key, p in model.named_parameters()
-    }
+    gradients = {key.removeprefix("module."): whole(p.grad).cpu() for key, p in model.named_parameters()}
     return gradients, {key: values[-1] for key, values in trainer._metrics["train"].items() if "/" in key}
 
 

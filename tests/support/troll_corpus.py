@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 import trustrl
-from trustrl.core.regions.troll import kl_along, path
+from trustrl.core.projection import kl_along, path
 
 EPS = 0.05
 

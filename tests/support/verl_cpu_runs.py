@@ -9,8 +9,9 @@ from pathlib import Path
 
 from support.sockets import listening, tree
 from support.tiny_models import save_model
-from trustrl.engines.verl_cpu.cpu_defaults import ENVIRONMENT, PLAIN_PROMPTS, PLUGIN, with_defaults
+from trustrl.runner.verl_cpu_settings import PLAIN_PROMPTS, PLUGIN
 from trustrl.world.verl_dataset import write_parquet
+from trustrl_verl_cpu.cpu_defaults import ENVIRONMENT, with_defaults
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -62,7 +63,7 @@ def _watch(process, listened):
 def stock(folder, *settings, steps=STEPS, **environment):
     """Trains a random tiny model on verl's own `main_ppo` with its `vanilla` loss; returns exit code and what was said.
 
-    A CPU needs the platform and the sampler of `trustrl.engines.verl_cpu`, and their settings.
+    A CPU needs the platform and the sampler of `trustrl_verl_cpu`, and their settings.
     """
     model, data = folder / "model", folder / "train.parquet"
     save_model(model, tied=True)

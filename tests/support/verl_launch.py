@@ -7,8 +7,8 @@ from support.devices import ON_GPU, need_ranks
 from support.rendezvous import TESTS, own_environment, python_path
 
 ENGINES = TESTS / "engines"
-LOADED = ("trustrl.engines.verl_cpu.plugin", "trustrl.engines.verl")
-ON_MEGATRON = ("trustrl.engines.verl_cpu.plugin", "trustrl.engines.verl_cpu.megatron_plugin", "trustrl.engines.verl")
+LOADED = ("trustrl_verl_cpu.plugin", "trustrl.engines.verl")
+ON_MEGATRON = ("trustrl_verl_cpu.plugin", "trustrl_verl_cpu.megatron_plugin", "trustrl.engines.verl")
 
 
 WITHOUT_GPU = {"VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

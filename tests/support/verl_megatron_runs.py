@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.devices import ON_GPU
 from support.tiny_models import save_model
-from trustrl.engines.verl_cpu.cpu_defaults import PLAIN_PROMPTS
+from trustrl.runner.verl_cpu_settings import PLAIN_PROMPTS
 from trustrl.world import verl_dataset
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ WITH_GPUS = [
     f"{ACTOR}.ppo_max_token_len_per_gpu=4096", f"{ROLLOUT}.gpu_memory_utilization=0.3", f"{ROLLOUT}.enforce_eager=True",
     f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.val_before_train=False", "trainer.resume_mode=disable",
 ]  # fmt: skip
-"""What `trustrl.engines.verl_cpu` sets by itself, as far as a GPU needs it."""
+"""What `trustrl_verl_cpu` sets by itself, as far as a GPU needs it."""
 REPLAY = [f"{ACTOR}.megatron.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=True"]
 """The trainer takes the routes that the sampler's tokens took."""
 
@@ -42,7 +42,7 @@ def trained(folder, settings, seconds=900, **environment):
     log = folder / "metrics.jsonl"
     log.unlink(missing_ok=True)
     group = ["model_engine=megatron"] if f"{ACTOR}.strategy=fsdp2" not in settings else []
-    module = ["trustrl.engines.verl", *WITH_GPUS, *group] if ON_GPU else ["trustrl.engines.verl_cpu"]
+    module = ["trustrl.engines.verl", *WITH_GPUS, *group] if ON_GPU else ["trustrl_verl_cpu"]
     command = [
         sys.executable, "-m", *module, *SMALL, f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'held_out.parquet'}", f"actor_rollout_ref.model.path={folder / 'model'}",

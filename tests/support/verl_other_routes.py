@@ -1,6 +1,6 @@
 """Module that verl loads to get other routes than the sampler's tokens took: a control of router replay."""
 
-from trustrl.engines.verl_cpu import sampler_server
+from trustrl_verl_cpu import sampler_server
 
 EXPERTS = 4
 _as_sampled = sampler_server.token_output

@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.oracle import Case
+from trustrl.core.clean import CleanTokens, clean_tokens
 
 K = 20
 
@@ -167,3 +168,16 @@ def gradient(policy):
     for x in leaves:
         x.grad = None
     return found
+
+
+def tokens_of_sequences(*sequence_ids: int) -> CleanTokens:
+    """Clean tokens of these sequences, all in the loss."""
+    logp = torch.full((len(sequence_ids),), -1.0, dtype=torch.float64)
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=logp,
+        advantage=torch.ones_like(logp),
+        in_loss=torch.ones_like(logp, dtype=torch.bool),
+        sequence_ids=torch.tensor(sequence_ids),
+    )
+    needs = trustrl.Needs(anchors=frozenset({"behavior"}), anchor="behavior", sequences=True)
+    return clean_tokens(trustrl.PolicyTokens(logp=logp), rollout, needs)

@@ -54,16 +54,16 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code. trustrl's errors are printed as messages without a traceback."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or given[0] in ("-h", "--help"):
-        say(_help(), file=sys.stdout if given else sys.stderr)
-        return OK if given else WRONG
-    if given[0] == "--version":
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        say(_help(), file=sys.stdout if words else sys.stderr)
+        return OK if words else WRONG
+    if words[0] == "--version":
         import trustrl
 
         say(trustrl.__version__)
         return OK
-    verb, *rest = given
+    verb, *rest = words
     if verb not in VERBS:
         from trustrl.registry import nearest
 

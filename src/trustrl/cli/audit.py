@@ -38,12 +38,12 @@ def run(options: argparse.Namespace) -> int:
     where = "ray" if options.ray else "processes"
     of = partial(TokenCounts.of, arms=arms)
     counts = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
-    found = audit_report(counts, arms, files, top=options.top, text_of=text_of)
-    say_json(found) if options.json else say(text(found))
-    if found["reproduced"]["kept_differs"]:
+    report = audit_report(counts, arms, files, top=options.top, text_of=text_of)
+    say_json(report) if options.json else say(text(report))
+    if report["reproduced"]["kept_differs"]:
         complain(
             f"error: Replaying the recorded region must reproduce the records, but it differs at "
-            f"{found['reproduced']['kept_differs']} tokens. The files were modified, or another version wrote them."
+            f"{report['reproduced']['kept_differs']} tokens. The files were modified, or another version wrote them."
         )
         return 1
     return 0
@@ -54,4 +54,4 @@ def _text_of(name: str) -> Callable[[int], str]:
     from trustrl.tools.audit.audit_text import printable
 
     tokenizer = tokenizer_of("--tokenizer", name)
-    return lambda at: printable(tokenizer.decode([at]))
+    return lambda token_id: printable(tokenizer.decode([token_id]))

@@ -42,10 +42,10 @@ def run(options: argparse.Namespace) -> int:
     ball = threshold(options.delta, recorded_regions(files))
     of = partial(sums_of, rewards=sequences.rewards, delta=ball.tv, anchor=options.anchor)
     where = "ray" if options.ray else "processes"
-    found = count_records(files, of, kind=UpdateSums, columns=COLUMNS, workers=options.workers, where=where)
+    sums = count_records(files, of, kind=UpdateSums, columns=COLUMNS, workers=options.workers, where=where)
     about = read_run(folder) or {}
     report = bound_report(
-        found, sequences, ball, horizon=options.horizon, reward_range=options.rewards, sampling=about.get("sampling"),
+        sums, sequences, ball, horizon=options.horizon, reward_range=options.rewards, sampling=about.get("sampling"),
         anchor=options.anchor,
     )  # fmt: skip
     say_json(report) if options.json else say(text(report))

@@ -32,10 +32,10 @@ def run(options: argparse.Namespace) -> int:
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
     counts = count_records(files, noise_of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
-    found = calibration(counts)
-    say_json(found) if options.json else say(text(found))
+    report = calibration(counts)
+    say_json(report) if options.json else say(text(report))
     if options.figure is not None:
         with written("--figure", options.figure):
-            draw(counts, found, options.figure)
+            draw(counts, report, options.figure)
         complain(options.figure)
-    return 0 if found["noise"] >= found["needed"] else 1
+    return 0 if report["noise"] >= report["needed"] else 1

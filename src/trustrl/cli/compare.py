@@ -33,8 +33,8 @@ def run(options: argparse.Namespace) -> int:
         return _draw(options.draw)
     if options.recipe is None or options.out is None or not (options.regions or options.arms):
         raise ConfigError("A comparison must have RECIPE, --out, and --regions or --arms, or --draw alone. See --help.")
+    from trustrl.files import write_json, write_whole
     from trustrl.runner.comparison import markdown, table
-    from trustrl.runner.directory import write_json, write_whole
     from trustrl.runner.grid import command_of, prepare, run_all
     from trustrl.runner.recipe import load
 
@@ -45,10 +45,10 @@ def run(options: argparse.Namespace) -> int:
         cells, options.workers, complain,
         lambda cell: [*command_of(cell), *more],
     )  # fmt: skip
-    found = table(cells, failures, options.threshold)
-    write_json(options.out / "table.json", found)
-    write_whole(options.out / "table.md", markdown(found))
-    say(markdown(found), end="")
+    results = table(cells, failures, options.threshold)
+    write_json(options.out / "table.json", results)
+    write_whole(options.out / "table.md", markdown(results))
+    say(markdown(results), end="")
     return 1 if failures else 0
 
 

@@ -17,13 +17,13 @@ def run(options: argparse.Namespace) -> int:
     """Prints the likely causes of each run, most likely first. Returns 1 if it finds any."""
     from trustrl.tools.explain.explanation import explain
 
-    found = [explain(path) for path in options.runs]
-    for place, one in enumerate(found):
-        for fault in one.run.faults:
-            complain(f"{one.run.path}: {fault}")
+    explanations = [explain(path) for path in options.runs]
+    for place, explanation in enumerate(explanations):
+        for fault in explanation.run.faults:
+            complain(f"{explanation.run.path}: {fault}")
         if options.json:
-            say_json(one.to_dict(), indent=1 if len(found) == 1 else None)
+            say_json(explanation.to_dict(), indent=1 if len(explanations) == 1 else None)
         else:
-            heading = f"{one_line(one.run.path)}\n\n" if len(found) > 1 else ""
-            say("\n" * (place > 0) + heading + one.text())
-    return 1 if any(one.causes for one in found) else 0
+            heading = f"{one_line(explanation.run.path)}\n\n" if len(explanations) > 1 else ""
+            say("\n" * (place > 0) + heading + explanation.text())
+    return 1 if any(explanation.causes for explanation in explanations) else 0

@@ -79,17 +79,17 @@ def run(options: argparse.Namespace) -> int:
 
     from trustrl.tools.probe import diagnosis, probe_report, trainer_logprobs
 
-    recorded = torch.tensor([x for one in completions for x in one.logp], dtype=torch.float64)
+    recorded = torch.tensor([x for completion in completions for x in completion.logp], dtype=torch.float64)
     read = trainer_logprobs.by_transformers(where, completions, drawing.temperature)
-    found = diagnosis.diagnose(recorded, read)
-    made = probe_report.report(completions, recorded, read, found, tokenizer.decode)
+    verdict = diagnosis.diagnose(recorded, read)
+    made = probe_report.report(completions, recorded, read, verdict, tokenizer.decode)
     say_json(made.to_dict()) if options.json else say(probe_report.text(made))
-    return 0 if found.is_sound else 1
+    return 0 if verdict.is_sound else 1
 
 
 def _prompts(file: Path | None) -> list[str]:
     from trustrl.errors import ConfigError
-    from trustrl.untrusted_files import read_regular
+    from trustrl.files import read_regular
 
     if file is None:
         return list(PROMPTS)

@@ -23,17 +23,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         records = [
             {
-                "address": one.address, "valid": one.is_valid, "versions": sorted(one.versions), "files": one.files,
-                "rows": one.rows, "findings": [finding._asdict() for finding in one.findings],
+                "address": record.address, "valid": record.is_valid, "versions": sorted(record.versions),
+                "files": record.files, "rows": record.rows,
+                "findings": [finding._asdict() for finding in record.findings],
             }
-            for one in checked
+            for record in checked
         ]  # fmt: skip
         say_json({"version": 1, "records": records})
-    for one in checked:
+    for record in checked:
         if not options.json:
-            for finding in one.findings:
+            for finding in record.findings:
                 say(one_line(f"{finding.level}: `{finding.file}` {finding.text}"))
-        counts = ", ".join(f"{num} {table}" for table, num in one.rows.items())
-        verdict = "valid" if one.is_valid else "not valid"
-        complain(f"{one.address}: {verdict}; {one.files} files, {counts}")
-    return 0 if all(one.is_valid for one in checked) else 1
+        counts = ", ".join(f"{num} {table}" for table, num in record.rows.items())
+        verdict = "valid" if record.is_valid else "not valid"
+        complain(f"{record.address}: {verdict}; {record.files} files, {counts}")
+    return 0 if all(record.is_valid for record in checked) else 1

@@ -27,17 +27,17 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         prepare_file("--out", options.out)
     report = gather(runs) if options.out is not None else gather(runs, max_points=0, max_shown=0)
-    for (_, one), note in zip(runs, report.notes, strict=True):
+    for (_, opened_run), note in zip(runs, report.notes, strict=True):
         if note:
-            complain(f"{one.path}: {note}")
+            complain(f"{opened_run.path}: {note}")
     if options.out is not None:
-        from trustrl.runner.directory import write_whole
+        from trustrl.files import write_whole
         from trustrl.tools.report.html_page import page
 
         with written("--out", options.out):
             write_whole(options.out, page(report))
     if options.json:
-        from trustrl.runner.directory import finite
+        from trustrl.files import finite
 
         say_json(finite(summary_of(report)))
     elif options.out is not None:

@@ -33,10 +33,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _drawn(folder: Path, updates_per_batch: int) -> str:
     """Draws the curves of the run and returns a log line. A missing plotting package is not an error."""
-    from trustrl.runner.directory import RunDirectory
     from trustrl.runner.figures import draw_run
+    from trustrl.runs.run_directory import StoredRun
 
     try:
-        return f"figure written to {draw_run(RunDirectory(folder), updates_per_batch)}"
+        return f"figure written to {draw_run(StoredRun(folder), updates_per_batch)}"
     except MissingPackageError as error:
         return f"figure not drawn: {error}"

@@ -45,14 +45,14 @@ def run(options: argparse.Namespace) -> int:
     if report is None:
         return 1
     _write(options.out, report, every=None)  # the last page stops reloading
-    failed = any(one.run.status == "failed" for one in report.runs)
+    failed = any(entry.run.status == "failed" for entry in report.runs)
     return 1 if failed or any(report.notes) else 0
 
 
 def _write(out: Path | None, report: object, *, every: float | None) -> None:
     if out is None:
         return
-    from trustrl.runner.directory import write_whole
+    from trustrl.files import write_whole
     from trustrl.tools.report.html_page import page
     from trustrl.tools.report.report_contents import Report
 

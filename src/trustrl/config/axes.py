@@ -1,27 +1,11 @@
-"""The shared axes of all regions, and the data that a region needs.
+"""Base classes of regions, the data that a region needs, and the prefix level of the shared axes."""
 
-anchor × statistic × direction × level × action: each is an independent choice. Combinations without a meaning raise.
-"""
-
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeGuard, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeGuard
 
 from trustrl.config import validators
-from trustrl.config.statistics import (
-    ANCHORS,
-    Anchor,
-    BinaryTV,
-    Divergence,
-    FullKL,
-    FullTV,
-    Ratio,
-    SequenceRatio,
-    Statistic,
-    TopKKL,
-    TopKTV,
-)
-from trustrl.config.terms import Correction, SequenceMeanTokenMean, reads_sequences
-from trustrl.errors import ConfigError
+from trustrl.config.statistics import Anchor
+from trustrl.errors import ConfigError, UnknownNameError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +62,44 @@ class Needs:
 
 
 class Region:
-    """Base class of region settings. Subclass it as a frozen dataclass and register its decision function."""
+    """Base class of regions. A subclass is a frozen dataclass with a `kind` and a `decide`.
+
+    A region that is a point on the shared axes needs only `axes`: its needs, decision and words follow.
+    """
 
     __slots__ = ()
     kind: ClassVar[str]
 
+    def axes(self) -> Any:
+        """Returns this region as a `trustrl.TrustRegion`, or None if it has rules that the shared axes do not cover."""
+        return None
+
     def needs(self) -> Needs:
         """Returns the data that the records must carry for this region."""
-        return Needs()
+        axes = self.axes()
+        return Needs() if axes is None else axes.needs()
+
+    def decide(self, tokens: Any) -> Any:
+        """Returns the `trustrl.Decision` for each of the `trustrl.CleanTokens`.
+
+        `trustrl.policy_loss` applies the rules that hold for all regions afterwards: the mismatch correction, stale
+        tokens, and tokens with A = 0.
+
+        Raises:
+            UnknownNameError: If the class has neither `decide` nor `axes`, and no function was registered for it.
+        """
+        axes = self.axes()
+        if axes is None:
+            raise UnknownNameError(
+                f"Unknown region {self.kind!r}. Give {type(self).__name__} a method decide(tokens), or axes(), or "
+                "register a function with trustrl.register_region."
+            )
+        return axes.decide(tokens)
+
+    def words(self) -> str:
+        """Describes what the region does to a token. If the text is empty, reports list the settings."""
+        axes = self.axes()
+        return "" if axes is None else axes.words()
 
 
 WhenStale = Literal["drop", "tighten"]
@@ -141,184 +155,3 @@ class PrefixBudget:
             raise ConfigError(
                 f"prefix-budget.rate_low must be at most rate_high, got {self.rate_low!r} and {self.rate_high!r}."
             )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AnchoredRegion(StalenessRegion):
-    """Settings shared by all anchored regions."""
-
-    anchor: Anchor = "behavior"
-    """b: the policy that distances are measured from. `behavior` is the sampler's record, `proximal` the trainer's."""
-
-    correction: Correction | None = None
-    """Correction of the mismatch π'/μ, multiplied onto the weight. Requires `anchor="proximal"`."""
-
-    def axes(self) -> "TrustRegion":
-        """Returns this region on the shared axes, without rules that the axes do not cover.
-
-        `max_staleness` is not part of the point: it applies to the decision of any region.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot be expressed on the shared axes.")
-
-    def needs(self) -> Needs:
-        """Returns the data that the records must carry for this region."""
-        return self.axes().needs()
-
-    def masks_tokens(self) -> bool:
-        """Returns whether the region masks single tokens by a bound, which `when_stale="tighten"` requires."""
-        try:
-            return self.axes().masks_tokens()
-        except NotImplementedError:
-            return False
-
-
-Direction = Literal["away", "symmetric"]
-Level = Literal["token", "sequence", "sequence-max"] | PrefixBudget
-Action = Literal["mask", "clip", "truncate", "penalise"]
-
-
-def check_common(region: AnchoredRegion, max_ratio: float | None = None) -> None:
-    """Validates the anchor, correction, cap and largest staleness of a region."""
-    kind, anchor, correction = region.kind, region.anchor, region.correction
-    check_staleness(region)
-    validators.one_of(f"{kind}.anchor", anchor, ANCHORS)
-    if correction is not None:
-        validators.instance(f"{kind}.correction", correction, get_args(Correction))
-        if anchor == "behavior":
-            raise ConfigError(
-                f"{kind}.correction must be None with anchor='behavior', got {correction!r}. "
-                "π/μ already contains π'/μ, so the correction would apply the mismatch twice. "
-                "Use anchor='proximal' with the correction, or remove the correction."
-            )
-    if max_ratio is not None:
-        validators.real(f"{kind}.max_ratio", max_ratio, rule="a cap on the weight, > 0, or None", low=0.0)
-
-
-def check_staleness(region: StalenessRegion) -> None:
-    """Validates the treatment of stale tokens.
-
-    Raises:
-        ConfigError: If the region does not mask single tokens by a bound that could be tightened.
-    """
-    kind = region.kind
-    validators.one_of(f"{kind}.when_stale", region.when_stale, ("drop", "tighten"))
-    if region.max_staleness is not None:
-        validators.whole(f"{kind}.max_staleness", region.max_staleness, low=0, advice="Or use None to ignore ages.")
-    elif region.when_stale != "drop":
-        raise ConfigError(
-            f"{kind}.max_staleness must be given with when_stale={region.when_stale!r}, got None. "
-            "Set the largest age that counts as fresh."
-        )
-    if region.when_stale == "tighten" and not region.masks_tokens():
-        raise ConfigError(
-            f"{kind}.when_stale must be 'drop', got 'tighten'. Only a region that masks single tokens by a bound can "
-            "tighten it: dppo, ppo, ipo, kpop, minirl, or trust-region at level 'token' with action 'mask' or 'clip'."
-        )
-
-
-def needs_of(
-    statistic: Statistic | None, anchor: Anchor, correction: Correction | None, *, sequences: bool = False
-) -> Needs:
-    """Returns the data that a statistic measured from this anchor needs, with an optional correction."""
-    return Needs(
-        anchors=frozenset({anchor}) if correction is None else frozenset({"behavior", "proximal"}),
-        topk=statistic.k if isinstance(statistic, (TopKTV, TopKKL)) else 0,
-        anchor=anchor,
-        full=isinstance(statistic, (FullTV, FullKL)),
-        sequences=sequences or reads_sequences(correction),
-        reduction=SequenceMeanTokenMean if isinstance(statistic, SequenceRatio) else None,
-    )
-
-
-def differentiated(needs: Needs, *, k: int, tail_mass: float, full: bool) -> Needs:
-    """Returns the needs of a region that differentiates the anchor's top k ids, or the whole vocabulary."""
-    if full:
-        return replace(needs, projects=True, full=True)
-    return replace(needs, projects=True, topk=k, tail_mass=tail_mass)
-
-
-@dataclass(frozen=True, slots=True)
-class TrustRegion(AnchoredRegion):
-    """General region: anchor × statistic × direction × level × action, each an independent choice."""
-
-    kind: ClassVar[str] = "trust-region"
-
-    statistic: Statistic | None
-    """Distance of a token from the anchor, with its bounds. None only with `action="truncate"`."""
-
-    direction: Direction = field(default="away", kw_only=True)
-    """`away` masks a token only if the update pushes it further out; `symmetric` masks by distance alone."""
-
-    level: Level = field(default="token", kw_only=True)
-    """Level of the decision: per token, per sequence by the mean or maximum of D, or by a prefix budget."""
-
-    action: Action = field(default="mask", kw_only=True)
-    """`mask` masks the token; `clip` is the mask with PPO's textbook loss value; `truncate` only caps the weight;
-    `penalise` adds a quadratic penalty. For projection use `TROLL`."""
-
-    max_ratio: float | None = field(default=None, kw_only=True)
-    """C: cap on the weight, or None."""
-
-    def __post_init__(self) -> None:
-        check_common(self, self.max_ratio)
-        validators.one_of(f"{self.kind}.direction", self.direction, ("away", "symmetric"))
-        if not isinstance(self.level, PrefixBudget):
-            validators.one_of(f"{self.kind}.level", self.level, ("token", "sequence", "sequence-max"))
-        if self.action == "project":
-            raise ConfigError("trust-region.action must not be 'project'. Use trustrl.TROLL for projection.")
-        validators.one_of(f"{self.kind}.action", self.action, ("mask", "clip", "truncate", "penalise"))
-        self._refuse_combinations()
-
-    def _refuse_combinations(self) -> None:
-        stat = self.statistic
-        named = type(stat).__name__
-        token_away = self.level == "token" and self.direction == "away"
-        if self.action == "truncate":
-            if stat is not None or not token_away:
-                raise ConfigError(
-                    "trust-region.action='truncate' must have statistic None, level 'token' and direction 'away', "
-                    f"got {named}, {self.level!r} and {self.direction!r}. Truncation masks nothing. Use action='mask'."
-                )
-            return
-        validators.instance("trust-region.statistic", stat, (Statistic,))
-        if self.action == "clip" and not (isinstance(stat, Ratio) and token_away and self.max_ratio is None):
-            raise ConfigError(
-                "trust-region.action='clip' must go with Ratio, level 'token', direction 'away' and no max_ratio, "
-                f"where the textbook objective is defined, got {named}, {self.level!r}, {self.direction!r} and "
-                f"{self.max_ratio!r}. Use action='mask'."
-            )
-        if self.action == "penalise" and not (isinstance(stat, (Ratio, BinaryTV)) and token_away):
-            raise ConfigError(
-                "trust-region.action='penalise' must go with Ratio (SPO) or BinaryTV (DRPO), level 'token' and "
-                f"direction 'away', got {named}, {self.level!r} and {self.direction!r}. "
-                "Only these have a signed gap. Use action='mask'."
-            )
-        if self.action == "penalise" and (self.max_ratio is not None or getattr(stat, "act_on", "lower") == "upper"):
-            raise ConfigError(
-                "trust-region.action='penalise' must have no max_ratio and no act_on='upper', because its weight "
-                f"follows from the objective, got {self.max_ratio!r} and {stat!r}. Use action='mask'."
-            )
-        if isinstance(stat, SequenceRatio) and self.level != "sequence":
-            raise ConfigError(
-                f"trust-region.level must be 'sequence' with SequenceRatio, got {self.level!r}. "
-                "A sequence has one mean ratio. Use Ratio for decisions per token."
-            )
-        if isinstance(self.level, PrefixBudget):
-            if self.direction != "away":
-                raise ConfigError(
-                    "trust-region.direction must be 'away' at prefix level, got 'symmetric'. "
-                    "Only updates that push a token outward spend the budget."
-                )
-            if not isinstance(stat, Divergence) or stat.max_increase != stat.max_decrease:
-                raise ConfigError(
-                    "trust-region.statistic must be a divergence with equal bounds at prefix level, "
-                    f"got {stat!r}. Give one bound for both directions."
-                )
-
-    def masks_tokens(self) -> bool:
-        """Returns whether the region masks single tokens by a bound, which `when_stale="tighten"` requires."""
-        return self.level == "token" and self.action in ("mask", "clip")
-
-    def needs(self) -> Needs:
-        """Returns the data that the records must carry for this region."""
-        return needs_of(self.statistic, self.anchor, self.correction, sequences=self.level != "token")

@@ -31,12 +31,12 @@ class Statistic:
     """Bound for tokens that fell (r < 1). `math.inf` disables a bound."""
 
     def __post_init__(self) -> None:
-        given = {
+        bounds = {
             name: self._checked(name) for name in ("max_increase", "max_decrease") if getattr(self, name) is not None
         }
-        either = next(iter(given.values()), self.default_bound)
+        either = next(iter(bounds.values()), self.default_bound)
         for name in ("max_increase", "max_decrease"):
-            object.__setattr__(self, name, given.get(name, either))
+            object.__setattr__(self, name, bounds.get(name, either))
 
     def _checked(self, name: str) -> float:
         value = getattr(self, name)

@@ -57,8 +57,8 @@ def _buildable(kind: type) -> list[str]:
     """Returns the names of the concrete classes below a class: those without subclasses in this package."""
     # A dataclass with slots creates a second class of the same name. Only the one in its module counts.
     derived = [
-        one
-        for one in kind.__subclasses__()
-        if one.__module__.startswith(f"{__package__}.") and vars(sys.modules[one.__module__]).get(one.__name__) is one
+        below
+        for below in kind.__subclasses__()
+        if below.__module__.startswith("trustrl.") and vars(sys.modules[below.__module__]).get(below.__name__) is below
     ]
-    return [name for one in derived for name in _buildable(one)] or [kind.__name__]
+    return [name for below in derived for name in _buildable(below)] or [kind.__name__]

@@ -83,7 +83,7 @@ def _describe(name: str, bad: Tensor, in_loss: Tensor, rule: str) -> list[str]:
     count = int(bad.sum())
     if not count:
         return []
-    where = tuple(int(at) for at in bad.nonzero()[0])
+    where = tuple(int(index) for index in bad.nonzero()[0])
     return [f"{name} must be {rule} at tokens in the loss, got {count} tokens where it is not, the first at {where}."]
 
 
@@ -131,18 +131,18 @@ def _check_cells(policy: PolicyTokens, rollout: RolloutTokens) -> None:
         ("PolicyTokens.topk_logp", topk_partition, rollout.topk, policy.topk_logp),
         ("PolicyTokens.full_logp", vocabulary_partition, rollout.full, policy.full_logp),
     )
-    for side, make, given, own in supports:
-        anchor = None if given is None else getattr(rollout, f"{given.of}_logp")
-        if given is None or own is None or anchor is None or rollout.token_ids is None:
+    for side, make, recorded, own in supports:
+        anchor = None if recorded is None else getattr(rollout, f"{recorded.of}_logp")
+        if recorded is None or own is None or anchor is None or rollout.token_ids is None:
             continue
-        needs = Needs(anchors=frozenset({given.of}), anchor=given.of, topk=own.shape[-1])
+        needs = Needs(anchors=frozenset({recorded.of}), anchor=recorded.of, topk=own.shape[-1])
         in_loss = rollout.in_loss
         flat = anchor.detach().reshape(-1).to(verdict_dtype(anchor))
         _, good = make(policy, rollout, needs, in_loss.reshape(-1), flat)
         for name, (rule, advice) in _CELL_RULES.items():
             bad = in_loss & ~good[name].reshape(in_loss.shape)
             if bool(bad.any()):
-                where = tuple(int(at) for at in bad.nonzero()[0])
+                where = tuple(int(index) for index in bad.nonzero()[0])
                 raise RecordError(
                     f"{rule.format(side=side)}, got {int(bad.sum())} tokens in the loss that violate this, the "
                     f"first at {where}. {advice}"
@@ -155,7 +155,7 @@ def _check_dropped(policy: PolicyTokens, rollout: RolloutTokens, region: Region)
     num_tokens = int(tokens.in_loss.sum())
     share = 1 - int(tokens.usable.sum()) / max(num_tokens, 1)
     if num_tokens and share > MOSTLY_DROPPED:
-        found = [f"{FAULTS[name]} ({int(count)} tokens)" for name, count in tokens.faults.items() if int(count)]
+        faults = [f"{FAULTS[name]} ({int(count)} tokens)" for name, count in tokens.faults.items() if int(count)]
         raise RecordError(
-            f"{region.kind} must keep most tokens in the loss, but it would drop {share:.0%}: {'; '.join(found)}."
+            f"{region.kind} must keep most tokens in the loss, but it would drop {share:.0%}: {'; '.join(faults)}."
         )

@@ -139,8 +139,8 @@ def clean_tokens(
         keep_only("support", good)
     elif needs.full or needs.topk:
         make = vocabulary_partition if needs.full else topk_partition
-        partition, found = make(policy, rollout, needs, usable, raw[needs.anchor])
-        for name, good in found.items():
+        partition, masks = make(policy, rollout, needs, usable, raw[needs.anchor])
+        for name, good in masks.items():
             keep_only(name, good)
 
     clean = {name: torch.where(usable, x, 0.0) for name, x in raw.items()}
@@ -269,16 +269,16 @@ def _require_full(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) ->
         )
 
 
-def clean_divergence(given: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:
+def clean_divergence(divergence: FullDivergence) -> tuple[FullDivergence, Bool[Tensor, " n"]]:
     """Flattens a divergence computed elsewhere. NaN, negative values and a TV above 1 up to rounding are faults."""
     flat: dict[str, Tensor] = {}
     good: Tensor | None = None
     for name, most in LARGEST_DIVERGENCE.items():
-        x: Tensor | None = getattr(given, name)
+        x: Tensor | None = getattr(divergence, name)
         if x is not None:
             flat[name] = x.detach().reshape(-1).to(verdict_dtype(x))
             fine = (flat[name] >= 0) & (flat[name] <= most)
             good = fine if good is None else good & fine
     if good is None:
         raise MissingDataError("PolicyTokens.full_divergence must hold tv or kl, got neither.")
-    return FullDivergence(of=given.of, **flat), good
+    return FullDivergence(of=divergence.of, **flat), good

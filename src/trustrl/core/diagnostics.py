@@ -16,19 +16,21 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.core.clean import CleanTokens
+from trustrl.core.decision import Decision
+from trustrl.core.eager_sums import SumInputs, add_up
 from trustrl.core.histograms import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.core.metric_entries import Totals
 from trustrl.core.metrics import FAULTS, METRICS, MOSTLY_DROPPED, Choice, chosen
-from trustrl.core.numerics import either, largest_exponent
+from trustrl.core.numerics import largest_exponent
 from trustrl.core.records import PolicyTokens
-from trustrl.core.regions.decision import Decision
+from trustrl.core.sum_table import LARGEST_LOG_RATIO
 from trustrl.errors import NonFiniteError, RecordError, TrustRLWarning
 
 RESERVED = {metric.name for metric in METRICS if f"extra/{metric.name}" not in metric.reads}
 """Metric names that a region's own values must not use, because they would replace the metric."""
 
-LARGEST_LOG_RATIO = 300.0
-"""Largest |log r| that enters a sum, so that one infinite log-ratio does not hide the others."""
+EDGES = {"by_probability": PROBABILITY_EDGES, "by_staleness": STALENESS_EDGES}
+"""Edges of the bins of each binned sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +106,38 @@ class _Totals:
     # torch.compile cannot trace a subscripted factory such as dict[str, Tensor].
     added: dict[str, Tensor] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     highest: dict[str, Tensor] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    columns: list[Tensor] = field(default_factory=list)  # pyright: ignore[reportUnknownVariableType]
+    """The numbers that `binned` adds up in bins, once it has made them."""
 
-    def count(self, name: str, x: Tensor) -> None:
+    def count_all(self, name: str, x: Tensor) -> None:
         """Counts where x is True, on any token."""
         self.added[name] = torch.count_nonzero(x).to(self.on.dtype)
 
-    def total(self, name: str, x: Tensor) -> None:
-        """Sums x over usable tokens. x must be finite everywhere: a dot product is cheapest, and 0 · inf is NaN."""
-        if x.dtype == torch.bool:
-            self.count(name, self.usable & x)
-        else:
-            self.added[name] = torch.dot(self.on, x.to(self.on.dtype))
+    def count(self, name: str, x: Tensor) -> None:
+        """Counts where x is True, on usable tokens."""
+        self.count_all(name, self.usable & x)
 
-    def largest(self, name: str, x: Tensor) -> None:
+    def sum(self, name: str, x: Tensor) -> None:
+        """Sums x over usable tokens. x must be finite everywhere: a dot product is cheapest, and 0 · inf is NaN."""
+        self.added[name] = torch.dot(self.on, x.to(self.on.dtype))
+
+    def same(self, name: str, other: str) -> None:
+        """Takes a sum that is there already."""
+        self.added[name] = self.added[other]
+
+    def max(self, name: str, x: Tensor) -> None:
         """Takes the maximum of x over usable tokens."""
         self.highest[name] = _max(torch.where(self.usable, x, -torch.inf))
+
+    def histogram(self, name: str, x: Tensor) -> None:
+        """Counts usable tokens in the bins of x."""
+        self.added[name] = histogram(x, self.on)
+
+    def binned(self, name: str, x: Tensor, masked: Tensor, gap: Tensor) -> None:
+        """Sums usable tokens, masked ones and |gap| in the bins of x."""
+        if not self.columns:  # every row bins the same columns
+            self.columns.extend([self.on, (self.usable & masked).to(self.on.dtype), self.on * gap.abs()])
+        self.added[name] = _binned(x, EDGES[name], self.columns)
 
 
 def collect(
@@ -129,44 +148,68 @@ def collect(
     terms: dict[str, Tensor],
 ) -> Sums:
     """Returns the totals of one micro-batch that `rates` reads."""
-    totals = _Totals(tokens.usable, tokens.usable.to(tokens.log_ratio.dtype))
-    on, added = totals.on, totals.added
-    masked = ~decision.keep & (tokens.advantage != 0)
-    side = tokens.log_ratio if decision.side is None else decision.side
-    _count_tokens(totals, tokens, overflow)
-    for name, term in terms.items():
-        added[f"loss/{name}"] = term.to(on.dtype)
-    totals.total("signed", tokens.advantage != 0)
-    totals.total("stopped", masked)
-    totals.total("stopped/increase", masked & (side > 0))
-    totals.total("stopped/decrease", masked & (side < 0))
+    dtype = tokens.log_ratio.dtype
+    totals = _Totals(tokens.usable, tokens.usable.to(dtype))
+    inputs = sum_inputs(tokens, decision, overflow, policy)
+    if inputs.entropy is not None:
+        inputs = inputs._replace(entropy=inputs.entropy.to(dtype))
+    add_up(totals, inputs, **constants(dtype))
+    return Sums(totals.added | other_sums(tokens, decision, terms), totals.highest)
 
-    anchor = torch.exp(tokens.log_anchor)
-    gap = torch.exp(tokens.log_policy) - anchor
-    _total_movement(totals, tokens, gap)
-    acting = tokens.usable & ~overflow & decision.keep
-    largest = math.exp(largest_exponent(on.dtype))
-    totals.count("acting", acting)
-    totals.total("weight", torch.where(acting, decision.weight, 0.0).clamp(-largest, largest))
 
-    # Data that only some micro-batches carry comes with its own count.
-    histograms = {"gap": gap, "log_ratio": tokens.log_ratio}
-    if decision.divergence is not None:
-        histograms |= _total_divergence(totals, decision, side)
-    _total_vocabulary(totals, tokens, policy, masked)
-    if tokens.log_mismatch is not None:
-        _total_mismatch(totals, tokens.log_mismatch)
+def constants(dtype: torch.dtype) -> dict[str, float]:
+    """Returns the constants of the table of sums, for sums in `dtype`."""
+    largest = largest_exponent(dtype)
+    return {
+        "LARGEST_LOG_RATIO": LARGEST_LOG_RATIO,
+        "LARGEST_EXPONENT": largest,
+        "LARGEST_WEIGHT": math.exp(largest),
+    }
+
+
+def sum_inputs(tokens: CleanTokens, decision: Decision, overflow: Tensor, policy: PolicyTokens) -> SumInputs:
+    """Returns the columns of the table of sums, for any implementation."""
+    lower, upper = (None, None) if decision.divergence is None else decision.divergence
+    bounded = decision.max_increase is not None and decision.max_decrease is not None
+    # Undecided tokens are counted only if a larger K would lower their number.
+    narrows = lower is not None and bounded and decision.narrows_with_k
+    partition, entropy = tokens.partition, policy.entropy
+    return SumInputs(
+        in_loss=tokens.in_loss,
+        usable=tokens.usable,
+        overflow=overflow,
+        keep=decision.keep,
+        advantage=tokens.advantage,
+        log_policy=tokens.log_policy,
+        log_anchor=tokens.log_anchor,
+        log_ratio=tokens.log_ratio,
+        weight=decision.weight,
+        side=decision.side,
+        lower=lower,
+        upper=None if upper is lower else upper,
+        tail_anchor=None if partition is None else partition.anchor_tail,
+        tail_policy=None if partition is None else partition.policy_tail.detach(),
+        entropy=None if entropy is None else entropy.detach().reshape(-1),
+        mismatch=tokens.log_mismatch,
+        staleness=tokens.staleness,
+        max_increase=_bound(decision.max_increase, tokens) if narrows else None,
+        max_decrease=_bound(decision.max_decrease, tokens) if narrows else None,
+        bounded=bounded,
+    )
+
+
+def _bound(bound: float | Tensor | None, tokens: CleanTokens) -> Tensor | None:
+    # `torch.where` of two Python numbers is float32: a bound of 0.3 would become 0.30000001.
+    return bound if bound is None or isinstance(bound, Tensor) else tokens.log_ratio.new_full((), bound)
+
+
+def other_sums(tokens: CleanTokens, decision: Decision, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the sums that the table does not have: terms of the loss, faults, sequences and the region's own."""
+    added = {f"loss/{name}": term.to(tokens.log_ratio.dtype) for name, term in terms.items()}
+    added |= {f"fault/{name}": count for name, count in tokens.faults.items()}
+    added |= count_sequences(tokens)
     add_extra(added, tokens, decision)
-
-    columns = [on, (tokens.usable & masked).to(on.dtype), on * gap.abs()]
-    added["by_probability"] = _binned(anchor, PROBABILITY_EDGES, columns)
-    if tokens.staleness is not None:
-        totals.total("staleness", tokens.staleness)
-        added["staleness/measured"] = added["measured"]
-        totals.largest("max/staleness", tokens.staleness)
-        added["by_staleness"] = _binned(tokens.staleness, STALENESS_EDGES, columns)
-    added |= {f"histogram/{name}": histogram(x, on) for name, x in histograms.items()}
-    return Sums(added, totals.highest)
+    return added
 
 
 def add_extra(added: dict[str, Tensor], tokens: CleanTokens, decision: Decision) -> None:
@@ -195,83 +238,6 @@ def count_sequences(tokens: CleanTokens) -> dict[str, Tensor]:
     present = torch.zeros(tokens.sequences.num, dtype=dtype, device=tokens.in_loss.device)
     present = present.scatter_reduce(0, tokens.sequences.of_token, tokens.in_loss.to(dtype), "amax")
     return {"sequences": present.sum()}
-
-
-def _count_tokens(totals: _Totals, tokens: CleanTokens, overflow: Tensor) -> None:
-    totals.count("tokens", tokens.in_loss)
-    totals.count("measured", tokens.usable)
-    totals.count("used", tokens.usable & ~overflow)
-    totals.added.update(count_sequences(tokens))
-    for name, faults in tokens.faults.items():
-        totals.added[f"fault/{name}"] = faults
-    totals.count("fault/overflow", overflow)
-
-
-def _total_movement(totals: _Totals, tokens: CleanTokens, gap: Tensor) -> None:
-    """Sums the probability gap π − b and the ratio π/b."""
-    totals.total("gap", gap)
-    totals.total("gap/abs", gap.abs())
-    totals.total("bad_updates", (tokens.advantage < 0) & (gap <= -0.5))
-    totals.largest("max/gap", gap)
-    totals.largest("min/gap", -gap)
-    # The square of a ratio overflows float64 at e^355 and float32 at e^44. The maximum keeps the true size.
-    log_ratio = tokens.log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    ratio = torch.exp(log_ratio.clamp(max=largest_exponent(totals.on.dtype)))
-    totals.total("ratio", ratio)
-    totals.total("ratio/square", ratio.square())
-    totals.total("log_ratio", log_ratio)
-    totals.total("log_ratio/square", log_ratio.square())
-    totals.largest("max/log_ratio", tokens.log_ratio)
-
-
-def _total_divergence(totals: _Totals, decision: Decision, side: Tensor) -> dict[str, Tensor]:
-    """Sums both ends of the interval, and counts tokens whose bound lies between them. Returns the histograms.
-
-    The count is taken only if a larger K would lower it.
-    """
-    assert decision.divergence is not None
-    lower, upper = decision.divergence
-    totals.total("divergence", torch.nan_to_num(lower, posinf=0.0))
-    totals.total("divergence/finite", lower < torch.inf)
-    totals.total("divergence/infinite", lower == torch.inf)
-    totals.largest("max/divergence", lower)
-    found = {"divergence": lower}
-    if upper is not lower:
-        totals.total("divergence/upper", torch.nan_to_num(upper, posinf=0.0))
-        totals.total("divergence/upper_finite", upper < torch.inf)
-        found["divergence_upper"] = upper
-    if decision.max_increase is not None and decision.max_decrease is not None:
-        bound = either(side > 0, decision.max_increase, decision.max_decrease, like=lower)
-        totals.total("bounded", lower >= 0)
-        if decision.narrows_with_k:
-            totals.total("undecided", (lower <= bound) & (bound < upper))
-    return found
-
-
-def _total_vocabulary(totals: _Totals, tokens: CleanTokens, policy: PolicyTokens, masked: Tensor) -> None:
-    """Sums the mass outside the recorded ids, and the policy's entropy."""
-    if tokens.partition is not None:
-        totals.total("tail/anchor", torch.where(tokens.usable, tokens.partition.anchor_tail, 0.0))
-        totals.total("tail/policy", torch.where(tokens.usable, tokens.partition.policy_tail, 0.0))
-        totals.added["tail/measured"] = totals.added["measured"]
-    if policy.entropy is not None:
-        entropy = policy.entropy.detach().reshape(-1).to(totals.on.dtype)
-        known = entropy.isfinite()
-        entropy = torch.where(known & tokens.usable, entropy, 0.0)
-        for name, where in (("kept", ~masked), ("stopped", masked)):
-            totals.total(f"entropy/{name}", torch.where(where, entropy, 0.0))
-            totals.total(f"entropy/{name}_measured", known & where)
-
-
-def _total_mismatch(totals: _Totals, log_mismatch: Tensor) -> None:
-    """Sums k = π'/μ where both log-probs are known."""
-    known = ~log_mismatch.isnan()
-    log_k = torch.where(known, log_mismatch, 0.0)
-    totals.total("mismatch/measured", known)
-    totals.total("mismatch", torch.exp(log_k.clamp(max=largest_exponent(totals.on.dtype))) * known)
-    totals.total("mismatch/abs", log_k.abs())
-    totals.largest("max/mismatch", torch.where(known, log_mismatch, -torch.inf))
-    totals.largest("min/mismatch", torch.where(known, -log_mismatch, -torch.inf))
 
 
 def _max(x: Tensor) -> Tensor:
@@ -328,24 +294,24 @@ def rates(sums: Sums, metrics: Choice = "all") -> dict[str, float]:
             size = part[name].numel()
             chunk, values = values[:size], values[size:]
             totals[name] = chunk[0] if part[name].ndim == 0 else _nested(chunk, part[name].shape)
-    found: dict[str, float] = {}
+    named: dict[str, float] = {}
     for metric in METRICS:
         value = metric.value(totals)
         if value is not None:
-            found[f"trustrl/{metric.name}"] = value
+            named[f"trustrl/{metric.name}"] = value
     known = {name for metric in METRICS for name in metric.reads}
     measured = totals["measured"]
     for name, value in totals.items():
         if name.startswith("extra/") and name not in known and measured:
-            found[f"trustrl/{name.removeprefix('extra/')}"] = value / measured
-    if found.get("trustrl/dropped_share", 0.0) > MOSTLY_DROPPED:
+            named[f"trustrl/{name.removeprefix('extra/')}"] = value / measured
+    if named.get("trustrl/dropped_share", 0.0) > MOSTLY_DROPPED:
         warnings.warn(
-            f"The loss dropped most of its tokens: {dropped_because(found)}. The batch trains on less than half of "
+            f"The loss dropped most of its tokens: {dropped_because(named)}. The batch trains on less than half of "
             "them. trustrl.check(policy, rollout, region) names the first such token.",
             TrustRLWarning,
             stacklevel=2,
         )
-    return chosen(found, metrics)
+    return chosen(named, metrics)
 
 
 def dropped_because(metrics: Mapping[str, float]) -> str:
@@ -367,9 +333,9 @@ def raise_on_faults(sums: Sums) -> None:
         NonFiniteError: With the number of tokens for each kind of fault.
     """
     counts = {name.removeprefix("fault/"): int(x) for name, x in sums.added.items() if name.startswith("fault/")}
-    found = {name: count for name, count in counts.items() if count}
-    if found:
-        listed = ", ".join(f"{name}: {count}" for name, count in found.items())
+    faulty = {name: count for name, count in counts.items() if count}
+    if faulty:
+        listed = ", ".join(f"{name}: {count}" for name, count in faulty.items())
         raise NonFiniteError(
             f"Tokens in the loss must be finite and possible, got faults at {listed}. "
             "trustrl.check(policy, rollout) locates them; on_nonfinite='drop' removes and counts them."

@@ -29,10 +29,10 @@ def quantile(bins: list[float], share: float) -> float:
     if not total:
         raise ZeroDivisionError
     wanted, below = share * total, 0.0
-    for at, count in enumerate(bins):
+    for index, count in enumerate(bins):
         if count and below + count >= wanted:
             part = (wanted - below) / count
-            return _inside_bin(at - HALF, part if at > HALF else 1 - part)
+            return _inside_bin(index - HALF, part if index > HALF else 1 - part)
         below += count
     return _inside_bin(HALF, 1.0)
 
@@ -45,8 +45,8 @@ def _inside_bin(step: int, part: float) -> float:
     return math.copysign(low + part * (high - low), step)
 
 
-def _edge(at: int) -> float:
-    octave, eighth = divmod(at, 1 << MANTISSA_BITS)
+def _edge(index: int) -> float:
+    octave, eighth = divmod(index, 1 << MANTISSA_BITS)
     return 2.0 ** (SMALLEST_EXPONENT + octave) * (1 + eighth / (1 << MANTISSA_BITS))
 
 

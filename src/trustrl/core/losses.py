@@ -9,9 +9,9 @@ from torch import Tensor
 
 from trustrl.config.terms import EntropyBonus, KLPenalty, Penalty
 from trustrl.core.clean import CleanTokens
+from trustrl.core.decision import Decision
 from trustrl.core.divergences.sampled import k1, k2, k3
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.core.regions.decision import Decision
 from trustrl.errors import MissingDataError
 from trustrl.kernels.logprob_outputs import wide_dtype
 

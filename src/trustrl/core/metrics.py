@@ -68,13 +68,14 @@ _QUANTILES = [
 
 def _bin_metrics(key: str, prefix: str, edges: tuple[float, ...], of: str) -> list[Metric]:
     made: list[Metric] = []
-    for at, where in enumerate(bin_names(prefix, edges)):
+    for index, where in enumerate(bin_names(prefix, edges)):
         for name, column, meaning in (("masked_share", 1, "masked share"), ("gap_abs_mean", 2, "mean |π − b|")):
             made.append(
                 Metric(
                     name=f"{name}_{where}", formula=f"{meaning} of tokens in this bin of {of}", unit="share" if column == 1 else "probability",
                     direction="none", healthy=NO_RANGE, action="Shows which tokens the region masks.", reads=(key,),
-                    compute=lambda t, at=at, column=column: t[key][at][column] / t[key][at][0],
+                    # Defaults, because a lambda would read the loop's variables when it is called.
+                    compute=lambda t, index=index, column=column: t[key][index][column] / t[key][index][0],
                 )
             )  # fmt: skip
     return made
@@ -110,13 +111,13 @@ def check_choice(metrics: object, where: str = "metrics") -> None:
     one_of(where, metrics, get_args(Choice))
 
 
-def chosen(found: Mapping[str, float], metrics: Choice) -> dict[str, float]:
+def chosen(values: Mapping[str, float], metrics: Choice) -> dict[str, float]:
     """Returns the metrics to log.
 
     "core" keeps the metrics in `CORE`, counts of faults that occurred, and the values that a region itself reports.
 
     Args:
-        found: Metrics by name, from `trustrl.rates`.
+        values: Metrics by name, from `trustrl.rates`.
         metrics: "core" or "all".
 
     Raises:
@@ -127,7 +128,7 @@ def chosen(found: Mapping[str, float], metrics: Choice) -> dict[str, float]:
         {'trustrl/kl_k3': 0.1}
     """
     check_choice(metrics)
-    return {name: value for name, value in found.items() if metrics == "all" or _is_core(name, value)}
+    return {name: value for name, value in values.items() if metrics == "all" or _is_core(name, value)}
 
 
 def _is_core(name: str, value: float) -> bool:

@@ -266,9 +266,10 @@ def _columns(topk: TopK, own: Tensor, token: Tensor, dtype: torch.dtype) -> _Col
     log_b, log_p = (
         x.detach().reshape(-1, width).to(dtype, copy=True).masked_fill_(~known, -torch.inf) for x in (topk.logp, own)
     )
-    at = sampled.to(torch.uint8).argmax(-1, keepdim=True)
-    sides = (x.detach().reshape(-1, width).gather(-1, at).squeeze(-1).to(dtype) for x in (topk.logp, own))
-    return _Columns(log_b, log_p, known, sampled.gather(-1, at).squeeze(-1), *sides)
+    # torch has no argmax of bools.
+    place = sampled.to(torch.uint8).argmax(-1, keepdim=True)
+    sides = (x.detach().reshape(-1, width).gather(-1, place).squeeze(-1).to(dtype) for x in (topk.logp, own))
+    return _Columns(log_b, log_p, known, sampled.gather(-1, place).squeeze(-1), *sides)
 
 
 def _topk_faults(
@@ -338,8 +339,8 @@ def _same_logp(column: Tensor, logp: Tensor) -> Bool[Tensor, " n"]:
 
 def _all(good: dict[str, Tensor]) -> Bool[Tensor, " n"]:
     first, *others = good.values()
-    for one in others:
-        first = first & one
+    for flags in others:
+        first = first & flags
     return first
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,14 +12,14 @@ from torch import Tensor
 from trustrl.config.axes import Needs, Region
 from trustrl.config.terms import Penalty, Reduction, SequenceMeanTokenMean, TokenWeights
 from trustrl.config.validators import one_of
-from trustrl.core.checked_steps import checked
 from trustrl.core.clean import OnNonFinite
+from trustrl.core.decision import Decision
 from trustrl.core.diagnostics import Sums, raise_on_faults
+from trustrl.core.impl.choice import Impl, implementation, resolved
+from trustrl.core.impl.first_batch import checked
 from trustrl.core.losses import penalty_terms
 from trustrl.core.records import PolicyTokens, RolloutTokens, differentiable_once
 from trustrl.core.reductions import reduce_terms
-from trustrl.core.regions.decision import Decision
-from trustrl.core.steps import Impl, Steps, resolved, steps_for
 from trustrl.errors import ConfigError
 
 
@@ -98,7 +99,7 @@ def policy_loss(
         ...     advantage=torch.tensor([1.0]),
         ...     in_loss=torch.tensor([[True, True]]),
         ... )
-        >>> from trustrl.config.regions import DPPO
+        >>> from trustrl.regions.dppo import DPPO
         >>> from trustrl.config.terms import TokenMean
         >>> policy_loss(PolicyTokens(logp=logp), rollout, DPPO(), reduction=TokenMean(num_tokens=2)).loss.backward()
         >>> logp.grad  # the second token rose from 0.08 to 0.37 and would rise further: masked
@@ -106,55 +107,33 @@ def policy_loss(
     """
     one_of("on_nonfinite", on_nonfinite, ("drop", "zero", "raise"))
     needs = _needs(region, reduction)
-    request = _Request(rollout, region, needs, reduction, penalties, on_nonfinite)
-    chosen = resolved(impl, rollout)
-    steps = steps_for(chosen, policy, rollout, region, needs)
-    if chosen == "triton" != impl:  # nobody asked for them by name
+    _check_kinds(penalties)
+    name = resolved(impl, rollout)
+    if name == "triton" != impl:  # nobody asked for it by name
+        same: Any = {"rollout": rollout, "region": region, "reduction": reduction, "penalties": penalties}
+        again = partial(policy_loss, **same, on_nonfinite="drop" if on_nonfinite == "raise" else on_nonfinite)
+        name = checked(name, again, policy, rollout, region, reduction)
+    steps = implementation(name, policy, rollout, region, needs)
 
-        def run(steps: Steps, policy: PolicyTokens) -> tuple[Tensor, Tensor, Sums]:
-            out = _loss(policy, request, steps)
-            return out.loss, out.decision.keep, out.sums
-
-        steps = checked(steps, run, policy, rollout, region, reduction)
-    out = _loss(policy, request, steps)
-    if on_nonfinite == "raise":
-        raise_on_faults(out.sums)
-    return out
-
-
-class _Request(NamedTuple):
-    """The arguments of `policy_loss` besides the policy."""
-
-    rollout: RolloutTokens
-    region: Region
-    needs: Needs
-    reduction: Reduction
-    penalties: Sequence[Penalty]
-    on_nonfinite: OnNonFinite
-
-
-def _loss(policy: PolicyTokens, request: _Request, steps: Steps) -> LossOutput:
-    rollout, region, needs, reduction, penalties, on_nonfinite = request
     policy = differentiable_once(policy)
-    tokens, decision = steps.judge(policy, rollout, region, needs, on_nonfinite)
+    tokens = steps.clean(policy, rollout, needs, on_nonfinite=on_nonfinite)
+    decision = steps.decide(tokens, region)
     loss, overflow = steps.reduced_loss(decision, tokens, reduction)
     terms = {"policy": loss.detach()}
     for penalty in penalties:
-        if penalty.kind in terms:
-            raise ConfigError(
-                f"penalties must contain each kind once, got {penalty.kind!r} twice. Add up their coefficients."
-            )
-        extra, broken = penalty_terms(penalty, policy, rollout, tokens, decision.keep)
-        reduced = reduce_terms(extra, tokens, reduction)
-        terms[penalty.kind] = reduced.detach()
+        term, broken = penalty_terms(penalty, policy, rollout, tokens, decision.keep)
         tokens.faults[f"penalty_{penalty.kind}"] = broken.sum(dtype=tokens.log_ratio.dtype)
-        loss = loss + reduced
+        reduced = reduce_terms(term, tokens, reduction)
+        loss, terms[penalty.kind] = loss + reduced, reduced.detach()
 
     def sums() -> Sums:
         with torch.no_grad():
             return steps.collect(tokens, decision, overflow, policy, terms)
 
-    return LossOutput(loss, terms, _batched(decision, rollout), [sums])
+    out = LossOutput(loss, terms, _batched(decision, rollout), [sums])
+    if on_nonfinite == "raise":
+        raise_on_faults(out.sums)
+    return out
 
 
 def _needs(region: Region, reduction: Reduction) -> Needs:
@@ -166,13 +145,21 @@ def _needs(region: Region, reduction: Reduction) -> Needs:
     if not isinstance(reduction, Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"reduction must be a trustrl reduction such as trustrl.TokenMean, got {reduction!r}.")
     needs = region.needs()
-    given = reduction.like or TokenWeights if isinstance(reduction, TokenWeights) else type(reduction)
-    if needs.reduction is not None and given is not needs.reduction:
+    kind = reduction.like or TokenWeights if isinstance(reduction, TokenWeights) else type(reduction)
+    if needs.reduction is not None and kind is not needs.reduction:
         raise ConfigError(
-            f"reduction must be {needs.reduction.__name__} with {region.kind}, got {given.__name__}. "
+            f"reduction must be {needs.reduction.__name__} with {region.kind}, got {kind.__name__}. "
             "The region's gradient is defined for that reduction; another one is another algorithm."
         )
     return replace(needs, sequences=True) if isinstance(reduction, SequenceMeanTokenMean) else needs
+
+
+def _check_kinds(penalties: Sequence[Penalty]) -> None:
+    """Raises if two terms would have the same name."""
+    kinds = ["policy", *(penalty.kind for penalty in penalties)]
+    twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"penalties must contain each kind once, got {twice!r} twice. Add up their coefficients.")
 
 
 def _batched(decision: Decision, rollout: RolloutTokens) -> Decision:

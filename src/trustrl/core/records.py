@@ -293,8 +293,8 @@ class PolicyTokens:
 def differentiable_once(policy: PolicyTokens) -> PolicyTokens:
     """Returns the record with log-probs whose gradient raises if it is differentiated."""
     names = ("logp", "topk_logp", "tail_logp", "full_logp")
-    given = {name: getattr(policy, name, None) for name in names}  # callers may pass anything until `check_pair`
-    guarded = {name: once(x) for name, x in given.items() if isinstance(x, Tensor) and x.requires_grad}
+    values = {name: getattr(policy, name, None) for name in names}  # callers may pass anything until `check_pair`
+    guarded = {name: once(x) for name, x in values.items() if isinstance(x, Tensor) and x.requires_grad}
     return replace(policy, **guarded) if guarded else policy
 
 
@@ -305,10 +305,10 @@ def check_pair(policy: PolicyTokens, rollout: RolloutTokens) -> None:
         RecordError: If one is not a record, or if shapes or devices differ.
         IncompatibleSamplingError: If the two records hold log-probs of differently processed distributions.
     """
-    for name, given, kind in (("policy", policy, PolicyTokens), ("rollout", rollout, RolloutTokens)):
+    for name, record, kind in (("policy", policy, PolicyTokens), ("rollout", rollout, RolloutTokens)):
         made = f"Wrap your tensors: trustrl.{kind.__name__}(...)."
-        fits = isinstance(given, kind)  # pyright: ignore[reportUnnecessaryIsInstance]: callers may run unchecked
-        _must(fits, name, f"a trustrl.{kind.__name__}", f"a {type(given).__name__}", made)
+        fits = isinstance(record, kind)  # pyright: ignore[reportUnnecessaryIsInstance]: callers may run unchecked
+        _must(fits, name, f"a trustrl.{kind.__name__}", f"a {type(record).__name__}", made)
     _same("PolicyTokens.logp", policy.logp, rollout.in_loss, rollout.in_loss.shape)
     if rollout.topk is not None and policy.topk_logp is not None:
         _same("PolicyTokens.topk_logp", policy.topk_logp, rollout.in_loss, rollout.topk.ids.shape)

@@ -130,13 +130,13 @@ class KeptSet:
 
     def at(self, ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
         """Returns the renormalized log-probs of any ids; −inf for ids that were removed."""
-        place, found = self._find(ids)
-        return torch.where(found, self._logp.gather(-1, place) - self._log_mass.unsqueeze(-1), -torch.inf)
+        place, present = self._find(ids)
+        return torch.where(present, self._logp.gather(-1, place) - self._log_mass.unsqueeze(-1), -torch.inf)
 
     def outside(self, ids: Int[Tensor, "*batch k"]) -> Float[Tensor, "*batch"]:
         """Returns the log of the renormalized mass of all kept ids that are not in `ids`; −inf if there are none."""
-        place, found = self._find(ids)
-        listed = torch.zeros_like(self._keys).scatter_add_(-1, place, found.long()) > 0
+        place, present = self._find(ids)
+        listed = torch.zeros_like(self._keys).scatter_add_(-1, place, present.long()) > 0
         return _log_mass(self._logp, self._kept & ~listed, empty=-torch.inf) - self._log_mass
 
     def top(self, k: int) -> tuple[Int[Tensor, "*batch k"], Float[Tensor, "*batch k"]]:

@@ -88,8 +88,8 @@ def prefix_sum(x: Float[Tensor, " n"], counted: Bool[Tensor, " n"], sequences: S
     of_token = sequences.of_token if order is None else sequences.of_token[order]
     running = ordered.cumsum(0) - ordered
     # Each sequence subtracts its own first running sum: both values hold the same rounding, which cancels.
-    found = running - running[first_token(sequences, x)[of_token]]
-    return found if order is None else torch.zeros_like(x).scatter(0, order, found)
+    sums = running - running[first_token(sequences, x)[of_token]]
+    return sums if order is None else torch.zeros_like(x).scatter(0, order, sums)
 
 
 def first_token(sequences: Sequences, like: Float[Tensor, " n"]) -> Int[Tensor, " num"]:
@@ -114,6 +114,6 @@ def sequence_quantile(
     start = first_token(sequences, x)
     length = sequence_length(counted, sequences, x)
     place = share * (length - 1).clamp(min=0.0)
-    low, high = (ordered[start + at.long()] for at in (place.floor(), place.ceil()))
-    found = torch.where(length > 0, low + (place - place.floor()) * (high - low), 0.0)
-    return found[sequences.of_token]
+    low, high = (ordered[start + rank.long()] for rank in (place.floor(), place.ceil()))
+    quantile = torch.where(length > 0, low + (place - place.floor()) * (high - low), 0.0)
+    return quantile[sequences.of_token]

@@ -127,10 +127,10 @@ def token_logprobs(
         hidden_ND = vocab_parallel.summed_gradient(hidden_ND, shard)
     wide = torch.promote_types(product_dtype, torch.float32)
     scale_N = _scale(temperature, hidden_ND, wide)
-    given = given_ids(token_ids_N, gather_ids)
-    ids_NC, counts_NC, inside_NC = given.ids_NC, given.counts_NC, None
+    row_ids = given_ids(token_ids_N, gather_ids)
+    ids_NC, counts_NC, inside_NC = row_ids.ids_NC, row_ids.counts_NC, None
     if shard is not None:
-        ids_NC, inside_NC = vocab_parallel.local_ids(given.ids_NC, shard, len(head_VD))
+        ids_NC, inside_NC = vocab_parallel.local_ids(row_ids.ids_NC, shard, len(head_VD))
         counts_NC = counts_NC & inside_NC
     rows, columns = devices.tile_sizes(hidden_ND, product_dtype)
     tile = block_rows or rows, block_vocab or columns
@@ -140,16 +140,16 @@ def token_logprobs(
     slope = (
         chosen == "chunked" and frozen and entropy is not True and torch.is_grad_enabled() and hidden_ND.requires_grad
     )
-    summary = _logit_summary(inputs, given, chosen, top_k, slope, entropy is True)
+    summary = _logit_summary(inputs, row_ids, chosen, top_k, slope, entropy is True)
     if shard is not None and inside_NC is not None:
         summary = vocab_parallel.merge(shard, inside_NC, summary)
-    out = assembled_logprobs(given, summary, gather_ids, top_k, bool(entropy))
+    out = assembled_logprobs(row_ids, summary, gather_ids, top_k, bool(entropy))
     if entropy == "detached" and out.entropy is not None:
         out = out._replace(entropy=out.entropy.detach())
     if shard is not None:
         out = out._replace(logp_error=None)
     if against is not None:
-        tv, kl = _exact_divergence(inputs, given, against, out.logsumexp, inside_NC, shard, chosen)
+        tv, kl = _exact_divergence(inputs, row_ids, against, out.logsumexp, inside_NC, shard, chosen)
         out = out._replace(tv=tv, kl=kl)
     return out
 
@@ -175,10 +175,10 @@ def _run_alone(call: VocabularyCall, impl: str) -> TokenLogprobs:
 
 
 def _logit_summary(
-    inputs: PassInputs, given: GivenIds, impl: str, top_k: int, slope: bool, inner_grad: bool
+    inputs: PassInputs, row_ids: GivenIds, impl: str, top_k: int, slope: bool, inner_grad: bool
 ) -> LogitSummary:
     """Runs one pass over this rank's vocabulary."""
-    logits_NC, found_NF, rest_N, inner_N, largest_N, _ = run_pass(inputs, given.live_N, impl, top_k, slope)
+    logits_NC, found_NF, rest_N, inner_N, largest_N, _ = run_pass(inputs, row_ids.live_N, impl, top_k, slope)
     num_given = inputs.ids.shape[1]
     # Half a unit in the last place of the product; the sum inside the product is accumulated in float32.
     unit = 0.0 if impl == "triton" else torch.finfo(inputs.product_dtype).eps / 2
@@ -191,14 +191,14 @@ def _logit_summary(
         rest_N=rest_N,
         inner_N=inner_N if inner_grad else inner_N.detach(),
         rounding_N=unit * largest_N * inputs.scale,
-        own_rounding_N=own_unit * torch.where(given.live_N, largest_logit_N, 0.0),
+        own_rounding_N=own_unit * torch.where(row_ids.live_N, largest_logit_N, 0.0),
     )
 
 
 @torch.no_grad()
 def _exact_divergence(
     inputs: PassInputs,
-    given: GivenIds,
+    row_ids: GivenIds,
     against: AnchorStates,
     policy_lse_N: Tensor,
     inside_NC: Tensor | None,
@@ -209,16 +209,16 @@ def _exact_divergence(
     anchor = inputs._replace(hidden=against.hidden, head=against.head, bias=against.bias)
     anchor_lse_N = against.logsumexp
     if anchor_lse_N is None:
-        summary = _logit_summary(anchor, given, impl, 0, slope=False, inner_grad=False)
+        summary = _logit_summary(anchor, row_ids, impl, 0, slope=False, inner_grad=False)
         if shard is not None and inside_NC is not None:
             summary = vocab_parallel.merge(shard, inside_NC, summary)
-        anchor_lse_N = assembled_logprobs(given, summary, None, 0, False).logsumexp
+        anchor_lse_N = assembled_logprobs(row_ids, summary, None, 0, False).logsumexp
     if impl == "triton":
         from trustrl.kernels import triton_divergence  # imported on use, because only this pass needs triton
 
-        sums = triton_divergence.divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N, given.live_N)
+        sums = triton_divergence.divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N, row_ids.live_N)
     else:
-        sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), given.live_N)
+        sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), row_ids.live_N)
     tv, kl = vocab_parallel.sum_over_ranks(sums, shard).unbind(-1)
     return tv / 2, kl
 

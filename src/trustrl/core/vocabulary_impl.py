@@ -59,26 +59,26 @@ class VocabularyCall(NamedTuple):
 
         Ids of other columns become ids of these.
         """
-        at = self.comparable.nonzero().squeeze(-1)[:ROWS_CHECKED]
+        rows = self.comparable.nonzero().squeeze(-1)[:ROWS_CHECKED]
         head = self.head_VD[:num_columns].detach().to(dtype)
         gather, against = self.gather_ids, self.against
         if gather is not None:
-            gather = torch.where(gather[at] >= 0, gather[at] % len(head), -1)
+            gather = torch.where(gather[rows] >= 0, gather[rows] % len(head), -1)
         if against is not None:
             against = against._replace(
-                hidden=against.hidden[at].detach().to(dtype),
+                hidden=against.hidden[rows].detach().to(dtype),
                 head=against.head[:num_columns].detach().to(dtype),
                 bias=None if against.bias is None else against.bias[:num_columns].detach(),
-                logsumexp=None if against.logsumexp is None else against.logsumexp[at],
+                logsumexp=None if against.logsumexp is None else against.logsumexp[rows],
             )
         return self._replace(
-            hidden_ND=self.hidden_ND[at].detach().to(dtype),
+            hidden_ND=self.hidden_ND[rows].detach().to(dtype),
             head_VD=head,
-            token_ids_N=self.token_ids_N[at] % len(head),
+            token_ids_N=self.token_ids_N[rows] % len(head),
             gather_ids=gather,
             top_k=min(self.top_k, len(head)),
             against=against,
-            temperature=self.temperature[at].detach() if isinstance(self.temperature, Tensor) else self.temperature,
+            temperature=self.temperature[rows].detach() if isinstance(self.temperature, Tensor) else self.temperature,
             bias=None if self.bias is None else self.bias[:num_columns].detach(),
         )
 
@@ -158,11 +158,11 @@ def _disagreement(call: VocabularyCall, run: Pass) -> str | None:
     torch.set_float32_matmul_precision("highest")  # TF32 would be the larger error of the two
     try:
         with torch.no_grad():
-            found = _different_outputs(call.small(len(call.head_VD), call.product_dtype), run)
-        if found is None and any(_wants(call)):
+            difference = _different_outputs(call.small(len(call.head_VD), call.product_dtype), run)
+        if difference is None and any(_wants(call)):
             part = call._replace(against=None).small(COLUMNS_CHECKED, call.product_dtype)
-            found = _different_gradients(part, run, _wants(call))
-        return found
+            difference = _different_gradients(part, run, _wants(call))
+        return difference
     except _TritonError as error:
         return f"failed ({type(error.__cause__).__name__}: {error.__cause__})"
     finally:
@@ -186,9 +186,9 @@ def _different_outputs(call: VocabularyCall, run: Pass) -> str | None:
     """Compares all outputs. They may differ by the rounding that the chunked pass reports for float32 products."""
     expected = run(call._replace(product_dtype=torch.float32), "chunked")
     with _of_triton():
-        found = run(call, "triton")
+        output = run(call, "triton")
     assert expected.logp_error is not None
-    for name, want, got in _pairs(expected, found):
+    for name, want, got in _pairs(expected, output):
         error_N = expected.logp_error.reshape(-1, *[1] * (want.ndim - 1))
         same = (got == want) | (got.isnan() & want.isnan()) | ((got - want).abs() <= 16 * error_N * (1 + want.abs()))
         if not bool(same.all()):
@@ -205,10 +205,12 @@ def _different_gradients(call: VocabularyCall, run: Pass, wants: tuple[bool, ...
     """
     expected = _gradients(call._replace(product_dtype=torch.float32), "chunked", run, wants)
     with _of_triton():
-        found = _gradients(call, "triton", run, wants)
+        gradients = _gradients(call, "triton", run, wants)
     allowed = 4 * torch.finfo(call.product_dtype).eps
     for name, want in expected.items():
-        rows, others = (x.float() if name == "hidden states" else x.float().reshape(1, -1) for x in (want, found[name]))
+        rows, others = (
+            x.float() if name == "hidden states" else x.float().reshape(1, -1) for x in (want, gradients[name])
+        )
         size, off = (x.square().sum(1).sqrt() for x in (rows, others - rows))
         same = (off <= allowed * (size + size.square().mean().sqrt())) | (size.isnan() & off.isnan())
         if not bool(same.all()):
@@ -238,12 +240,12 @@ def _total(out: TokenLogprobs) -> Tensor:
     return total
 
 
-def _pairs(one: TokenLogprobs, other: TokenLogprobs) -> list[tuple[str, Tensor, Tensor]]:
+def _pairs(output: TokenLogprobs, other: TokenLogprobs) -> list[tuple[str, Tensor, Tensor]]:
     """Returns (name, output, the other's output). Ids are left out: equal logits may come in any order."""
     names = ("logp", "logsumexp", "gathered_logp", "tail_logp", "entropy", "tv", "kl")
-    pairs = [(name, getattr(one, name), getattr(other, name)) for name in names if getattr(one, name) is not None]
-    if one.topk is not None and other.topk is not None:
+    pairs = [(name, getattr(output, name), getattr(other, name)) for name in names if getattr(output, name) is not None]
+    if output.topk is not None and other.topk is not None:
         pairs += [
-            (f"topk.{name}", getattr(one.topk, name), getattr(other.topk, name)) for name in ("logp", "tail_logp")
+            (f"topk.{name}", getattr(output.topk, name), getattr(other.topk, name)) for name in ("logp", "tail_logp")
         ]
     return pairs

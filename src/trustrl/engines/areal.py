@@ -94,9 +94,9 @@ class RegionLoss:
         check_choice(metrics)
         self.metrics: Choice = metrics
         for name, (wanted, why) in REFUSED.items():
-            given = getattr(config, name)
-            if given != wanted:
-                raise ConfigError(f"actor.{name} must be {wanted}, got {given}. {why}")
+            value = getattr(config, name)
+            if value != wanted:
+                raise ConfigError(f"actor.{name} must be {wanted}, got {value}. {why}")
         self._recorded = _anchors(config)
         self._sampled = SampledLoss("AReaL", {anchor: HOW[anchor] for anchor in self._recorded})
         try:
@@ -119,14 +119,15 @@ class RegionLoss:
         if input_data.get("teacher_logp") is not None:
             raise ConfigError("teacher must be unset with a region, got teacher_logp. AReaL's own loss distills.")
         mask = input_data["loss_mask"].bool()
-        given = {name: input_data.get(column) for name, column in self._recorded.items()}
+        anchors = {name: input_data.get(column) for name, column in self._recorded.items()}
         rollout = RolloutTokens(
-            behavior_logp=given.get("behavior"),
-            proximal_logp=given.get("proximal"),
+            behavior_logp=anchors.get("behavior"),
+            proximal_logp=anchors.get("proximal"),
             advantage=input_data["advantages"],
             in_loss=mask,
             sequence_ids=_sequence_ids(input_data, mask),
         )
+        # AReaL weights micro-batches by their tokens, so each must return its own mean.
         weights = mask.to(torch.float64) / mask.count_nonzero().clamp(min=1)
         out = self._sampled(logprobs, rollout, self.region, TokenWeights(weights, like=TokenMean))
         stats_tracker.denominator(n_tokens=infer_token_denominator(input_data, mask), n_valid_tokens=mask)
@@ -148,9 +149,9 @@ def check_sampling(gconfig: Any, actor: Any) -> None:
     """
     wanted = {"top_p": 1.0, "frequency_penalty": 0.0, "greedy": False, "temperature": actor.temperature}
     for name, value in wanted.items():
-        given = getattr(gconfig, name)
-        if given != value:
-            raise ConfigError(f"gconfig.{name} must be {value}, got {given}. μ would be another distribution than π.")
+        setting = getattr(gconfig, name)
+        if setting != value:
+            raise ConfigError(f"gconfig.{name} must be {value}, got {setting}. μ would be another distribution than π.")
     if gconfig.top_k not in (-1, 0) and gconfig.top_k < 100_000_000:
         raise ConfigError(f"gconfig.top_k must be off, got {gconfig.top_k}. μ would be another distribution than π.")
 

@@ -1,6 +1,6 @@
 """The engines that trustrl runs in: the regions that each supports, its log-probs, and its tests.
 
-Loads without torch and without any engine. `tools/engine_tables.py` writes docs/engines/index.md from it.
+Loads without torch and without any engine. `scripts/engine_tables.py` writes docs/engines/index.md from it.
 """
 
 from dataclasses import dataclass

@@ -59,6 +59,7 @@ class RegionLossFn(ClippedPGLossFn):
         Raises:
             KeyError: If the batch lacks `generation_logprobs` or `prev_logprobs`, which NeMo RL's own loss reads too.
         """
+        # Advantages of 0 remove NeMo RL's policy term and its clip, and nothing else.
         others, metrics = super().__call__(
             next_token_logprobs,
             {**data, "advantages": torch.zeros_like(data["advantages"])},

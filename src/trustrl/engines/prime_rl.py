@@ -55,6 +55,7 @@ def region_loss(
     chosen = _region(json.dumps(region, sort_keys=True))
     _check_seam(type(inputs))
     mask, weights = inputs.loss_mask, inputs.loss_weights
+    # prime-rl divides the sum by its own count of tokens, so the weights must not contain an average.
     weights = torch.ones_like(inputs.advantages) if weights is None else weights
     out = SAMPLED(
         inputs.trainer_logprobs[None],
@@ -66,9 +67,9 @@ def region_loss(
         on_nonfinite,
     )
     added = out.sums.added
-    found = {name: mask.new_tensor(value, dtype=torch.float32) for name, value in averages(out.sums, metrics).items()}
+    logged = {name: mask.new_tensor(value, dtype=torch.float32) for name, value in averages(out.sums, metrics).items()}
     masked: Tensor = (added["stopped"] / added["tokens"].clamp(min=1)).float()
-    return prime_rl_loss.LossOutputs(loss=out.loss, metrics={"is_masked": masked, **found})
+    return prime_rl_loss.LossOutputs(loss=out.loss, metrics={"is_masked": masked, **logged})
 
 
 @functools.cache
@@ -85,9 +86,9 @@ def _region(settings: str) -> Region:
 
 @functools.cache
 def _check_seam(inputs: type) -> None:
-    for found, expected in ((inputs, INPUTS), (prime_rl_loss.LossOutputs, OUTPUTS)):
-        name = found.__name__
-        names = tuple(field.name for field in fields(found)) if is_dataclass(found) else ()
+    for data_class, expected in ((inputs, INPUTS), (prime_rl_loss.LossOutputs, OUTPUTS)):
+        name = data_class.__name__
+        names = tuple(field.name for field in fields(data_class)) if is_dataclass(data_class) else ()
         if names != expected:
             raise EngineError(
                 f"prime-rl's {name} must have the fields {expected}, got {names}. This adapter was written "

@@ -15,7 +15,6 @@ from rlinf.utils import utils
 from torch import Tensor
 
 from trustrl.config.axes import Region
-from trustrl.config.presets import preset, presets
 from trustrl.config.statistics import Anchor
 from trustrl.config.terms import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean, TokenWeights
 from trustrl.core.metrics import Choice
@@ -26,6 +25,7 @@ from trustrl.engines.common.region_settings import PREFIX, region_given
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.engines.common.step_sums import averages
 from trustrl.errors import ConfigError, DuplicateNameError
+from trustrl.regions.presets import preset, presets
 
 OLDEST = (0, 3)
 REGION = "TRUSTRL_RLINF_REGION"
@@ -94,8 +94,8 @@ class RegionLoss:
         reduction = TokenWeights(weights, like=AVERAGES.get(loss_agg_func))
         out = self.sampled(logprobs, rollout, self.region, reduction)
         # RLinf stacks tensors, and its Megatron worker reads actor/ratio.
-        found = averages(out.sums, "all")
-        shown = {"actor/policy_loss": out.loss.detach().item(), "actor/ratio": found["trustrl/ratio_mean"]}
+        all_averages = averages(out.sums, "all")
+        shown = {"actor/policy_loss": out.loss.detach().item(), "actor/ratio": all_averages["trustrl/ratio_mean"]}
         shown |= averages(out.sums, self.metrics)
         return out.loss, {name: torch.tensor(x, device=logprobs.device) for name, x in shown.items()}
 
@@ -167,17 +167,17 @@ def check_settings(cfg: Any) -> Region:
             f"The gradient of {region.kind} is defined for that average.",
         )  # fmt: skip
     for where in ("algorithm", "rollout"):
-        given = cfg[where].get("sampling_params") or {}
+        parameters = cfg[where].get("sampling_params") or {}
         for name, wanted in {
             "top_p": (1.0, None),
             "top_k": (-1, 0, 1_000_000, None),
             "repetition_penalty": (1.0, None),
         }.items():
             why = "μ would be another distribution than π. Sample from the whole vocabulary."
-            _refuse_unless(f"{where}.sampling_params.{name}", given.get(name), wanted, why)
+            _refuse_unless(f"{where}.sampling_params.{name}", parameters.get(name), wanted, why)
     return region
 
 
-def _refuse_unless(setting: str, given: Any, wanted: tuple[Any, ...], why: str) -> None:
-    if given not in wanted:
-        raise ConfigError(f"{setting} must be {wanted[0]}, got {given}. {why}")
+def _refuse_unless(setting: str, value: Any, wanted: tuple[Any, ...], why: str) -> None:
+    if value not in wanted:
+        raise ConfigError(f"{setting} must be {wanted[0]}, got {value}. {why}")

@@ -57,7 +57,7 @@ def check_arguments(args: Namespace) -> None:
 
 
 def _log_probs(args: Namespace, batch: Batch, logits: Tensor) -> Mapping[str, list[Tensor]]:
-    _, found = _theirs().get_log_probs_and_entropy(
+    _, outputs = _theirs().get_log_probs_and_entropy(
         logits,
         args=args,
         unconcat_tokens=batch["unconcat_tokens"],
@@ -65,7 +65,7 @@ def _log_probs(args: Namespace, batch: Batch, logits: Tensor) -> Mapping[str, li
         response_lengths=batch["response_lengths"],
         with_entropy=True,
     )
-    return found
+    return outputs
 
 
 def _approx_kl(log_probs: Tensor, reference: Tensor, kind: str) -> Tensor:

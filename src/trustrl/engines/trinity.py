@@ -178,10 +178,10 @@ def check_settings(config: Any) -> None:
     sampler = getattr(config.explorer, "rollout_model", None)
     for where, owner in (("model", config.model), ("explorer.rollout_model", sampler)):
         for field, wanted in {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}.items():
-            given = getattr(owner, field, None)
-            if given is not None and given != wanted:
+            value = getattr(owner, field, None)
+            if value is not None and value != wanted:
                 raise ConfigError(
-                    f"{where}.{field} must be {wanted}, got {given}. μ would be another distribution than π. Sample "
+                    f"{where}.{field} must be {wanted}, got {value}. μ would be another distribution than π. Sample "
                     "from the whole vocabulary."
                 )
     heat = getattr(sampler, "temperature", None)

@@ -39,8 +39,8 @@ class ForwardResult(NamedTuple):
     """Results of the forward pass for each row."""
 
     known: Tensor
-    """[N, C + k], logits at the given ids and at the found ids."""
-    found: Tensor
+    """[N, C + k], logits at the given ids and at the best ids."""
+    best_ids: Tensor
     """[N, k], ids of the largest logits that were not given; −1 pads a vocabulary with fewer than k."""
     rest: Tensor
     """[N], log-sum-exp of all other logits; −inf if no logit is left."""
@@ -82,24 +82,25 @@ def _forward_block(
     running = RunningSums(inputs, slope)
     best = RunningTopK(num_rows, top_k, hidden)
     num_tiles = int(kept_tile is None) + int(slope)
+    # One buffer for all tiles, so that `mm` does not allocate one for each.
     room = hidden.new_empty(num_rows * min(inputs.block_vocab, size) * num_tiles)
-    for at, columns in enumerate(slices(size, inputs.block_vocab)):
+    for tile_index, columns in enumerate(slices(size, inputs.block_vocab)):
         head = inputs.head[columns].to(inputs.product_dtype)
         bias = None if inputs.bias is None else inputs.bias[columns]
         product, weights = (
             _carve(room, slope, num_rows, head.shape[0]) if kept_tile is None else (kept_tile(columns), None)
         )
         torch.mm(hidden, head.T, out=product)
-        cells.mark(at, product)
+        # Given ids leave the tile before it is summed. Their logits are float32 dot products, below.
+        cells.mark(tile_index, product)
         if top_k:
             dropped, dropped_bias = best.take(product, bias, columns.start)
             running.add(dropped, dropped_bias, inputs, large=False)
             if slope:  # displaced cells go back to the rest; their head rows may lie anywhere
                 running.add_slope_at(dropped, dropped_bias, best.dropped_ids, inputs)
         running.add(product, bias, inputs, inputs.large, weights, head)
-    found = best.ids
-    ids = torch.cat([inputs.ids, found.clamp(min=0)], dim=-1)
-    return ForwardResult(given_logits(inputs._replace(ids=ids)), found, *running.results())
+    ids = torch.cat([inputs.ids, best.ids.clamp(min=0)], dim=-1)
+    return ForwardResult(given_logits(inputs._replace(ids=ids)), best.ids, *running.results())
 
 
 class UpstreamGradients(NamedTuple):
@@ -109,7 +110,7 @@ class UpstreamGradients(NamedTuple):
     inner: Tensor
     slope: Tensor
     d_known: Tensor
-    """[N, C], gradient with respect to `known`; the columns include the found ids."""
+    """[N, C], gradient with respect to `known`; the columns include the best ids."""
     d_rest: Tensor
     d_inner: Tensor
 
@@ -120,7 +121,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def backward(
     inputs: PassInputs, upstream: UpstreamGradients, wants: tuple[bool, bool, bool], kept: KeptLogits | None = None
 ) -> Gradients:
-    r"""Returns the gradients of (hidden, head, bias), None where not wanted. `inputs.ids` includes the found ids.
+    r"""Returns the gradients of (hidden, head, bias), None where not wanted. `inputs.ids` includes the best ids.
 
     If `kept` is given, its products are not recomputed, and the head's gradient overwrites its buffer.
 
@@ -130,11 +131,12 @@ def backward(
     wants_hidden, wants_head, wants_bias = wants
     coefficients = tile_coefficients(inputs, upstream)
     d_hidden = streamed = None
+    # The forward pass has computed the slope, so a frozen head needs no second pass over the vocabulary.
     if wants_hidden and slope.numel():
         d_hidden = torch.empty_like(inputs.hidden)
-        for at in slices(len(d_rest), inputs.block_rows):
-            d_hidden[at] = slope[at] * d_rest[at].unsqueeze(-1) + weighted_head_rows(
-                coefficients.on_cells[at], inputs.rows(at)
+        for rows in slices(len(d_rest), inputs.block_rows):
+            d_hidden[rows] = slope[rows] * d_rest[rows].unsqueeze(-1) + weighted_head_rows(
+                coefficients.on_cells[rows], inputs.rows(rows)
             )
     elif wants_hidden:
         d_hidden = streamed = torch.zeros(inputs.hidden.shape, dtype=inputs.wide, device=inputs.hidden.device)
@@ -160,9 +162,9 @@ class TileCoefficients(NamedTuple):
     on_cells: Tensor
     """[N, C], the gradient at the counted cells; 0 elsewhere."""
 
-    def rows(self, at: slice) -> "TileCoefficients":
+    def rows(self, rows: slice) -> "TileCoefficients":
         """Returns the coefficients of some of the rows."""
-        return TileCoefficients(*(x[at] for x in self))
+        return TileCoefficients(*(x[rows] for x in self))
 
 
 def tile_coefficients(inputs: PassInputs, upstream: UpstreamGradients) -> TileCoefficients:
@@ -186,11 +188,11 @@ def _stream_backward(
 ) -> None:
     """Makes or reads each tile once and accumulates its products in the gradients, in place."""
     dtype, size = inputs.product_dtype, inputs.head.shape[0]
-    rows = slices(inputs.hidden.shape[0], inputs.block_rows)
-    blocks = [(inputs.rows(at), coefficients.rows(at)) for at in rows]
+    row_blocks = slices(inputs.hidden.shape[0], inputs.block_rows)
+    blocks = [(inputs.rows(rows), coefficients.rows(rows)) for rows in row_blocks]
     cells = [given_cells(block) for block, _ in blocks]
     states = [block.hidden.to(dtype) for block, _ in blocks]
-    holds = [kept is not None and kept.holds(at) for at in rows]
+    holds = [kept is not None and kept.holds(rows) for rows in row_blocks]
     widest = min(inputs.block_vocab, size)
     room = states[0].new_empty(len(states[0]) * widest)
     # Parts of a low-precision gradient are summed in float32 and rounded once.
@@ -199,7 +201,7 @@ def _stream_backward(
         torch.empty((widest, inputs.head.shape[1]), dtype=inputs.wide, device=inputs.head.device) if several else None
     )
     # From the last tile to the first, because kept products are overwritten.
-    for at, columns in reversed(list(enumerate(slices(size, inputs.block_vocab)))):
+    for tile_index, columns in reversed(list(enumerate(slices(size, inputs.block_vocab)))):
         head = inputs.head[columns].to(dtype)
         for n, (block, numbers) in enumerate(blocks):
             hidden = states[n]
@@ -209,14 +211,14 @@ def _stream_backward(
             tile = room[: len(head) * len(hidden)].view(shape)
             product = tile
             if kept is not None and holds[n]:
-                product = kept.tile(columns, rows[n])
+                product = kept.tile(columns, row_blocks[n])
             else:
                 torch.mm(*((head, hidden.T) if tokens_last else (hidden, head.T)), out=tile)
-                cells[n].mark(at, tile, tokens_last)
-            gradient_tile(block, numbers, product, tile, at, columns, cells[n], tokens_last)
+                cells[n].mark(tile_index, tile, tokens_last)
+            gradient_tile(block, numbers, product, tile, tile_index, columns, cells[n], tokens_last)
             by_token = tile.T if tokens_last else tile
             if d_hidden is not None:
-                d_hidden[rows[n]] += by_token @ head
+                d_hidden[row_blocks[n]] += by_token @ head
             if d_head is not None:
                 _into_head(d_head[columns], sums, by_token.T, hidden, n, len(blocks))
             if d_bias is not None:
@@ -228,7 +230,7 @@ def gradient_tile(
     numbers: TileCoefficients,
     product: Tensor,
     tile: Tensor,
-    at: int,
+    tile_index: int,
     columns: slice,
     cells: GivenCells,
     tokens_last: bool,
@@ -241,7 +243,7 @@ def gradient_tile(
     scale, base, on_mass, on_log = (x.unsqueeze(vocab_axis) for x in (inputs.scale, *numbers[:3]))
     bias = None if inputs.bias is None else inputs.bias[columns].unsqueeze(-1 - vocab_axis)
     tile_math.fused_gradient(product, bias, scale, inputs.softcap, base, on_mass, on_log, tile, large=inputs.large)
-    cells.put(at, tile, numbers.on_cells, tokens_last)
+    cells.put(tile_index, tile, numbers.on_cells, tokens_last)
 
 
 def _into_head(d_head: Tensor, sums: Tensor | None, tile: Tensor, hidden: Tensor, block: int, num_blocks: int) -> None:

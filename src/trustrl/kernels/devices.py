@@ -29,9 +29,9 @@ CPU_GATHERED_BYTES = 16 * 2**20
 """Bytes of the head rows that are gathered at once on a CPU, in float32. An accelerator gathers `TILE_BYTES`."""
 
 
-def free_to_look(at: Tensor) -> bool:
+def free_to_look(values: Tensor) -> bool:
     """Returns True if reading a value does not wait for a device (on CPU), so control flow may depend on it."""
-    return at.device.type == "cpu"
+    return values.device.type == "cpu"
 
 
 def tile_sizes(hidden_ND: Tensor, product_dtype: torch.dtype) -> tuple[int, int]:

@@ -27,14 +27,16 @@ def divergence_sums(
         if not devices.free_to_look(live):
             sums = _sums(policy, anchor, policy_lse, anchor_lse)
             return torch.where(live.unsqueeze(-1), sums, 0.0)
-        at = live.nonzero().squeeze(-1)
-        sums = _sums(policy.rows(at), anchor.rows(at), policy_lse[at], anchor_lse[at])
-        return sums.new_zeros((len(live), 2)).index_copy_(0, at, sums)
+        rows = live.nonzero().squeeze(-1)
+        sums = _sums(policy.rows(rows), anchor.rows(rows), policy_lse[rows], anchor_lse[rows])
+        return sums.new_zeros((len(live), 2)).index_copy_(0, rows, sums)
 
 
 def _sums(policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anchor_lse: Tensor) -> Tensor:
     blocks = slices(policy.hidden.shape[0], policy.block_rows)
-    return torch.cat([_block_sums(policy.rows(at), anchor.rows(at), policy_lse[at], anchor_lse[at]) for at in blocks])
+    return torch.cat(
+        [_block_sums(policy.rows(rows), anchor.rows(rows), policy_lse[rows], anchor_lse[rows]) for rows in blocks]
+    )
 
 
 def _block_sums(policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anchor_lse: Tensor) -> Tensor:
@@ -47,14 +49,14 @@ def _block_sums(policy: PassInputs, anchor: PassInputs, policy_lse: Tensor, anch
     sums = torch.stack([torch.where(counted, x, 0.0).sum(-1) for x in (absolute, relative)], dim=-1)
     size = policy.head.shape[0]
     room = sides[0][1].new_empty((2, len(counted) * min(policy.block_vocab, size)))
-    for at, columns in enumerate(slices(size, policy.block_vocab)):
+    for tile_index, columns in enumerate(slices(size, policy.block_vocab)):
         products: list[Tensor] = []
         biases: list[Tensor | None] = []
         for (side, hidden), space in zip(sides, room, strict=True):
             head = side.head[columns].to(side.product_dtype)
             product = space[: len(hidden) * len(head)].view(len(hidden), len(head))
             torch.mm(hidden, head.T, out=product)
-            cells.mark(at, product)
+            cells.mark(tile_index, product)
             products.append(product)
             biases.append(None if side.bias is None else side.bias[columns])
         scale = policy.scale.unsqueeze(-1)

@@ -29,8 +29,8 @@ class CellIndex:
 
     def within(self, tile: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (row, cell, column within the tile) of the cells in a tile."""
-        at = slice(self.edges[tile], self.edges[tile + 1])
-        return self.row[at], self.cell[at], self.column[at] - tile * self.block_vocab
+        span = slice(self.edges[tile], self.edges[tile + 1])
+        return self.row[span], self.cell[span], self.column[span] - tile * self.block_vocab
 
     def mark(self, tile: int, product: Tensor, tokens_last: bool = False) -> None:
         """Writes −inf at the cells of a tile."""
@@ -70,6 +70,7 @@ class ScatteredCells:
 
     def _placed(self, product: Tensor, values: Tensor, tokens_last: bool) -> tuple[Tensor, Tensor]:
         width = product.shape[0 if tokens_last else -1]
+        # The last tile may be narrower. Its own ids fit; a clamped column is another tile's id, without effect here.
         columns = self.column if width == self.block_vocab else self.column.clamp(max=width - 1)
         return (columns.T, values.T) if tokens_last else (columns, values)
 

@@ -45,7 +45,7 @@ class _KeepingPass(torch.autograd.Function):
         ctx.save_for_backward(*inputs[:6], live, result.rest, result.inner, buffer)
         ctx.settings, ctx.num_rows, ctx.num_cells = inputs[6:], num_rows, result.known.shape[1]
         ctx.overwritten = False
-        ctx.mark_non_differentiable(result.found, result.largest, result.slope)
+        ctx.mark_non_differentiable(result.best_ids, result.largest, result.slope)
         ctx.set_materialize_grads(False)
         return tuple(result)
 
@@ -70,8 +70,8 @@ class _KeepingPass(torch.autograd.Function):
         kept = KeptLogits(buffer.data, ctx.num_rows, inputs.product_dtype)
         del buffer
 
-        def run(some: PassInputs, its: UpstreamGradients, at: Tensor | None) -> Gradients:
-            return chunked_pass.backward(some, its, wants, _chosen(kept, live, at))
+        def run(some: PassInputs, its: UpstreamGradients, rows: Tensor | None) -> Gradients:
+            return chunked_pass.backward(some, its, wants, _chosen(kept, live, rows))
 
         return *gradients_alive(inputs, upstream, run), None, None, None
 
@@ -83,6 +83,6 @@ def _kept_forward(inputs: PassInputs, live: Tensor, num_rows: int) -> tuple[Forw
     return forward_live(inputs, live, lambda some: chunked_pass.forward(some, 0, False, kept)), buffer
 
 
-def _chosen(kept: KeptLogits, live: Tensor, at: Tensor | None) -> KeptLogits:
+def _chosen(kept: KeptLogits, live: Tensor, rows: Tensor | None) -> KeptLogits:
     """Returns the kept products of some rows. A CPU, which alone chooses rows, kept those of live rows."""
-    return kept if at is None else kept._replace(chosen=(live.cumsum(0) - 1)[at])
+    return kept if rows is None else kept._replace(chosen=(live.cumsum(0) - 1)[rows])

@@ -33,6 +33,7 @@ class KeptLogits(NamedTuple):
         """Returns True if the products of all these rows are kept."""
         if self.chosen is None:
             return rows.stop <= self.num_rows
+        # Chosen rows ascend, so the last one decides. Only a CPU chooses rows, and there reading is free.
         return rows.stop > rows.start and int(self.chosen[rows.stop - 1]) < self.num_rows
 
     def tile(self, columns: slice, rows: slice) -> Tensor:

@@ -88,6 +88,7 @@ class _PairDots(torch.autograd.Function):
         hidden_ND, head_VD, rows_P, ids_P = ctx.saved_tensors
         dtype = gradient_P.dtype
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
+        # Pairs with the same id are summed in the wide dtype, and rounded to the head's once.
         seen_U, place_P = ids_P.unique(return_inverse=True)
         d_hidden = torch.zeros_like(hidden_ND, dtype=dtype) if wants_hidden else None
         d_seen = head_VD.new_zeros((len(seen_U), head_VD.shape[1]), dtype=dtype) if wants_head else None

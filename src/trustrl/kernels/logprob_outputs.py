@@ -79,15 +79,15 @@ class LogitSummary(NamedTuple):
 
 
 def assembled_logprobs(
-    given: GivenIds, summary: LogitSummary, gather_ids_NK: Int[Tensor, "N K"] | None, top_k: int, entropy: bool
+    row_ids: GivenIds, summary: LogitSummary, gather_ids_NK: Int[Tensor, "N K"] | None, top_k: int, entropy: bool
 ) -> TokenLogprobs:
     """Returns every requested output, by plain differentiable arithmetic on the cells and the rest."""
-    live_N = given.live_N
+    live_N = row_ids.live_N
     rest_N = torch.where(live_N, summary.rest_N, 0.0)  # an ignored row is all rest
     found_NF = summary.found_NF.masked_fill(summary.found_ids_NF < 0, -torch.inf)
-    cells_NC = torch.cat([summary.given_NC.masked_fill(~given.counts_NC, -torch.inf), found_NF], dim=-1)
+    cells_NC = torch.cat([summary.given_NC.masked_fill(~row_ids.counts_NC, -torch.inf), found_NF], dim=-1)
     lse_N = torch.logsumexp(torch.cat([cells_NC, rest_N.unsqueeze(-1)], dim=-1), dim=-1)
-    logp_NC = summary.given_NC.gather(-1, given.first_NC) - lse_N.unsqueeze(-1)
+    logp_NC = summary.given_NC.gather(-1, row_ids.first_NC) - lse_N.unsqueeze(-1)
     cell_logp_NC = cells_NC - lse_N.unsqueeze(-1)
     rest_logp_N = rest_N - lse_N
 
@@ -96,9 +96,9 @@ def assembled_logprobs(
         gathered = logp_NC[:, 1:].masked_fill((gather_ids_NK < 0) | ~live_N.unsqueeze(-1), -torch.inf)
         tail = log_mass(torch.cat([found_NF, rest_N.unsqueeze(-1)], dim=-1)) - lse_N
     if top_k:
-        logp, at = cell_logp_NC.topk(top_k, dim=-1)
-        ids = torch.cat([given.ids_NC, summary.found_ids_NF], dim=-1).gather(-1, at)
-        named_NC = torch.zeros_like(cells_NC, dtype=torch.bool).scatter(-1, at, True)
+        logp, place_NK = cell_logp_NC.topk(top_k, dim=-1)
+        ids = torch.cat([row_ids.ids_NC, summary.found_ids_NF], dim=-1).gather(-1, place_NK)
+        named_NC = torch.zeros_like(cells_NC, dtype=torch.bool).scatter(-1, place_NK, True)
         named_NC[:, 0].fill_(True)  # the sampled token
         others_NC = cells_NC.masked_fill(named_NC, -torch.inf)
         beyond_N = log_mass(torch.cat([others_NC, rest_N.unsqueeze(-1)], dim=-1)) - lse_N

@@ -27,9 +27,11 @@ class PassInputs(NamedTuple):
     block_rows: int
     block_vocab: int
 
-    def rows(self, at: slice | Tensor) -> "PassInputs":
+    def rows(self, rows: slice | Tensor) -> "PassInputs":
         """Returns the inputs of some of the rows."""
-        return self._replace(hidden=self.hidden[at], ids=self.ids[at], counts=self.counts[at], scale=self.scale[at])
+        return self._replace(
+            hidden=self.hidden[rows], ids=self.ids[rows], counts=self.counts[rows], scale=self.scale[rows]
+        )
 
     @property
     def large(self) -> bool:
@@ -55,9 +57,10 @@ def weighted_head_rows(weights_NC: Tensor, inputs: PassInputs) -> Tensor:
     if not inputs.ids.numel():
         return torch.zeros(inputs.hidden.shape, dtype=inputs.wide, device=inputs.hidden.device)
     weights_NC = weights_NC.to(inputs.head.dtype)
+    # Sums while it gathers: the gathered rows alone would be [N, C, D].
     return F.embedding_bag(inputs.ids, inputs.head, per_sample_weights=weights_NC, mode="sum").to(inputs.wide)
 
 
 def slices(size: int, step: int) -> list[slice]:
     """Returns consecutive slices of at most `step`, or one empty slice if `size` is 0."""
-    return [slice(at, min(at + step, size)) for at in range(0, max(size, 1), step)]
+    return [slice(start, min(start + step, size)) for start in range(0, max(size, 1), step)]

@@ -23,16 +23,17 @@ def project_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Projects the tokens of one block that are outside the ball."""
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < n
-    on = tl.load(usable + at, mask=here, other=0) != 0
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < n
+    on = tl.load(usable + rows, mask=here, other=0) != 0
     ball = tl.load(bound)
     edge = ball * (1.0 + SLACK)
-    own = tl.load(log_policy + at, mask=here, other=0.0)
-    anchor = tl.load(log_anchor + at, mask=here, other=0.0)
-    tail_p = tl.load(own_tail + at, mask=here, other=0.0)
-    tail_b = tl.load(anchor_tail + at, mask=here, other=0.0)
-    x, y = _cells(ids, valid, anchor_columns, own_columns, tokens, at, on, here, width, ROWS, COLUMNS)
+    own = tl.load(log_policy + rows, mask=here, other=0.0)
+    anchor = tl.load(log_anchor + rows, mask=here, other=0.0)
+    tail_p = tl.load(own_tail + rows, mask=here, other=0.0)
+    tail_b = tl.load(anchor_tail + rows, mask=here, other=0.0)
+    x, y = _cells(ids, valid, anchor_columns, own_columns, tokens, rows, on, here, width, ROWS, COLUMNS)
+    # A tail of 0 would have an infinite log, and the KL would be NaN.
     x_tail = tl.log(_at_least(tail_p, TAIL_FLOOR))
     y_tail = tl.log(_at_least(tail_b, TAIL_FLOOR))
     u, u_own, u_tail = _normalized(x, own, x_tail)
@@ -56,21 +57,21 @@ def project_kernel(
     normalized = on if NO_TAIL else outside  # a selection without a tail holds less than a mass of 1
     # With a tail the cells hold a mass of 1: b needs no normalization, and `anchor` keeps the kernel from spilling.
     log_weight = tl.where(
-        normalized, at_token - (b_own if NO_TAIL else anchor), tl.load(log_ratio + at, mask=here, other=0.0)
+        normalized, at_token - (b_own if NO_TAIL else anchor), tl.load(log_ratio + rows, mask=here, other=0.0)
     )
-    unprojected = tl.load(logp + at, mask=here, other=0.0).to(tl.float64)
+    unprojected = tl.load(logp + rows, mask=here, other=0.0).to(tl.float64)
     chosen = tl.where(normalized, at_token, unprojected)
-    tl.store(projected + at, chosen.to(projected.dtype.element_ty), mask=here)
+    tl.store(projected + rows, chosen.to(projected.dtype.element_ty), mask=here)
     pulled = tl.where(active, tl.load(alpha) * pull, 0.0)
-    tl.store(pull_out + at, pulled.to(pull_out.dtype.element_ty), mask=here)
-    tl.store(outside_out + at, outside, mask=here)
-    tl.store(active_out + at, active, mask=here)
-    tl.store(out + at, log_weight, mask=here)
-    tl.store(out + n + at, kl_before, mask=here)
-    tl.store(out + 2 * n + at, tl.where(active, kl_after, tl.where(outside, kl_at_one, kl_before)), mask=here)
-    tl.store(out + 3 * n + at, tl.where(outside, beta, 0.0), mask=here)
-    tl.store(out + 4 * n + at, tl.where(outside, spent, 0.0), mask=here)
-    tl.store(out + 5 * n + at, tl.where(active & ~done, 1.0, 0.0), mask=here)
+    tl.store(pull_out + rows, pulled.to(pull_out.dtype.element_ty), mask=here)
+    tl.store(outside_out + rows, outside, mask=here)
+    tl.store(active_out + rows, active, mask=here)
+    tl.store(out + rows, log_weight, mask=here)
+    tl.store(out + n + rows, kl_before, mask=here)
+    tl.store(out + 2 * n + rows, tl.where(active, kl_after, tl.where(outside, kl_at_one, kl_before)), mask=here)
+    tl.store(out + 3 * n + rows, tl.where(outside, beta, 0.0), mask=here)
+    tl.store(out + 4 * n + rows, tl.where(outside, spent, 0.0), mask=here)
+    tl.store(out + 5 * n + rows, tl.where(active & ~done, 1.0, 0.0), mask=here)
 
 
 @jit
@@ -81,20 +82,20 @@ def project_backward_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients with respect to the sampled token's log-prob, the columns and the tail."""
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < n
-    on = tl.load(usable + at, mask=here, other=0) != 0
-    outside = tl.load(outside_in + at, mask=here, other=0) != 0
-    active = tl.load(active_in + at, mask=here, other=0) != 0
-    g_token = tl.load(d_projected + at, mask=here, other=0.0).to(tl.float64)
-    g_pull = tl.where(outside, tl.load(d_pull + at, mask=here, other=0.0).to(tl.float64) * tl.load(alpha), 0.0)
-    own = tl.load(log_policy + at, mask=here, other=0.0)
-    anchor = tl.load(log_anchor + at, mask=here, other=0.0)
-    tail_p = tl.load(own_tail + at, mask=here, other=0.0)
-    tail_b = tl.load(anchor_tail + at, mask=here, other=0.0)
-    beta = tl.load(beta_in + at, mask=here, other=1.0)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < n
+    on = tl.load(usable + rows, mask=here, other=0) != 0
+    outside = tl.load(outside_in + rows, mask=here, other=0) != 0
+    active = tl.load(active_in + rows, mask=here, other=0) != 0
+    g_token = tl.load(d_projected + rows, mask=here, other=0.0).to(tl.float64)
+    g_pull = tl.where(outside, tl.load(d_pull + rows, mask=here, other=0.0).to(tl.float64) * tl.load(alpha), 0.0)
+    own = tl.load(log_policy + rows, mask=here, other=0.0)
+    anchor = tl.load(log_anchor + rows, mask=here, other=0.0)
+    tail_p = tl.load(own_tail + rows, mask=here, other=0.0)
+    tail_b = tl.load(anchor_tail + rows, mask=here, other=0.0)
+    beta = tl.load(beta_in + rows, mask=here, other=1.0)
     beta = tl.where(active, beta, 1.0)
-    x, y = _cells(ids, valid, anchor_columns, own_columns, tokens, at, on, here, width, ROWS, COLUMNS)
+    x, y = _cells(ids, valid, anchor_columns, own_columns, tokens, rows, on, here, width, ROWS, COLUMNS)
     u, u_own, u_tail = _normalized(x, own, tl.log(_at_least(tail_p, TAIL_FLOOR)))
     v, v_own, v_tail = _normalized(y, anchor, tl.log(_at_least(tail_b, TAIL_FLOOR)))
     log_b, d = _path(u, v)
@@ -116,25 +117,26 @@ def project_backward_kernel(
     g += p * tl.where(p > 0, _gap(u, log_q) + 1.0, 0.0) * g_pull[:, None]
     g_own += p_own * tl.where(p_own > 0, _gap(u_own, log_q_own) + 1.0, 0.0) * g_pull
     g_tail += p_tail * tl.where(p_tail > 0, _gap(u_tail, log_q_tail) + 1.0, 0.0) * g_pull
+    # Back through the normalization of π: adding a constant to all cells changes nothing, so the sum must be 0.
     total = tl.sum(g, 1) + g_own + g_tail
     g = g - p * total[:, None]
-    given = tl.load(logp + at, mask=here, other=0.0)
-    g_own = tl.where(given <= 0.0, g_own - p_own * total, 0.0)  # a log-prob above 0 is rounding and was clamped
+    raw_logp = tl.load(logp + rows, mask=here, other=0.0)
+    g_own = tl.where(raw_logp <= 0.0, g_own - p_own * total, 0.0)  # a log-prob above 0 is rounding and was clamped
     g_tail = tl.where(tail_p >= tl.full((ROWS,), TAIL_FLOOR, tl.float64), g_tail - p_tail * total, 0.0)
     if BY_SUBTRACTION:  # tail = 1 − π(a) − Σ π over the columns
         per_mass = g_tail / _at_least(tail_p, TAIL_FLOOR)
         g = g - tl.exp(x) * per_mass[:, None]
         g_own = g_own - tl.exp(own) * per_mass
     column = tl.arange(0, COLUMNS)
-    place = at.to(tl.int64)[:, None] * width + column[None, :]
+    place = rows.to(tl.int64)[:, None] * width + column[None, :]
     inside = here[:, None] & (column < width)[None, :]
     normalized = on if NO_TAIL else outside
     g = tl.where(normalized[:, None] & (x > -float("inf")), g, 0.0).to(tl.float32)
     tl.store(d_own_columns + place, g.to(d_own_columns.dtype.element_ty), mask=inside)
-    tl.store(d_logp + at, tl.where(normalized, g_own, g_token).to(d_logp.dtype.element_ty), mask=here)
+    tl.store(d_logp + rows, tl.where(normalized, g_own, g_token).to(d_logp.dtype.element_ty), mask=here)
     if d_own_tail is not None:
         tl.store(
-            d_own_tail + at, tl.where(outside, g_tail, 0.0).to(tl.float32).to(d_own_tail.dtype.element_ty), mask=here
+            d_own_tail + rows, tl.where(outside, g_tail, 0.0).to(tl.float32).to(d_own_tail.dtype.element_ty), mask=here
         )
 
 
@@ -161,6 +163,7 @@ def _through_projection(q, q_own, q_tail, d, d_own, d_tail, beta, active, g_toke
 @jit
 def _solve(log_b, b_own, b_tail, d, d_own, d_tail, kl_at_one, active, ball, tolerance, EVALUATIONS: tl.constexpr):
     """Solves KL(β) = ball on active rows. Returns β (1 on the others), the evaluations used and the converged rows."""
+    # √KL(β) is almost linear in β, so this start is close, and Newton's method on √KL takes few evaluations.
     beta = tl.where(active, tl.sqrt(ball / tl.maximum(kl_at_one, ball)), 1.0)
     low = tl.zeros_like(beta)
     high = tl.full(kl_at_one.shape, 1.0, tl.float64)
@@ -173,26 +176,30 @@ def _solve(log_b, b_own, b_tail, d, d_own, d_tail, kl_at_one, active, ball, tole
         low = tl.where(~done & (kl < ball), beta, low)
         high = tl.where(~done & (kl >= ball), beta, high)
         distance = tl.sqrt(tl.maximum(kl, 0.0))
+        # The smallest normal float64: where d hardly varies, it is divided by this and not by 0.
         slope = tl.maximum(beta * variance, 2.2250738585072014e-308)
         newton = beta + (tl.sqrt(ball) - distance) * 2.0 * distance / slope
+        # [low, high] brackets the solution. Where Newton's method would leave it or start from a KL near 0, bisect.
         trusted = (newton > low) & (newton < high) & (kl > 0.02 * ball)
         reached = tl.abs(kl - ball) <= tolerance
         moved = tl.where(trusted, newton, tl.where(reached, beta, 0.5 * (low + high)))
         beta = tl.where(done, beta, moved)
         done = done | reached
         step += 1
+    # `low` is inside the ball, so a token that did not converge is projected too far and never too little.
     return tl.where(done, beta, low), spent, done
 
 
 @jit
 def _cells(
-    ids, valid, anchor_columns, own_columns, tokens, at, on, here, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    ids, valid, anchor_columns, own_columns, tokens, rows, on, here, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Returns log π and log b of the columns; −inf where a column has no cell."""
     column = tl.arange(0, COLUMNS)
-    place = at.to(tl.int64)[:, None] * width + column[None, :]
+    place = rows.to(tl.int64)[:, None] * width + column[None, :]
     inside = here[:, None] & (column < width)[None, :]
-    token = tl.load(tokens + at, mask=here, other=-1)
+    # The sampled token is a separate part. A column with its id would count it twice.
+    token = tl.load(tokens + rows, mask=here, other=-1)
     known = (tl.load(valid + place, mask=inside, other=0) != 0) & on[:, None]
     known = known & (tl.load(ids + place, mask=inside, other=-1) != token[:, None])
     x = tl.load(own_columns + place, mask=inside, other=0.0).to(tl.float64)

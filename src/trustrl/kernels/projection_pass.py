@@ -2,7 +2,7 @@ r"""TROLL's projection in one Triton launch, and its gradient in another.
 
     log π̂ = log b + β d − A(β),   d = log π − log b,   KL(π̂‖b) = bound
 
-`core.regions.troll` defines the projection and its gradient. As torch operations without waits it takes 32 evaluations
+`core.projection` defines the projection and its gradient. As torch operations without waits it takes 32 evaluations
 of KL(β) for every token, some 2,000 launches. Here a block of tokens stops when its last one has converged.
 
 Cost per token outside the ball and evaluation: two exponentials and ten operations per cell. Memory beyond inputs and
@@ -72,36 +72,38 @@ class Projected(NamedTuple):
     unconverged: Tensor
 
 
-def project(logp: Tensor, given: ProjectInputs, settings: ProjectSettings) -> Projected:
+def project(logp: Tensor, inputs: ProjectInputs, settings: ProjectSettings) -> Projected:
     """Projects every token outside the ball. Differentiable in `logp`, the columns and the tail."""
     function: Any = _Project
-    columns = given.columns
-    projected, pull, outside, values = function.apply(logp, columns.own_logp, columns.own_tail_logp, given, settings)
+    columns = inputs.columns
+    projected, pull, outside, values = function.apply(logp, columns.own_logp, columns.own_tail_logp, inputs, settings)
     return Projected(projected, pull, outside, *values.unbind())
 
 
 class _Project(Function):
     @staticmethod
     def forward(
-        ctx: Any, logp: Tensor, own: Tensor, tail: Tensor | None, given: ProjectInputs, settings: ProjectSettings
+        ctx: Any, logp: Tensor, own: Tensor, tail: Tensor | None, inputs: ProjectInputs, settings: ProjectSettings
     ) -> tuple[Tensor, ...]:
         n, width = own.shape
         device = own.device
         flags = torch.empty(2, n, dtype=torch.bool, device=device)
         values = torch.empty(6, n, dtype=torch.float64, device=device)
         projected, pull = torch.empty(2, n, dtype=logp.dtype, device=device).unbind()
+        # Tensors, because Triton passes a Python float as float32.
         numbers = [values.new_full((), x) for x in (settings.bound, settings.alpha, settings.tolerance)]
         rows, padded = tile(width)
         with torch.cuda.device_of(own):
             project_kernel[(math.ceil(n / rows),)](
-                logp.contiguous(), given.log_policy, given.log_anchor, given.log_ratio, given.usable,
-                *_dense(given.columns, own), given.anchor_tail, given.policy_tail, *numbers, values, *flags,
+                logp.contiguous(), inputs.log_policy, inputs.log_anchor, inputs.log_ratio, inputs.usable,
+                *_dense(inputs.columns, own), inputs.anchor_tail, inputs.policy_tail, *numbers, values, *flags,
                 projected, pull, n, width, SLACK=settings.slack, TAIL_FLOOR=settings.tail_floor,
-                EVALUATIONS=settings.evaluations, NO_TAIL=given.columns.no_tail, ROWS=rows, COLUMNS=padded,
+                EVALUATIONS=settings.evaluations, NO_TAIL=inputs.columns.no_tail, ROWS=rows, COLUMNS=padded,
                 num_warps=WARPS,
             )  # fmt: skip
+        # Only β of the solution is saved. The backward pass computes the cells again and keeps none of them.
         ctx.save_for_backward(logp, own, tail, values[3], flags, numbers[1])
-        ctx.given, ctx.settings = given, settings
+        ctx.inputs, ctx.settings = inputs, settings
         ctx.mark_non_differentiable(flags[0], values)
         return projected, pull, flags[0], values
 
@@ -109,7 +111,7 @@ class _Project(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         logp, own, tail, beta, flags, alpha = ctx.saved_tensors
-        given: ProjectInputs = ctx.given
+        inputs: ProjectInputs = ctx.inputs
         d_projected, d_pull = gradients[:2]
         n, width = own.shape
         d_logp = torch.empty_like(d_projected)
@@ -118,10 +120,10 @@ class _Project(Function):
         rows, padded = tile(width)
         with torch.cuda.device_of(own):
             project_backward_kernel[(math.ceil(n / rows),)](
-                logp.contiguous(), given.log_policy, given.log_anchor, given.usable, *_dense(given.columns, own),
-                given.anchor_tail, given.policy_tail, alpha, beta, *flags, d_projected.contiguous(),
+                logp.contiguous(), inputs.log_policy, inputs.log_anchor, inputs.usable, *_dense(inputs.columns, own),
+                inputs.anchor_tail, inputs.policy_tail, alpha, beta, *flags, d_projected.contiguous(),
                 d_pull.contiguous(), d_logp, d_own, d_tail, n, width, TAIL_FLOOR=ctx.settings.tail_floor,
-                BY_SUBTRACTION=tail is None and not given.columns.no_tail, NO_TAIL=given.columns.no_tail, ROWS=rows,
+                BY_SUBTRACTION=tail is None and not inputs.columns.no_tail, NO_TAIL=inputs.columns.no_tail, ROWS=rows,
                 COLUMNS=padded, num_warps=WARPS,
             )  # fmt: skip
         return d_logp, d_own, d_tail, None, None
@@ -134,5 +136,5 @@ def tile(width: int) -> tuple[int, int]:
 
 
 def _dense(columns: Columns, own: Tensor) -> tuple[Tensor, ...]:
-    given = (columns.ids, columns.valid, columns.anchor_logp, own, columns.token_ids)
-    return tuple(x.contiguous() for x in given)
+    arrays = (columns.ids, columns.valid, columns.anchor_logp, own, columns.token_ids)
+    return tuple(x.contiguous() for x in arrays)

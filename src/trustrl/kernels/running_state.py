@@ -165,7 +165,7 @@ class RunningTopK:
                 groups[row, place] = group
                 step = torch.arange(GROUP, device=row.device) * num_groups
                 column = (groups.clamp(min=0).unsqueeze(-1) + step).flatten(1)
-                found = key.gather(-1, column).to(self.key.dtype)
-                return found.masked_fill((groups < 0).repeat_interleave(GROUP, -1), -torch.inf), column
-        found, column = key.topk(min(self.ids.shape[1], width), dim=-1)
-        return found.to(self.key.dtype), column
+                keys = key.gather(-1, column).to(self.key.dtype)
+                return keys.masked_fill((groups < 0).repeat_interleave(GROUP, -1), -torch.inf), column
+        keys, column = key.topk(min(self.ids.shape[1], width), dim=-1)
+        return keys.to(self.key.dtype), column

@@ -1,168 +1,211 @@
-"""Triton device functions of `token_pass.sums`, which names the sums in their order.
+"""Sums over tokens in one Triton launch.
 
-Each program sums one block of tokens in float64. Only histograms, which count, are added atomically.
+Written by `python scripts/sums.py` from `trustrl.core.sum_table`: change the rows there.
 """
 # The bodies are Triton's language, whose values have no Python types; `triton` itself may not be installed.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportMissingParameterType=false, reportMissingImports=false
+# fmt: off
+# ruff: noqa
 
 import triton.language as tl
 
+from trustrl.kernels.sum_parts import add_to_bins, put, put_binned, top
 from trustrl.kernels.triton_jit import jit
+
+NUM_SUMS, NUM_EXTREMES, NUM_HISTOGRAMS = 82, 7, 4
+SUMS: dict[str, int] = {
+    "tokens": 0,
+    "fault/overflow": 1,
+    "measured": 2,
+    "used": 3,
+    "signed": 4,
+    "stopped": 5,
+    "stopped/increase": 6,
+    "stopped/decrease": 7,
+    "bad_updates": 8,
+    "gap": 9,
+    "gap/abs": 10,
+    "ratio": 11,
+    "ratio/square": 12,
+    "log_ratio": 13,
+    "log_ratio/square": 14,
+    "acting": 15,
+    "weight": 16,
+    "divergence": 17,
+    "divergence/finite": 18,
+    "divergence/infinite": 19,
+    "divergence/upper": 20,
+    "divergence/upper_finite": 21,
+    "bounded": 22,
+    "undecided": 23,
+    "tail/anchor": 24,
+    "tail/policy": 25,
+    "tail/measured": 2,
+    "entropy/kept": 26,
+    "entropy/kept_measured": 27,
+    "entropy/stopped": 28,
+    "entropy/stopped_measured": 29,
+    "mismatch/measured": 30,
+    "mismatch": 31,
+    "mismatch/abs": 32,
+    "staleness": 33,
+    "staleness/measured": 2,
+}
+EXTREMES: dict[str, int] = {
+    "max/gap": 0,
+    "min/gap": 1,
+    "max/log_ratio": 2,
+    "max/divergence": 3,
+    "max/mismatch": 4,
+    "min/mismatch": 5,
+    "max/staleness": 6,
+}
+HISTOGRAMS: dict[str, int] = {
+    "histogram/gap": 0,
+    "histogram/log_ratio": 1,
+    "histogram/divergence": 2,
+    "histogram/divergence_upper": 3,
+}
+BINNED: dict[str, int] = {
+    "by_probability": 34,
+    "by_staleness": 58,
+}
+"""Slot of each row."""
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "divergence": ("lower",),
+    "divergence/finite": ("lower",),
+    "divergence/infinite": ("lower",),
+    "max/divergence": ("lower",),
+    "histogram/divergence": ("lower",),
+    "divergence/upper": ("lower", "upper"),
+    "divergence/upper_finite": ("lower", "upper"),
+    "histogram/divergence_upper": ("lower", "upper"),
+    "bounded": ("lower", "bounded"),
+    "undecided": ("lower", "bounded", "max_increase", "max_decrease"),
+    "tail/anchor": ("tail_anchor", "tail_policy"),
+    "tail/policy": ("tail_anchor", "tail_policy"),
+    "tail/measured": ("tail_anchor", "tail_policy"),
+    "entropy/kept": ("entropy",),
+    "entropy/kept_measured": ("entropy",),
+    "entropy/stopped": ("entropy",),
+    "entropy/stopped_measured": ("entropy",),
+    "mismatch/measured": ("mismatch",),
+    "mismatch": ("mismatch",),
+    "mismatch/abs": ("mismatch",),
+    "max/mismatch": ("mismatch",),
+    "min/mismatch": ("mismatch",),
+    "staleness": ("staleness",),
+    "max/staleness": ("staleness",),
+    "staleness/measured": ("staleness",),
+    "by_staleness": ("staleness",),
+}
+"""Columns without which a row's slot holds garbage."""
 
 
 @jit
 def sums_kernel(
-    in_loss, usable, overflow, keep, advantage, log_policy, log_anchor, log_ratio, weight, side, lower, upper,
-    tail_anchor, tail_policy, entropy, mismatch, staleness, max_increase, max_decrease, partials,
-    extremes, bins, n, num_bins, bound_step, PROBABILITY_EDGES: tl.constexpr, STALENESS_EDGES: tl.constexpr,
-    LARGEST_LOG_RATIO: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, HALF: tl.constexpr, FIRST_BIN: tl.constexpr,
-    BIN_SHIFT: tl.constexpr, BOUNDED: tl.constexpr, NARROWS: tl.constexpr, NUM_SUMS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Sums everything that metrics read over one block of tokens, and adds the block to the histograms."""
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < n
-    mine = tl.load(in_loss + at, mask=here, other=0) != 0
-    on = tl.load(usable + at, mask=here, other=0) != 0
-    over = tl.load(overflow + at, mask=here, other=0) != 0
-    gain = tl.load(advantage + at, mask=here, other=0.0)
-    kept = tl.load(keep + at, mask=here, other=1) != 0
-    masked = ~kept & (gain != 0)
-    ratio_log = tl.load(log_ratio + at, mask=here, other=0.0)
-    toward = ratio_log if side is None else tl.load(side + at, mask=here, other=0.0)
-    anchor = tl.exp(tl.load(log_anchor + at, mask=here, other=0.0))
-    gap = tl.exp(tl.load(log_policy + at, mask=here, other=0.0)) - anchor
+    in_loss, usable, overflow, keep, advantage, log_policy,
+    log_anchor, log_ratio, weight, side, lower, upper,
+    tail_anchor, tail_policy, entropy, mismatch, staleness, max_increase,
+    max_decrease,
+    bounded: tl.constexpr, LARGEST_LOG_RATIO: tl.constexpr, LARGEST_EXPONENT: tl.constexpr, LARGEST_WEIGHT: tl.constexpr,
+    partials, extremes, bins, n, num_bins, bound_step, PROBABILITY_EDGES: tl.constexpr, STALENESS_EDGES: tl.constexpr,
+    HALF: tl.constexpr, FIRST_BIN: tl.constexpr, BIN_SHIFT: tl.constexpr, NUM_SUMS: tl.constexpr,
+    NUM_EXTREMES: tl.constexpr, ROWS: tl.constexpr,
+):
+    """Sums one block of tokens. Blocks are added in a fixed order later; only histograms, which count, are atomic."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < n
     out = partials + tl.program_id(0) * NUM_SUMS
-    top = extremes + tl.program_id(0) * 8
-    _put(out, 0, mine)
-    _put(out, 1, on)
-    _put(out, 2, on & ~over)
-    _put(out, 3, over)
-    _put(out, 4, on & (gain != 0))
-    _put(out, 5, on & masked)
-    _put(out, 6, on & masked & (toward > 0))
-    _put(out, 7, on & masked & (toward < 0))
-    _put(out, 10, on & (gain < 0) & (gap <= -0.5))
-    _sum_movement(gap, ratio_log, on, out, top, LARGEST_LOG_RATIO, LARGEST_EXPONENT)
-    acting = on & ~over & kept
-    factor = tl.where(acting, tl.load(weight + at, mask=here, other=0.0), 0.0)
-    limit = tl.exp(tl.full((ROWS,), LARGEST_EXPONENT, tl.float64))
-    _put(out, 15, acting)
-    _put(out, 16, tl.minimum(tl.maximum(factor, -limit), limit))
-    _add_to_bins(bins, gap, on, HALF, FIRST_BIN, BIN_SHIFT)
-    _add_to_bins(bins + num_bins, ratio_log, on, HALF, FIRST_BIN, BIN_SHIFT)
-    if lower is not None:
-        _sum_divergence(
-            lower, upper, max_increase, max_decrease, bound_step, out, top, bins + 2 * num_bins, num_bins, at, here, on,
-            toward, HALF, FIRST_BIN, BIN_SHIFT, BOUNDED, NARROWS,
-        )  # fmt: skip
-    if tail_anchor is not None:
-        _put(out, 24, tl.where(on, tl.load(tail_anchor + at, mask=here, other=0.0), 0.0))
-        _put(out, 25, tl.where(on, tl.load(tail_policy + at, mask=here, other=0.0), 0.0))
-    if entropy is not None:
-        spread = tl.load(entropy + at, mask=here, other=0.0).to(tl.float64)
-        _sum_entropy(spread, on & (tl.abs(spread) < float("inf")), masked, out)
-    if mismatch is not None:
-        log_k = tl.load(mismatch + at, mask=here, other=0.0)
-        _sum_mismatch(log_k, on & (log_k == log_k), LARGEST_EXPONENT, out, top)
-    _put_binned(out + 40, anchor, on, masked, gap, PROBABILITY_EDGES)
-    if staleness is not None:
-        age = tl.load(staleness + at, mask=here, other=0.0)
-        _put(out, 33, tl.where(on, age, 0.0))
-        _top(top, 6, age, on)
-        _put_binned(out + 64, age, on, masked, gap, STALENESS_EDGES)
-
-
-@jit
-def _sum_movement(gap, log_ratio, on, out, top, LARGEST_LOG_RATIO: tl.constexpr, LARGEST_EXPONENT: tl.constexpr):
-    """Sums the probability gap π − b and the ratio π/b."""
-    held = tl.minimum(tl.maximum(log_ratio, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO)
+    tops = extremes + tl.program_id(0) * NUM_EXTREMES
+    # Numbers may arrive in the record's dtype. All sums are taken in float64, as the eager ones are.
+    _in_loss = tl.load(in_loss + rows, mask=here, other=0) != 0
+    put(out, 0, _in_loss)  # tokens
+    _overflow = tl.load(overflow + rows, mask=here, other=0) != 0
+    put(out, 1, _overflow)  # fault/overflow
+    _usable = tl.load(usable + rows, mask=here, other=0) != 0
+    put(out, 2, _usable)  # measured
+    put(out, 3, _usable & (~_overflow))  # used
+    _advantage = tl.load(advantage + rows, mask=here, other=0.0).to(tl.float64)
+    put(out, 4, _usable & (_advantage != 0))  # signed
+    _keep = tl.load(keep + rows, mask=here, other=1) != 0
+    masked = ~_keep & (_advantage != 0)
+    put(out, 5, _usable & (masked))  # stopped
+    _log_ratio = tl.load(log_ratio + rows, mask=here, other=0.0).to(tl.float64)
+    direction = _log_ratio if side is None else tl.load(side + rows, mask=here, other=0.0).to(tl.float64)
+    put(out, 6, _usable & (masked & (direction > 0)))  # stopped/increase
+    put(out, 7, _usable & (masked & (direction < 0)))  # stopped/decrease
+    _log_policy = tl.load(log_policy + rows, mask=here, other=0.0).to(tl.float64)
+    _log_anchor = tl.load(log_anchor + rows, mask=here, other=0.0).to(tl.float64)
+    anchor = tl.exp(_log_anchor)
+    gap = tl.exp(_log_policy) - anchor
+    put(out, 8, _usable & ((_advantage < 0) & (gap <= -0.5)))  # bad_updates
+    put(out, 9, tl.where(_usable, gap, 0.0))  # gap
+    put(out, 10, tl.where(_usable, tl.abs(gap), 0.0))  # gap/abs
+    top(tops, 0, gap, _usable)  # max/gap
+    top(tops, 1, -gap, _usable)  # min/gap
+    add_to_bins(bins + 0 * num_bins, gap, _usable, HALF, FIRST_BIN, BIN_SHIFT)  # histogram/gap
+    held = tl.minimum(tl.maximum(_log_ratio, -LARGEST_LOG_RATIO), LARGEST_LOG_RATIO)
     ratio = tl.exp(tl.minimum(held, LARGEST_EXPONENT))
-    _put(out, 8, tl.where(on, gap, 0.0))
-    _put(out, 9, tl.where(on, tl.abs(gap), 0.0))
-    _put(out, 11, tl.where(on, ratio, 0.0))
-    _put(out, 12, tl.where(on, ratio * ratio, 0.0))
-    _put(out, 13, tl.where(on, held, 0.0))
-    _put(out, 14, tl.where(on, held * held, 0.0))
-    _top(top, 0, gap, on)
-    _top(top, 1, -gap, on)
-    _top(top, 2, log_ratio, on)
-
-
-@jit
-def _sum_divergence(
-    lower, upper, max_increase, max_decrease, bound_step, out, top, bins, num_bins, at, here, on, toward,
-    HALF: tl.constexpr, FIRST_BIN: tl.constexpr, BIN_SHIFT: tl.constexpr, BOUNDED: tl.constexpr, NARROWS: tl.constexpr,
-):  # fmt: skip
-    """Sums both ends of the interval, and counts the tokens whose bound lies between them."""
-    low = tl.load(lower + at, mask=here, other=0.0)
-    _put(out, 17, tl.where(on & (low < float("inf")), low, 0.0))
-    _put(out, 18, on & (low < float("inf")))
-    _put(out, 19, on & (low == float("inf")))
-    _top(top, 3, low, on)
-    _add_to_bins(bins, low, on, HALF, FIRST_BIN, BIN_SHIFT)
-    high = low
-    if upper is not None:
-        high = tl.load(upper + at, mask=here, other=0.0)
-        _put(out, 20, tl.where(on & (high < float("inf")), high, 0.0))
-        _put(out, 21, on & (high < float("inf")))
-        _add_to_bins(bins + num_bins, high, on, HALF, FIRST_BIN, BIN_SHIFT)
-    if BOUNDED:
-        _put(out, 22, on & (low >= 0))
-        if NARROWS:
-            increase = tl.load(max_increase + at * bound_step, mask=here, other=0.0)
-            decrease = tl.load(max_decrease + at * bound_step, mask=here, other=0.0)
-            bound = tl.where(toward > 0, increase, decrease)
-            _put(out, 23, on & (low <= bound) & (bound < high))
-
-
-@jit
-def _sum_entropy(spread, seen, masked, out):
-    _put(out, 26, tl.where(seen & ~masked, spread, 0.0))
-    _put(out, 27, seen & ~masked)
-    _put(out, 28, tl.where(seen & masked, spread, 0.0))
-    _put(out, 29, seen & masked)
-
-
-@jit
-def _sum_mismatch(log_k, seen, LARGEST_EXPONENT: tl.constexpr, out, top):
-    log_k = tl.where(seen, log_k, 0.0)
-    _put(out, 30, seen)
-    _put(out, 31, tl.where(seen, tl.exp(tl.minimum(log_k, LARGEST_EXPONENT)), 0.0))
-    _put(out, 32, tl.abs(log_k))
-    _top(top, 4, log_k, seen)
-    _top(top, 5, -log_k, seen)
-
-
-@jit
-def _put(out, place, x):
-    """Stores the sum over the block."""
-    tl.store(out + place, tl.sum(x.to(tl.float64), 0))
-
-
-@jit
-def _top(out, place, x, on):
-    """Stores the maximum over the block where `on`."""
-    tl.store(out + place, tl.max(tl.where(on, x, -float("inf")), 0))
-
-
-@jit
-def _add_to_bins(bins, x, on, HALF: tl.constexpr, FIRST_BIN: tl.constexpr, BIN_SHIFT: tl.constexpr):
-    """Counts the block in a histogram whose scale is the leading bits of a float32."""
-    leading = tl.abs(x).to(tl.float32).to(tl.int32, bitcast=True) >> BIN_SHIFT
-    step = tl.minimum(tl.maximum(leading - FIRST_BIN, 0), HALF)
-    sign = (x > 0).to(tl.int32) - (x < 0).to(tl.int32)
-    tl.atomic_add(bins + HALF + sign * step, tl.full(x.shape, 1.0, tl.float64), mask=on)
-
-
-@jit
-def _put_binned(out, x, on, masked, gap, EDGES: tl.constexpr):
-    """Stores tokens, masked tokens and Σ|gap| for each of eight bins of x, bin by bin."""
-    place = tl.zeros(x.shape, tl.int32)
-    for i in tl.static_range(len(EDGES)):
-        place += (x >= tl.full(x.shape, EDGES[i], tl.float64)).to(tl.int32)
-    each = on[:, None] & (place[:, None] == tl.arange(0, 8)[None, :])
-    to = out + 3 * tl.arange(0, 8)
-    tl.store(to, tl.sum(each.to(tl.float64), 0))
-    tl.store(to + 1, tl.sum((each & masked[:, None]).to(tl.float64), 0))
-    tl.store(to + 2, tl.sum(tl.where(each, tl.abs(gap)[:, None], 0.0), 0))
+    put(out, 11, tl.where(_usable, ratio, 0.0))  # ratio
+    put(out, 12, tl.where(_usable, ratio * ratio, 0.0))  # ratio/square
+    put(out, 13, tl.where(_usable, held, 0.0))  # log_ratio
+    put(out, 14, tl.where(_usable, held * held, 0.0))  # log_ratio/square
+    top(tops, 2, _log_ratio, _usable)  # max/log_ratio
+    add_to_bins(bins + 1 * num_bins, _log_ratio, _usable, HALF, FIRST_BIN, BIN_SHIFT)  # histogram/log_ratio
+    acting = (_usable & ~_overflow) & _keep
+    put(out, 15, acting)  # acting
+    _weight = tl.load(weight + rows, mask=here, other=0.0).to(tl.float64)
+    put(out, 16, tl.where(_usable, tl.minimum(tl.maximum(tl.where(acting, _weight, 0.0), -LARGEST_WEIGHT), LARGEST_WEIGHT), 0.0))  # weight
+    if lower is not None:
+        _lower = tl.load(lower + rows, mask=here, other=0.0).to(tl.float64)
+        put(out, 17, tl.where(_usable, tl.where(_lower < float("inf"), _lower, 0.0), 0.0))  # divergence
+        put(out, 18, _usable & (_lower < float("inf")))  # divergence/finite
+        put(out, 19, _usable & (_lower == float("inf")))  # divergence/infinite
+        top(tops, 3, _lower, _usable)  # max/divergence
+        add_to_bins(bins + 2 * num_bins, _lower, _usable, HALF, FIRST_BIN, BIN_SHIFT)  # histogram/divergence
+        if upper is not None:
+            _upper = tl.load(upper + rows, mask=here, other=0.0).to(tl.float64)
+            put(out, 20, tl.where(_usable, tl.where(_upper < float("inf"), _upper, 0.0), 0.0))  # divergence/upper
+            put(out, 21, _usable & (_upper < float("inf")))  # divergence/upper_finite
+            add_to_bins(bins + 3 * num_bins, _upper, _usable, HALF, FIRST_BIN, BIN_SHIFT)  # histogram/divergence_upper
+        if bounded:
+            put(out, 22, _usable & (_lower >= 0))  # bounded
+            if max_increase is not None:
+                if max_decrease is not None:
+                    _max_increase = tl.load(max_increase + rows * bound_step, mask=here, other=0.0).to(tl.float64)
+                    _max_decrease = tl.load(max_decrease + rows * bound_step, mask=here, other=0.0).to(tl.float64)
+                    high = _lower if upper is None else tl.load(upper + rows, mask=here, other=0.0).to(tl.float64)
+                    bound = tl.where(direction > 0, _max_increase, _max_decrease)
+                    put(out, 23, _usable & ((_lower <= bound) & (bound < high)))  # undecided
+    if tail_anchor is not None:
+        if tail_policy is not None:
+            _tail_anchor = tl.load(tail_anchor + rows, mask=here, other=0.0).to(tl.float64)
+            put(out, 24, tl.where(_usable, tl.where(_usable, _tail_anchor, 0.0), 0.0))  # tail/anchor
+            _tail_policy = tl.load(tail_policy + rows, mask=here, other=0.0).to(tl.float64)
+            put(out, 25, tl.where(_usable, tl.where(_usable, _tail_policy, 0.0), 0.0))  # tail/policy
+    if entropy is not None:
+        _entropy = tl.load(entropy + rows, mask=here, other=0.0).to(tl.float64)
+        seen = (tl.abs(_entropy) < float("inf"))
+        spread = tl.where(_usable & seen, _entropy, 0.0)
+        put(out, 26, tl.where(_usable, tl.where(masked, 0.0, spread), 0.0))  # entropy/kept
+        put(out, 27, _usable & (seen & ~masked))  # entropy/kept_measured
+        put(out, 28, tl.where(_usable, tl.where(masked, spread, 0.0), 0.0))  # entropy/stopped
+        put(out, 29, _usable & (seen & masked))  # entropy/stopped_measured
+    if mismatch is not None:
+        _mismatch = tl.load(mismatch + rows, mask=here, other=0.0).to(tl.float64)
+        both = (_mismatch == _mismatch)
+        put(out, 30, _usable & (both))  # mismatch/measured
+        log_k = tl.where(both, _mismatch, 0.0)
+        put(out, 31, tl.where(_usable, tl.where(both, tl.exp(tl.minimum(log_k, LARGEST_EXPONENT)), 0.0), 0.0))  # mismatch
+        put(out, 32, tl.where(_usable, tl.abs(log_k), 0.0))  # mismatch/abs
+        top(tops, 4, tl.where(both, _mismatch, -float("inf")), _usable)  # max/mismatch
+        top(tops, 5, tl.where(both, -_mismatch, -float("inf")), _usable)  # min/mismatch
+    put_binned(out + 34, anchor, _usable, masked, gap, PROBABILITY_EDGES)  # by_probability
+    if staleness is not None:
+        _staleness = tl.load(staleness + rows, mask=here, other=0.0).to(tl.float64)
+        put(out, 33, tl.where(_usable, _staleness, 0.0))  # staleness
+        top(tops, 6, _staleness, _usable)  # max/staleness
+        put_binned(out + 58, _staleness, _usable, masked, gap, STALENESS_EDGES)  # by_staleness

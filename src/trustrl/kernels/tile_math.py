@@ -110,6 +110,7 @@ def gradient(
 def dots(hidden_ND: Tensor, head_VD: Tensor, ids_NK: Tensor, product_dtype: torch.dtype) -> Tensor:
     """Returns hidden · head[id] for each given id, in float32 or better. The compiled form keeps no gathered rows."""
     wide = wide_dtype(hidden_ND)
+    # Rounded to the products' dtype first: that is how the model defines its logits.
     return head_VD[ids_NK].to(product_dtype).to(wide).mul_(hidden_ND.to(wide).unsqueeze(1)).sum(-1)
 
 
@@ -119,8 +120,8 @@ def dots_by_blocks(hidden_ND: Tensor, head_VD: Tensor, ids_NK: Tensor, product_d
     All of them would be [N, K, D] in float32: 17 GB for 16,384 tokens, 65 ids and a hidden size of 4,096.
     """
     rows = devices.gathered_rows(ids_NK, hidden_ND.shape[1], wide_dtype(hidden_ND))
-    blocks = [slice(at, at + rows) for at in range(0, max(len(ids_NK), 1), rows)]
-    return torch.cat([dots(hidden_ND[at], head_VD, ids_NK[at], product_dtype) for at in blocks])
+    blocks = [slice(start, start + rows) for start in range(0, max(len(ids_NK), 1), rows)]
+    return torch.cat([dots(hidden_ND[block], head_VD, ids_NK[block], product_dtype) for block in blocks])
 
 
 def divergence_terms(log_p: Tensor, log_m: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,15 @@ def clean_kernel(
     LEFT_OUT: tl.constexpr, NO_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Blanks faulty tokens, counts the faults, and sums the divergences over the recorded columns."""
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < n
-    mine = tl.load(in_loss + at, mask=here, other=0) != 0
-    policy = tl.load(logp + at, mask=here, other=0.0).to(tl.float64)
-    gain = tl.load(advantage + at // per_advantage, mask=here, other=0.0).to(tl.float64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < n
+    mine = tl.load(in_loss + rows, mask=here, other=0) != 0
+    policy = tl.load(logp + rows, mask=here, other=0.0).to(tl.float64)
+    # An advantage may belong to a whole sequence of tokens.
+    gain = tl.load(advantage + rows // per_advantage, mask=here, other=0.0).to(tl.float64)
     good = _possible(policy, LARGEST)
     usable = mine & good
+    # Faults of a record count every token in the loss that has them, whether or not another fault removed it.
     _count(faults, 0, mine & ~good)
     good = tl.abs(gain) < float("inf")
     usable = usable & good
@@ -35,53 +37,55 @@ def clean_kernel(
     sampled_by = policy
     trained_at = policy
     if behavior is not None:
-        sampled_by = tl.load(behavior + at, mask=here, other=0.0).to(tl.float64)
+        sampled_by = tl.load(behavior + rows, mask=here, other=0.0).to(tl.float64)
         if READS_BEHAVIOR:
             good = _possible(sampled_by, LARGEST)
             usable = usable & good
             _count(faults, 2, mine & ~good)
     if proximal is not None:
-        trained_at = tl.load(proximal + at, mask=here, other=0.0).to(tl.float64)
+        trained_at = tl.load(proximal + rows, mask=here, other=0.0).to(tl.float64)
         if READS_PROXIMAL:
             good = _possible(trained_at, LARGEST)
             usable = usable & good
             _count(faults, 3, mine & ~good)
     anchor = sampled_by if FROM_BEHAVIOR else trained_at
     if sound is not None:
-        good = tl.load(sound + at, mask=here, other=0) != 0
+        good = tl.load(sound + rows, mask=here, other=0) != 0
         usable = usable & good
         _count(faults, 4, mine & ~good)
     if ids is not None:
         usable = _sum_columns(
-            ids, valid, anchor_columns, own_columns, tokens, anchor_tail, own_tail, out + 6 * n, faults, at, here, mine,
-            usable, policy, anchor, n, width, LARGEST, NOISE, MASS_COARSE, MASS_FINE, LEFT_OUT, NO_TAIL, ROWS, COLUMNS,
+            ids, valid, anchor_columns, own_columns, tokens, anchor_tail, own_tail, out + 6 * n, faults, rows, here,
+            mine, usable, policy, anchor, n, width, LARGEST, NOISE, MASS_COARSE, MASS_FINE, LEFT_OUT, NO_TAIL, ROWS,
+            COLUMNS,
         )  # fmt: skip
-    tl.store(out + at, tl.where(usable, tl.minimum(policy, 0.0), 0.0), mask=here)
-    tl.store(out + n + at, tl.where(usable, tl.minimum(anchor, 0.0), 0.0), mask=here)
-    tl.store(out + 2 * n + at, tl.where(usable, policy - anchor, 0.0), mask=here)
-    tl.store(out + 3 * n + at, tl.where(usable, gain, 0.0), mask=here)
+    tl.store(out + rows, tl.where(usable, tl.minimum(policy, 0.0), 0.0), mask=here)
+    tl.store(out + n + rows, tl.where(usable, tl.minimum(anchor, 0.0), 0.0), mask=here)
+    tl.store(out + 2 * n + rows, tl.where(usable, policy - anchor, 0.0), mask=here)
+    tl.store(out + 3 * n + rows, tl.where(usable, gain, 0.0), mask=here)
     if (behavior is not None) and (proximal is not None):
         both = usable & _possible(sampled_by, LARGEST) & _possible(trained_at, LARGEST)
         mismatch = tl.where(both, trained_at - sampled_by, tl.where(usable, float("nan"), 0.0))
-        tl.store(out + 4 * n + at, mismatch, mask=here)
+        tl.store(out + 4 * n + rows, mismatch, mask=here)
     if version is not None:
-        age = (trained_version - tl.load(version + at, mask=here, other=0)).to(tl.float64)
-        tl.store(out + 5 * n + at, tl.where(usable, age, 0.0), mask=here)
-    tl.store(blanked + at, tl.where(usable, policy, 0.0).to(blanked.dtype.element_ty), mask=here)
-    tl.store(usable_out + at, usable, mask=here)
+        age = (trained_version - tl.load(version + rows, mask=here, other=0)).to(tl.float64)
+        tl.store(out + 5 * n + rows, tl.where(usable, age, 0.0), mask=here)
+    tl.store(blanked + rows, tl.where(usable, policy, 0.0).to(blanked.dtype.element_ty), mask=here)
+    tl.store(usable_out + rows, usable, mask=here)
 
 
 @jit
 def _sum_columns(
-    ids, valid, anchor_columns, own_columns, tokens, anchor_tail, own_tail, out, faults, at, here, mine, usable,
+    ids, valid, anchor_columns, own_columns, tokens, anchor_tail, own_tail, out, faults, rows, here, mine, usable,
     policy, anchor, n, width, LARGEST: tl.constexpr, NOISE: tl.constexpr, MASS_COARSE: tl.constexpr,
     MASS_FINE: tl.constexpr, LEFT_OUT: tl.constexpr, NO_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Returns the tokens that are still usable, after sums over their columns are stored and faults counted."""
     column = tl.arange(0, COLUMNS)
-    place = at.to(tl.int64)[:, None] * width + column[None, :]
+    # 64-bit offsets: tokens times columns may exceed 2³¹.
+    place = rows.to(tl.int64)[:, None] * width + column[None, :]
     inside = here[:, None] & (column < width)[None, :]
-    token = tl.load(tokens + at, mask=here, other=-1)
+    token = tl.load(tokens + rows, mask=here, other=-1)
     present = tl.load(valid + place, mask=inside, other=0) != 0
     is_token = present & (tl.load(ids + place, mask=inside, other=-1) == token[:, None])
     known = present & ~is_token
@@ -98,15 +102,17 @@ def _sum_columns(
     p = tl.exp(log_p)
     mass_b = tl.sum(b, 1)
     mass_p = tl.sum(p, 1)
+    # Terms b log(b/p) − b + p are never below 0, so their sum does not cancel.
     kl = tl.where(b > 0, b * (log_b - tl.where(b > 0, log_p, 0.0)), 0.0) - b + p
     left_out = 1.0 - tl.exp(anchor) - mass_b
+    # Rounded log-probs may add up to more than 1.
     tail_b = tl.maximum(left_out, 0.0)
     tail_p = tl.maximum(1.0 - tl.exp(policy) - mass_p, 0.0)
     all_b = mass_b + tl.exp(tl.where(has_token, token_b, anchor - NOISE))
     all_p = mass_p + tl.exp(policy)
     if anchor_tail is not None:
-        log_tail_b = tl.load(anchor_tail + at, mask=here, other=0.0).to(tl.float64)
-        log_tail_p = tl.load(own_tail + at, mask=here, other=0.0).to(tl.float64)
+        log_tail_b = tl.load(anchor_tail + rows, mask=here, other=0.0).to(tl.float64)
+        log_tail_p = tl.load(own_tail + rows, mask=here, other=0.0).to(tl.float64)
         support = support & _at_most(log_tail_b, LARGEST) & _at_most(log_tail_p, LARGEST)
         tail_b = tl.exp(log_tail_b)
         tail_p = tl.exp(log_tail_p)
@@ -125,10 +131,10 @@ def _sum_columns(
         judged = judged & enough
     usable = judged & fits & same
     has_tail = usable & (not NO_TAIL)
-    tl.store(out + at, tl.where(has_tail, tail_b, 0.0), mask=here)
-    tl.store(out + n + at, tl.where(has_tail, tail_p, 0.0), mask=here)
-    tl.store(out + 2 * n + at, tl.where(usable, tl.sum(tl.abs(b - p), 1), 0.0), mask=here)
-    tl.store(out + 3 * n + at, tl.where(usable, tl.sum(kl, 1), 0.0), mask=here)
+    tl.store(out + rows, tl.where(has_tail, tail_b, 0.0), mask=here)
+    tl.store(out + n + rows, tl.where(has_tail, tail_p, 0.0), mask=here)
+    tl.store(out + 2 * n + rows, tl.where(usable, tl.sum(tl.abs(b - p), 1), 0.0), mask=here)
+    tl.store(out + 3 * n + rows, tl.where(usable, tl.sum(kl, 1), 0.0), mask=here)
     return usable
 
 
@@ -138,29 +144,30 @@ def terms_kernel(
     LARGEST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Writes each token's ∂loss/∂log π̃, flags terms that are not finite, and sums the loss of a block."""
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < n
-    gain = tl.load(advantage + at, mask=here, other=0.0).to(tl.float64)
-    kept = (tl.load(keep + at, mask=here, other=0) != 0) & (gain != 0)
-    factor = tl.where(kept, tl.load(weight + at, mask=here, other=0.0).to(tl.float64), 0.0) * gain
-    own = tl.load(logp + at, mask=here, other=0.0).to(tl.float64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = rows < n
+    gain = tl.load(advantage + rows, mask=here, other=0.0).to(tl.float64)
+    kept = (tl.load(keep + rows, mask=here, other=0) != 0) & (gain != 0)
+    factor = tl.where(kept, tl.load(weight + rows, mask=here, other=0.0).to(tl.float64), 0.0) * gain
+    own = tl.load(logp + rows, mask=here, other=0.0).to(tl.float64)
     if value is None:
         size = factor * own
     else:
-        size = tl.where(gain != 0, tl.load(value + at, mask=here, other=0.0).to(tl.float64), 0.0)
+        size = tl.where(gain != 0, tl.load(value + rows, mask=here, other=0.0).to(tl.float64), 0.0)
     finite = _at_most(tl.abs(factor), LARGEST) & _at_most(tl.abs(size), LARGEST)
     extra = tl.zeros_like(gain)
     if penalty is not None:
-        extra = tl.load(penalty + at, mask=here, other=0.0).to(tl.float64)
+        extra = tl.load(penalty + rows, mask=here, other=0.0).to(tl.float64)
         finite = finite & _at_most(tl.abs(extra), LARGEST)
-    mine = tl.load(usable + at, mask=here, other=0) != 0
+    mine = tl.load(usable + rows, mask=here, other=0) != 0
     active = mine & finite
-    tl.store(overflow + at, mine & ~finite, mask=here)
+    tl.store(overflow + rows, mine & ~finite, mask=here)
     share = tl.full((ROWS,), 1.0, tl.float64)
     if weights is not None:
-        share = tl.where(mine, tl.load(weights + at, mask=here, other=0.0).to(tl.float64), 0.0)
+        share = tl.where(mine, tl.load(weights + rows, mask=here, other=0.0).to(tl.float64), 0.0)
     term = tl.where(active, extra - size, 0.0) * share
-    tl.store(slope + at, (tl.where(active, -factor, 0.0) * share).to(slope.dtype.element_ty), mask=here)
+    tl.store(slope + rows, (tl.where(active, -factor, 0.0) * share).to(slope.dtype.element_ty), mask=here)
+    # One sum per block and no atomics: a sum of fractions depends on the order.
     tl.store(partials + tl.program_id(0), tl.sum(term, 0))
 
 

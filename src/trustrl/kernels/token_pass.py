@@ -16,13 +16,24 @@ tokens, and the histograms.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trustrl.kernels.recorded_columns import Columns
-from trustrl.kernels.sum_kernels import sums_kernel
+from trustrl.kernels.sum_kernels import (
+    BINNED,
+    EXTREMES,
+    HISTOGRAMS,
+    NEEDS,
+    NUM_EXTREMES,
+    NUM_HISTOGRAMS,
+    NUM_SUMS,
+    SUMS,
+    sums_kernel,
+)
 from trustrl.kernels.token_kernels import clean_kernel, terms_kernel
 
 BLOCK = 256
@@ -32,26 +43,10 @@ TILE = 256
 """Recorded columns per program."""
 
 WARPS = 4
-NUM_SUMS, NUM_EXTREMES = 88, 8
 
 SAMPLED_FAULTS: tuple[str, ...] = ("policy", "advantage", "behavior", "proximal")
 COLUMN_FAULTS: tuple[str, ...] = ("support", "mass", "column", "narrow")
 """Counters of `clean`, in their order."""
-
-TOTALS: tuple[str, ...] = (
-    "tokens", "measured", "used", "fault/overflow", "signed", "stopped", "stopped/increase", "stopped/decrease", "gap",
-    "gap/abs", "bad_updates", "ratio", "ratio/square", "log_ratio", "log_ratio/square", "acting", "weight",
-    "divergence", "divergence/finite", "divergence/infinite", "divergence/upper", "divergence/upper_finite", "bounded",
-    "undecided", "tail/anchor", "tail/policy", "entropy/kept", "entropy/kept_measured", "entropy/stopped",
-    "entropy/stopped_measured", "mismatch/measured", "mismatch", "mismatch/abs", "staleness",
-)  # fmt: skip
-"""Sums of `sums`, in their order."""
-
-EXTREMES: tuple[str, ...] = (
-    "max/gap", "min/gap", "max/log_ratio", "max/divergence", "max/mismatch", "min/mismatch", "max/staleness",
-)  # fmt: skip
-BY_PROBABILITY, BY_STALENESS = 40, 64
-"""Places of the two binned sums, eight bins of three columns each."""
 
 
 class CleanRows(NamedTuple):
@@ -142,71 +137,55 @@ class TermInputs(NamedTuple):
     """Factor of each token's term in the reduction; None for 1."""
 
 
-def terms(given: TermInputs, largest: float) -> tuple[Tensor, Tensor, Tensor]:
+def terms(inputs: TermInputs, largest: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (Σ terms as float64, its derivatives with respect to `logp`, overflow flags)."""
-    n, device = given.logp.numel(), given.logp.device
+    n, device = inputs.logp.numel(), inputs.logp.device
     blocks = math.ceil(n / BLOCK)
-    slope = torch.empty(n, dtype=given.logp.dtype, device=device)
+    slope = torch.empty(n, dtype=inputs.logp.dtype, device=device)
     overflow = torch.empty(n, dtype=torch.bool, device=device)
     partials = torch.empty(blocks, dtype=torch.float64, device=device)
-    with torch.cuda.device_of(given.logp):
+    with torch.cuda.device_of(inputs.logp):
         terms_kernel[(blocks,)](
-            *_dense(*given), slope, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
+            *_dense(*inputs), slope, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
         )
     return partials.sum(), slope, overflow
 
 
-class SumInputs(NamedTuple):
-    """Inputs of the sums, flat. None leaves out the sums that need it."""
-
-    in_loss: Tensor
-    usable: Tensor
-    overflow: Tensor
-    keep: Tensor
-    advantage: Tensor
-    log_policy: Tensor
-    log_anchor: Tensor
-    log_ratio: Tensor
-    weight: Tensor
-    side: Tensor | None
-    lower: Tensor | None
-    upper: Tensor | None
-    tail_anchor: Tensor | None
-    tail_policy: Tensor | None
-    entropy: Tensor | None
-    mismatch: Tensor | None
-    staleness: Tensor | None
-    max_increase: Tensor | None
-    """One bound, or one per token; with `max_decrease`, only where undecided tokens are counted."""
-    max_decrease: Tensor | None
-
-
 def sums(
-    given: SumInputs, *, bounded: bool, num_bins: int, settings: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    """Returns (sums by name with both binned sums, extremes by name, histograms of gap, log-ratio, lower and upper).
+    columns: Mapping[str, Any], *, num_bins: int, settings: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns (sums, binned sums and histograms by name, extremes by name) of the rows whose columns are there.
 
-    All names are there; those of missing inputs hold garbage.
+    Args:
+        columns: The columns of the table of sums, flat, and its switches. A bound is one number or one per token.
+        num_bins: The number of bins of a histogram.
+        settings: Compile-time numbers of the kernel.
     """
-    n, device = given.in_loss.numel(), given.in_loss.device
+    n, device, bound = columns["in_loss"].numel(), columns["in_loss"].device, columns["max_increase"]
     blocks = math.ceil(n / BLOCK)
     partials = torch.empty(blocks, NUM_SUMS, dtype=torch.float64, device=device)
     extremes = torch.empty(blocks, NUM_EXTREMES, dtype=torch.float64, device=device)
-    bins = torch.zeros(4, num_bins, dtype=torch.float64, device=device)
-    narrows = given.max_increase is not None
-    per_token = given.max_increase is not None and given.max_increase.numel() > 1
-    with torch.cuda.device_of(given.in_loss):
+    bins = torch.zeros(NUM_HISTOGRAMS, num_bins, dtype=torch.float64, device=device)
+    with torch.cuda.device_of(columns["in_loss"]):
         sums_kernel[(blocks,)](
-            *_dense(*given), partials, extremes, bins, n, num_bins, int(per_token), BOUNDED=bounded, NARROWS=narrows,
-            NUM_SUMS=NUM_SUMS, ROWS=BLOCK, num_warps=WARPS, **settings,
+            **dict(zip(columns, _dense(*columns.values()), strict=True)), partials=partials, extremes=extremes,
+            bins=bins, n=n, num_bins=num_bins, bound_step=int(bound is not None and bound.numel() > 1),
+            NUM_SUMS=NUM_SUMS, NUM_EXTREMES=NUM_EXTREMES, ROWS=BLOCK, num_warps=WARPS, **settings,
         )  # fmt: skip
-    total = partials.sum(0)
-    added: dict[str, Tensor] = dict(zip(TOTALS, total.unbind(), strict=False))
-    added["by_probability"] = total[BY_PROBABILITY:BY_STALENESS].view(8, 3)
-    added["by_staleness"] = total[BY_STALENESS:NUM_SUMS].view(8, 3)
-    return added, dict(zip(EXTREMES, extremes.amax(0).unbind(), strict=False)), bins
+    total, highest = partials.sum(0), extremes.amax(0)
+    added = {name: total[slot] for name, slot in SUMS.items()}
+    added |= {name: total[slot : slot + 24].view(8, 3) for name, slot in BINNED.items()}
+    added |= {name: bins[slot] for name, slot in HISTOGRAMS.items()}
+    tops = {name: highest[slot] for name, slot in EXTREMES.items()}
+    present = {name for name, x in columns.items() if x is not None and x is not False}
+    return _with_columns(added, present), _with_columns(tops, present)
+
+
+def _with_columns(rows: dict[str, Tensor], present: set[str]) -> dict[str, Tensor]:
+    """Returns the rows that have all their columns. The slots of the others hold garbage."""
+    return {name: x for name, x in rows.items() if present.issuperset(NEEDS.get(name, ()))}
 
 
 def _dense(*tensors: Any) -> Any:
-    """Returns contiguous tensors, because the kernels step through memory without strides."""
-    return tuple(None if x is None else x.detach().contiguous() for x in tensors)
+    """Returns contiguous tensors, because the kernels step through memory without strides. Others stay as they are."""
+    return tuple(x.detach().contiguous() if isinstance(x, Tensor) else x for x in tensors)

@@ -32,8 +32,8 @@ def rest_kernel(
         return
     row, stored = rows_of(block, order, live, ROWS)
     factor = tl.load(scale + row)
-    at = tl.load(starts + split * N + row)
-    due = tl.load(ids + at)
+    cursor = tl.load(starts + split * N + row)
+    due = tl.load(ids + cursor)
     top = factor * FLOOR
     total = tl.zeros((ROWS,), tl.float32)
     moment = tl.zeros((ROWS,), tl.float32)
@@ -45,16 +45,20 @@ def rest_kernel(
     for column in range(first, tl.minimum(first + tiles * COLUMNS, V), COLUMNS):
         raw = raw_tile(hidden, head, bias, row, column, V, D, ROWS, COLUMNS, DEPTH, EVEN_DEPTH, UPCAST)
         columns = column + tl.arange(0, COLUMNS)
+        # Ids and columns both ascend, so each row waits for one id at a time, and a step serves all rows.
         while tl.min(due, 0) < column + COLUMNS:
             raw = tl.where(columns[None, :] == due[:, None], FLOOR, raw)
-            at += tl.where(due < column + COLUMNS, 1, 0)
-            due = tl.load(ids + at)
+            cursor += tl.where(due < column + COLUMNS, 1, 0)
+            due = tl.load(ids + cursor)
+        # A search and not a sort: hardly any product of a later tile is above the least of the K best so far.
         if best_raw is not None:
             best = tl.max(raw, 1)
             takes = stored & (best > least)
             while tl.max(takes.to(tl.int32), 0) > 0:
+                # The smallest of equal products' ids, so that one cell leaves the tile and not several.
                 id = tl.min(tl.where(raw == best[:, None], columns[None, :], V), 1)
                 raw = tl.where(takes[:, None] & (columns[None, :] == id[:, None]), FLOOR, raw)
+                # The product that leaves the list joins the sums. A slot that is still free holds FLOOR.
                 leaves = takes & (least > FLOOR)
                 z, _ = logit(least, factor, softcap)
                 top, total, moment = _joined(top, total, moment, z, leaves)
@@ -65,6 +69,7 @@ def rest_kernel(
                 takes = stored & (best > least)
         largest = tl.maximum(largest, tl.max(tl.where(raw == FLOOR, 0.0, tl.abs(raw)), 1))
         z, _ = logit(raw, factor[:, None], softcap)
+        # Sums are relative to the largest logit so far, so no exponential overflows.
         higher = tl.maximum(top, tl.max(z, 1))
         below = z - higher[:, None]
         e = tl.exp(below)
@@ -97,12 +102,12 @@ def _replace(best_raw, best_ids, list_at, K, takes, slot, raw, id, ROWS: tl.cons
     where = tl.zeros((ROWS,), tl.int32)
     for done in range(0, K, SLOTS):
         slots = done + tl.arange(0, SLOTS)
-        at = list_at[:, None] + slots[None, :]
-        listed = tl.load(best_raw + at, mask=(slots < K)[None, :], other=float("inf"))
+        offsets = list_at[:, None] + slots[None, :]
+        listed = tl.load(best_raw + offsets, mask=(slots < K)[None, :], other=float("inf"))
         replaced = takes[:, None] & (slots[None, :] == slot[:, None])
         # Load and store have one layout: each thread reads back only what it wrote itself.
-        tl.store(best_raw + at, tl.broadcast_to(raw[:, None], (ROWS, SLOTS)), mask=replaced)
-        tl.store(best_ids + at, tl.broadcast_to(id[:, None], (ROWS, SLOTS)), mask=replaced)
+        tl.store(best_raw + offsets, tl.broadcast_to(raw[:, None], (ROWS, SLOTS)), mask=replaced)
+        tl.store(best_ids + offsets, tl.broadcast_to(id[:, None], (ROWS, SLOTS)), mask=replaced)
         listed = tl.where(replaced, raw[:, None], listed)
         low = tl.min(listed, 1)
         index = tl.min(tl.where(listed == low[:, None], slots[None, :], K), 1)
@@ -128,6 +133,7 @@ def dz_kernel(
     raw = raw_tile(hidden, head, bias, row, column, V, D, ROWS, COLUMNS, DEPTH, EVEN_DEPTH, UPCAST)
     z, slope = logit(raw, tl.load(scale + row)[:, None], softcap)
     log_q = z - tl.load(base + row)[:, None]
+    # Cells of known ids are wrong here. `known_kernel` overwrites them, so this kernel need not look for them.
     each = tl.exp(log_q) * (tl.load(on_rest + row)[:, None] - tl.load(on_log + row)[:, None] * log_q) * slope
     columns = column + tl.arange(0, COLUMNS)
     out = dz + row.to(tl.int64)[:, None] * width + (columns - first)[None, :]
@@ -144,9 +150,10 @@ def known_kernel(
         return
     row = tl.load(order + tl.program_id(0)).to(tl.int64)
     places = tl.program_id(1) * IDS + tl.arange(0, IDS)
-    at = row * C + places
-    column = tl.load(ids + at, mask=places < C, other=-1)
+    offsets = row * C + places
+    column = tl.load(ids + offsets, mask=places < C, other=-1)
     here = (column >= first) & (column < last)
+    # The buffer holds one slice of the vocabulary, and a row has few ids in it.
     if tl.max(here.to(tl.int32), 0) == 0:
         return
     raw = tl.zeros((IDS,), tl.float32)
@@ -155,9 +162,10 @@ def known_kernel(
     _, slope = logit(raw, tl.load(scale + row), softcap)
     cell = dz + row * width + (column - first)
     # Read only ids that the rest includes: an excluded logit may lie far above the rest, and its q may be infinite.
-    stays = tl.load(stay + at, mask=here, other=0) != 0
+    stays = tl.load(stay + offsets, mask=here, other=0) != 0
     rest = tl.load(cell, mask=here & stays, other=0.0).to(tl.float32)
-    each = rest + tl.load(put + at, mask=here, other=0.0) * slope
+    each = rest + tl.load(put + offsets, mask=here, other=0.0) * slope
+    # A row's ids are distinct, so no other program stores to this cell.
     tl.store(cell, each.to(dz.dtype.element_ty), mask=here)
 
 
@@ -192,8 +200,8 @@ def divergence_kernel(
         return
     row, stored = rows_of(block, order, live, ROWS)
     factor = tl.load(scale + row)[:, None]
-    at = tl.load(starts + split * N + row)
-    due = tl.load(ids + at)
+    cursor = tl.load(starts + split * N + row)
+    due = tl.load(ids + cursor)
     absolute = tl.zeros((ROWS,), tl.float32)
     relative = tl.zeros((ROWS,), tl.float32)
     first = split * tiles * COLUMNS
@@ -203,12 +211,13 @@ def divergence_kernel(
             other_hidden, other_head, other_bias, row, column, V, other_D, ROWS, COLUMNS, DEPTH, EVEN_DEPTH, UPCAST
         )
         columns = column + tl.arange(0, COLUMNS)
+        # As in `rest_kernel`, for both sides.
         while tl.min(due, 0) < column + COLUMNS:
-            given = columns[None, :] == due[:, None]
-            raw = tl.where(given, FLOOR, raw)
-            other = tl.where(given, FLOOR, other)
-            at += tl.where(due < column + COLUMNS, 1, 0)
-            due = tl.load(ids + at)
+            is_due = columns[None, :] == due[:, None]
+            raw = tl.where(is_due, FLOOR, raw)
+            other = tl.where(is_due, FLOOR, other)
+            cursor += tl.where(due < column + COLUMNS, 1, 0)
+            due = tl.load(ids + cursor)
         z, _ = logit(raw, factor, softcap)
         other_z, _ = logit(other, factor, softcap)
         log_p = tl.where(raw == FLOOR, -float("inf"), z) - tl.load(base + row)[:, None]

@@ -106,6 +106,7 @@ class Rows(NamedTuple):
 
 def ordered_rows(live_N: Tensor) -> Rows:
     """Returns the live rows first, each kind in its own order."""
+    # A sort and not `nonzero`, whose number of results would be a wait.
     order_N = torch.argsort((~live_N).to(torch.uint8), stable=True)
     return Rows(order_N.int(), live_N.sum(dtype=torch.int32).reshape(1))
 
@@ -126,8 +127,10 @@ def due_ids(ids_NC: Tensor, counts_NC: Tensor, V: int, launch: Launch) -> DueIds
     N, device = len(ids_NC), ids_NC.device
     tiles = tiles_per_split(launch, N, V)
     due_NC = torch.where(counts_NC, ids_NC, LAST).sort(dim=-1).values
+    # A kernel that has met a row's last id reads the mark from then on.
     due_NW = torch.nn.functional.pad(due_NC, (0, 1), value=LAST).int()
     columns_S = torch.arange(0, V, tiles * launch.columns, dtype=torch.int32, device=device)
+    # Each program starts at its own split's first id, whatever the others do.
     place_NS = torch.searchsorted(due_NW, columns_S.repeat(N, 1), out_int32=True)
     row_N = torch.arange(N, dtype=torch.int32, device=device) * due_NW.shape[1]
     return DueIds(due_NW, (place_NS + row_N.unsqueeze(1)).T.contiguous(), tiles)

@@ -132,6 +132,7 @@ def forward(
     if top_k:
         raw_SNK = torch.full((splits, N, top_k), FLOOR_VALUE, dtype=torch.float32, device=device)
         ids_SNK = torch.zeros((splits, N, top_k), dtype=torch.int32, device=device)
+    # Triton launches on the current device, which may not be the tensors'.
     with torch.cuda.device_of(hidden_ND):
         rest_kernel[(blocks(N, launch.rows) * splits,)](
             hidden_ND, head_VD, bias_V, scale_N, softcap, *rows, *due[:2], partials_4SN, raw_SNK, ids_SNK,
@@ -198,6 +199,7 @@ def backward(
     d_known_NC = d_known_NC.float().contiguous()
     (N, D), V, C = hidden_ND.shape, head_VD.shape[0], ids_NC.shape[1]
     launch = launch_for(hidden_ND, head_VD, LAUNCHES)
+    # Float32, because every slice of the vocabulary adds to it. A slice of the head's gradient is written once.
     d_hidden_ND = torch.zeros_like(hidden_ND, dtype=torch.float32) if wants[0] else None
     d_head_VD = torch.empty_like(head_VD) if wants[1] else None
     d_bias_V = torch.empty_like(bias_V) if wants[2] and bias_V is not None else None
@@ -268,6 +270,7 @@ def _distinct(ids_NC: Tensor, counts_NC: Tensor, d_known_NC: Tensor) -> tuple[Te
     The gradients of one id are summed in float32, before any rounding: the sampled token is usually also one of the
     K ids, and its two gradients may cancel.
     """
+    # A sort and not `torch.unique`, whose number of results would be a wait.
     ordered_NC, source_NC = ids_NC.sort(dim=-1)
     starts_NC = torch.zeros_like(ordered_NC)
     starts_NC[:, 1:] = ordered_NC[:, 1:] != ordered_NC[:, :-1]

@@ -27,6 +27,7 @@ def place(row_blocks, others, GROUP: tl.constexpr):
 def rows_of(block, order, live, ROWS: tl.constexpr):
     """Returns (rows of a block, True where the row is to be stored). Places past the last live row repeat it."""
     places = block * ROWS + tl.arange(0, ROWS)
+    # Every lane gets a row that exists, so loads of its data need no mask.
     return tl.load(order + tl.minimum(places, live - 1)), places < live
 
 
@@ -40,9 +41,11 @@ def raw_tile(
     depth = tl.arange(0, DEPTH)
     # 64-bit offsets: a large head has more than 2³¹ elements.
     hidden_at = hidden + row.to(tl.int64)[:, None] * D + depth[None, :]
+    # Columns past the end read the last row of the head. The last line blanks them, so the loop needs no mask.
     head_at = head + tl.minimum(columns, V - 1).to(tl.int64)[None, :] * D + depth[:, None]
     raw = tl.zeros((ROWS, COLUMNS), tl.float32)
     for done in range(0, D, DEPTH):
+        # A hidden size that DEPTH divides leaves no remainder to mask.
         if EVEN_DEPTH:
             h = tl.load(hidden_at)
             w = tl.load(head_at)
@@ -52,11 +55,13 @@ def raw_tile(
         if UPCAST:
             h = h.to(tl.float32)
             w = w.to(tl.float32)
+        # Not TF32, which would round float32 inputs to 11 significant bits.
         raw = tl.dot(h, w, raw, input_precision="ieee")
         hidden_at += DEPTH
         head_at += DEPTH
     if bias is not None:
         raw += tl.load(bias + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+        # A bias of −inf makes the cell absent. A NaN must stay one: as FLOOR, a fault would look like an absent cell.
         raw = tl.maximum(raw, FLOOR, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(columns[None, :] < V, raw, FLOOR)
 
@@ -68,6 +73,7 @@ def raw_at(
 ):  # fmt: skip
     """Returns one token's products with a few rows of the head, plus their bias, in float32; 0 where not present."""
     depth = tl.arange(0, DEPTH)
+    # One row of hidden states is too narrow for `tl.dot`.
     sums = tl.zeros((IDS, DEPTH), tl.float32)
     for done in range(0, D, DEPTH):
         within = depth < D - done

@@ -41,6 +41,7 @@ def local_ids(ids: Tensor, shard: VocabShard, size: int) -> tuple[Tensor, Tensor
 
 def merge(shard: VocabShard, inside_NC: Tensor, local: LogitSummary) -> LogitSummary:
     """Returns the summary over the whole vocabulary, which is the same on every rank."""
+    # Each id is on one rank, so the sum over ranks below selects its logit.
     own_NC = torch.where(inside_NC, local.given_NC, 0.0)
     packed = torch.cat([own_NC, local.rest_N.unsqueeze(-1), local.inner_N.unsqueeze(-1)], dim=-1)
     parts_RNC = _applied(_Gather, packed, shard)
@@ -48,15 +49,16 @@ def merge(shard: VocabShard, inside_NC: Tensor, local: LogitSummary) -> LogitSum
     rest_N = torch.logsumexp(rest_RN, dim=0)
     share = torch.where(rest_RN > -torch.inf, rest_RN - rest_N, -torch.inf)
     present = share > -torch.inf
+    # Blanked before the arithmetic: 0 · inf is NaN, in the backward pass too.
     safe = torch.where(present, share, 0.0)
     inner_N = torch.where(present, safe.exp() * (inner_RN - safe), 0.0).sum(0)
-    found_ids, found = local.found_ids_NF, local.found_NF
-    if found_ids.shape[1]:
-        ids_RNF = _all_gather(torch.where(found_ids >= 0, found_ids + shard.start, -1), shard.group)
-        found_RNF = _applied(_Gather, found, shard)
-        found_ids, found = (x.movedim(0, 1).flatten(1) for x in (ids_RNF, found_RNF))
+    ids_NF, logits_NF = local.found_ids_NF, local.found_NF
+    if ids_NF.shape[1]:
+        ids_RNF = _all_gather(torch.where(ids_NF >= 0, ids_NF + shard.start, -1), shard.group)
+        found_RNF = _applied(_Gather, logits_NF, shard)
+        ids_NF, logits_NF = (x.movedim(0, 1).flatten(1) for x in (ids_RNF, found_RNF))
     return local._replace(
-        given_NC=parts_RNC[..., :-2].sum(0), found_ids_NF=found_ids, found_NF=found, rest_N=rest_N, inner_N=inner_N
+        given_NC=parts_RNC[..., :-2].sum(0), found_ids_NF=ids_NF, found_NF=logits_NF, rest_N=rest_N, inner_N=inner_N
     )
 
 

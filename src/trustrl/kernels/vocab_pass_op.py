@@ -42,12 +42,12 @@ def vocab_pass(
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     if impl == "triton":  # it skips rows on the device
         with torch.autocast(hidden.device.type, enabled=False):
-            known, found, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope, live)
-        return known, found, rest, inner, largest, slope_ND
-    known, found, rest, inner, largest, slope_ND = forward_live(
+            known, best_ids, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope, live)
+        return known, best_ids, rest, inner, largest, slope_ND
+    known, best_ids, rest, inner, largest, slope_ND = forward_live(
         inputs, live, lambda some: _forward(some, impl, top_k, slope)
     )
-    return known, found, rest, inner, largest, slope_ND
+    return known, best_ids, rest, inner, largest, slope_ND
 
 
 def forward_live(inputs: PassInputs, live: Tensor, run: Callable[[PassInputs], ForwardResult]) -> ForwardResult:
@@ -57,13 +57,13 @@ def forward_live(inputs: PassInputs, live: Tensor, run: Callable[[PassInputs], F
             return _blanked(run(inputs), live)
         if bool(live.all()):
             return run(inputs)
-        at = live.nonzero().squeeze(-1)
-        some = run(inputs.rows(at))
+        rows = live.nonzero().squeeze(-1)
+        some = run(inputs.rows(rows))
 
     def back(x: Tensor, fill: int = 0) -> Tensor:
-        return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, at, x)
+        return x.new_full((len(live), *x.shape[1:]), fill).index_copy_(0, rows, x)
 
-    return ForwardResult(*map(back, some))._replace(found=back(some.found, -1))
+    return ForwardResult(*map(back, some))._replace(best_ids=back(some.best_ids, -1))
 
 
 def _blanked(result: ForwardResult, live: Tensor) -> ForwardResult:
@@ -73,7 +73,7 @@ def _blanked(result: ForwardResult, live: Tensor) -> ForwardResult:
         rows = live.unsqueeze(-1) if x.ndim == 2 else live
         return torch.where(rows, x, fill) if x.numel() else x
 
-    return ForwardResult(*map(blank, result))._replace(found=blank(result.found, -1))
+    return ForwardResult(*map(blank, result))._replace(best_ids=blank(result.best_ids, -1))
 
 
 def _forward(inputs: PassInputs, impl: str, top_k: int, slope: bool, live: Tensor | None = None) -> ForwardResult:
@@ -134,10 +134,10 @@ def vocab_pass_backward(
     wants = (wants_hidden, wants_head, wants_bias)
     if impl == "triton":
         with torch.autocast(hidden.device.type, enabled=False):
-            found = _backward_pass(inputs, upstream, impl, wants)
+            gradients = _backward_pass(inputs, upstream, impl, wants)
     else:
-        found = gradients_alive(inputs, upstream, lambda some, its, _: _backward_pass(some, its, impl, wants))
-    d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in found)
+        gradients = gradients_alive(inputs, upstream, lambda some, its, _: _backward_pass(some, its, impl, wants))
+    d_hidden, d_head, d_bias = (hidden.new_empty(0) if x is None else x for x in gradients)
     return d_hidden, d_head, d_bias
 
 
@@ -154,11 +154,11 @@ def gradients_alive(
             return None if part is None else torch.where(alive.unsqueeze(-1), part, 0.0), d_head, d_bias
         if bool(alive.all()):
             return run(inputs, upstream, None)
-        at = alive.nonzero().squeeze(-1)
+        rows = alive.nonzero().squeeze(-1)
         # An empty slope has nothing to index.
-        some = UpstreamGradients(*(x[at] if x.numel() else x for x in upstream))
-        part, d_head, d_bias = run(inputs.rows(at), some, at)
-        d_hidden = None if part is None else torch.zeros_like(inputs.hidden).index_copy_(0, at, part)
+        some = UpstreamGradients(*(x[rows] if x.numel() else x for x in upstream))
+        part, d_head, d_bias = run(inputs.rows(rows), some, rows)
+        d_hidden = None if part is None else torch.zeros_like(inputs.hidden).index_copy_(0, rows, part)
         return d_hidden, d_head, d_bias
 
 
@@ -180,9 +180,9 @@ def _backward_pass(
 
     rest, inner, _, d_known, d_rest, d_inner = upstream
     hidden, head = inputs.hidden.to(inputs.product_dtype), inputs.head.to(inputs.product_dtype)
-    found = triton_pass.backward(hidden, head, *inputs[2:7], rest, inner, d_known, d_rest, d_inner, wants)
+    gradients = triton_pass.backward(hidden, head, *inputs[2:7], rest, inner, d_known, d_rest, d_inner, wants)
     d_hidden, d_head, d_bias = (
-        None if x is None or like is None else x.to(like.dtype) for x, like in zip(found, inputs[:3], strict=True)
+        None if x is None or like is None else x.to(like.dtype) for x, like in zip(gradients, inputs[:3], strict=True)
     )
     return d_hidden, d_head, d_bias
 
@@ -194,6 +194,7 @@ def _(
     rest: Tensor, inner: Tensor, slope: Tensor, d_known: Tensor, d_rest: Tensor, d_inner: Tensor,
     wants_hidden: bool, wants_head: bool, wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # Results of an operator must not share memory, hence the clones.
     nothing = hidden.new_empty(0)
     return (
         torch.empty_like(hidden) if wants_hidden else nothing,
@@ -204,12 +205,13 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, head, bias, ids, counts, _, scale, *settings, top_k, _ = inputs
-    known, found, rest, inner, largest, slope = output
-    ctx.mark_non_differentiable(found, largest, slope)
+    known, best_ids, rest, inner, largest, slope = output
+    ctx.mark_non_differentiable(best_ids, largest, slope)
+    # None tells that the loss does not read an output, which a gradient of zeros would not.
     ctx.set_materialize_grads(False)
     if top_k:
-        ids = torch.cat([ids, found.clamp(min=0)], dim=-1)
-        counts = torch.cat([counts, found >= 0], dim=-1)
+        ids = torch.cat([ids, best_ids.clamp(min=0)], dim=-1)
+        counts = torch.cat([counts, best_ids >= 0], dim=-1)
     ctx.save_for_backward(hidden, head, bias, ids, counts, scale, rest, inner, slope)
     ctx.settings, ctx.num_cells = settings, known.shape[1]
 
@@ -226,10 +228,10 @@ def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ..
             "The entropy was computed without a gradient, but the loss differentiates it. Pass entropy=True."
         )
     wants = ctx.needs_input_grad[:3]
-    found = vocab_pass_backward(
+    gradients = vocab_pass_backward(
         hidden, head, bias, ids, counts, scale, *ctx.settings, rest, inner, slope, d_known, d_rest, d_inner, *wants
     )
-    return tuple(x if wanted else None for x, wanted in zip(found, wants, strict=True)) + (None,) * 11
+    return tuple(x if wanted else None for x, wanted in zip(gradients, wants, strict=True)) + (None,) * 11
 
 
 vocab_pass.register_autograd(_backward, setup_context=_setup)

@@ -13,8 +13,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import IO, Any
 
+from trustrl.files import parsed_json
 from trustrl.optional_imports import need
-from trustrl.untrusted_files import parsed_json
 
 MARK = b"trustrl1"
 MAGIC = b"PAR1"
@@ -31,12 +31,14 @@ def seal(file: IO[bytes]) -> None:
     metadata = parsed_footer(footer)
     start = size - len(footer)
     columns = (
-        metadata.row_group(at).column(i) for at in range(metadata.num_row_groups) for i in range(metadata.num_columns)
+        metadata.row_group(group).column(i)
+        for group in range(metadata.num_row_groups)
+        for i in range(metadata.num_columns)
     )
     begins = sorted(
-        min(one.data_page_offset, one.dictionary_page_offset or one.data_page_offset)
-        for one in columns
-        if one.total_compressed_size
+        min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
+        for column in columns
+        if column.total_compressed_size
     )
     ends = [*begins[1:], start] if begins else [start]
     block, before = b"", 0
@@ -54,12 +56,12 @@ def _footer(file: Any) -> tuple[int, bytes]:
     Raises:
         OSError: If the file does not end as a Parquet file.
     """
-    size, found = _tail(file, _TAIL)
-    length, magic = _LENGTH.unpack(found[-_LENGTH.size :]) if len(found) >= _LENGTH.size else (0, b"")
+    size, ending = _tail(file, _TAIL)
+    length, magic = _LENGTH.unpack(ending[-_LENGTH.size :]) if len(ending) >= _LENGTH.size else (0, b"")
     whole = length + _LENGTH.size
     if magic != MAGIC or length == 0 or whole > size - len(MAGIC) or length > LARGEST_FOOTER:
         raise OSError("it does not end as a Parquet file; it is truncated or damaged")
-    return size, found[-whole:] if whole <= len(found) else _tail(file, whole)[1]
+    return size, ending[-whole:] if whole <= len(ending) else _tail(file, whole)[1]
 
 
 def _tail(file: Any, num: int) -> tuple[int, bytes]:
@@ -102,7 +104,7 @@ def checked_file(file: Any) -> tuple[Any, bytes, bool]:
     ends = [end for end, _ in segments]
     if zlib.crc32(footer) != crc or sorted(set(ends)) != ends or ends[-1:] != [start - length]:
         raise OSError("the checksum of its footer is wrong; the file is damaged")
-    return VerifiedFile(file, ends, [one for _, one in segments]), footer, True
+    return VerifiedFile(file, ends, [segment_crc for _, segment_crc in segments]), footer, True
 
 
 CHECKSUM = "checksum"
@@ -121,14 +123,14 @@ def checked_json(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: If the text is not a JSON object, or does not have its checksum.
     """
-    found = parsed_json(text)
-    if not isinstance(found, dict):
+    data = parsed_json(text)
+    if not isinstance(data, dict):
         raise ValueError("no object")
-    if CHECKSUM in found and found[CHECKSUM] != _checksum(found):
+    if CHECKSUM in data and data[CHECKSUM] != _checksum(data):
         raise ValueError(
             f"its checksum is wrong; the file is damaged. If you changed it by hand, remove the key {CHECKSUM}"
         )
-    return found
+    return data
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
@@ -160,13 +162,15 @@ class VerifiedFile:
         self._file.seek(begin)
         data = memoryview(self._file.read(self._ends[ends[-1]] - begin))
         before = begin
-        for at in ends:
-            if zlib.crc32(data[before - begin : self._ends[at] - begin]) != self._crcs[at]:
-                raise OSError(f"the checksum of bytes {before:,} to {self._ends[at]:,} is wrong; the file is damaged")
-            before = self._ends[at]
-        found = data[self._at - begin : stop - begin]
+        for segment in ends:
+            if zlib.crc32(data[before - begin : self._ends[segment] - begin]) != self._crcs[segment]:
+                raise OSError(
+                    f"the checksum of bytes {before:,} to {self._ends[segment]:,} is wrong; the file is damaged"
+                )
+            before = self._ends[segment]
+        chunk = data[self._at - begin : stop - begin]
         self._at = stop
-        return found
+        return chunk
 
     def seek(self, to: int, whence: int = 0) -> int:
         """Moves to a position and returns it."""

@@ -8,6 +8,7 @@ from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 from trustrl.errors import ConfigError, RecordError, TrustRLWarning
+from trustrl.files import parsed_json, shortened
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_file, checked_json, parsed_footer
@@ -16,7 +17,6 @@ from trustrl.recording.run_file import violations
 from trustrl.recording.schema import STEP_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY
 from trustrl.recording.storage import Place, Remote
 from trustrl.recording.value_checks import breaches
-from trustrl.untrusted_files import parsed_json, shortened
 
 MAX_GROUP = 65_536
 """Largest row group of the token table."""
@@ -50,7 +50,7 @@ class CheckedRecord:
     @property
     def is_valid(self) -> bool:
         """True if no finding is an error."""
-        return not any(one.level == "error" for one in self.findings)
+        return not any(finding.level == "error" for finding in self.findings)
 
     def error(self, file: Place, text: str) -> None:
         """Adds a breach of the specification."""
@@ -72,18 +72,18 @@ def check_record(address: str | PathLike[str] | Remote) -> CheckedRecord:
         MissingPackageError: If pyarrow is not installed.
     """
     where = storage.place(address)
-    found = CheckedRecord(str(where))
+    report = CheckedRecord(str(where))
     try:
         if storage.is_file(where):
-            _check_part(found, where, _table_of(where))
+            _check_part(report, where, _table_of(where))
         elif not storage.is_folder(where):
             raise ConfigError(f"ADDRESS must be an existing folder or file, got `{where}`.")
         else:
             inside = storage.inside(where, RECORDS)
-            _check_folder(found, inside if storage.is_folder(inside) else where)
+            _check_folder(report, inside if storage.is_folder(inside) else where)
     except OSError as error:
         raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
-    return found
+    return report
 
 
 def _table_of(file: Place) -> str:
@@ -98,37 +98,37 @@ def _table_of(file: Place) -> str:
     return named if named in TABLES else "tokens"
 
 
-def _check_folder(found: CheckedRecord, folder: Place) -> None:
-    tokens = _check_parts(found, folder, "tokens")
-    sequences = _check_parts(found, storage.inside(folder, SEQUENCES), "sequences")
-    texts = _check_parts(found, storage.inside(folder, TEXTS), "texts")
+def _check_folder(report: CheckedRecord, folder: Place) -> None:
+    tokens = _check_parts(report, folder, "tokens")
+    sequences = _check_parts(report, storage.inside(folder, SEQUENCES), "sequences")
+    texts = _check_parts(report, storage.inside(folder, TEXTS), "texts")
     dumps = storage.entries(folder, "dump-*")
     for dump in dumps:
-        _check_dump(found, dump)
-    if not found.files:
-        found.error(folder, "must contain files named step-XXXXXXXX.rank-XXXX.parquet, got none.")
+        _check_dump(report, dump)
+    if not report.files:
+        report.error(folder, "must contain files named step-XXXXXXXX.rank-XXXX.parquet, got none.")
     if sequences:  # not every trainer describes its sequences
         known = set().union(*(ids.keys() for ids in sequences.values()))
         for name, ids in tokens.items():
             if missing := len(ids.keys() - known):
-                found.error(folder / name, f"must have its sequences in {SEQUENCES}/, got {missing} that are not.")
-    _check_references(found, folder, sequences, texts)
-    _check_run(found, folder / RUN)
+                report.error(folder / name, f"must have its sequences in {SEQUENCES}/, got {missing} that are not.")
+    _check_references(report, folder, sequences, texts)
+    _check_run(report, folder / RUN)
 
 
-def _check_parts(found: CheckedRecord, folder: Place, table: str) -> dict[str, dict[int, str | None]]:
+def _check_parts(report: CheckedRecord, folder: Place, table: str) -> dict[str, dict[int, str | None]]:
     """Checks the files of one table. Returns their sequences by file name, each with the text file that it names."""
     ids = {}
     for file in storage.entries(folder, "*.parquet"):
-        ids[file.name] = _check_part(found, file, table)
+        ids[file.name] = _check_part(report, file, table)
     return ids
 
 
-def _check_part(found: CheckedRecord, file: Place, table: str) -> dict[int, str | None]:
-    found.files += 1
+def _check_part(report: CheckedRecord, file: Place, table: str) -> dict[int, str | None]:
+    report.files += 1
     named = named_numbers(file.name)
     if not named:
-        found.error(file, "must be named step-XXXXXXXX.rank-XXXX.parquet.")
+        report.error(file, "must be named step-XXXXXXXX.rank-XXXX.parquet.")
     ids: dict[int, str | None] = {}
     counted: Counter[tuple[bool, str]] = Counter()
     filled: dict[str, int] = {}
@@ -136,12 +136,12 @@ def _check_part(found: CheckedRecord, file: Place, table: str) -> dict[int, str 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", TrustRLWarning)
             with opened(file, table) as (parquet, region):
-                found.versions.add(int(parquet.schema_arrow.metadata[VERSION_KEY]))
+                report.versions.add(int(parquet.schema_arrow.metadata[VERSION_KEY]))
                 rows = parquet.metadata.num_rows
-                found.rows[table] += rows
-                for at in range(parquet.metadata.num_row_groups):
-                    if table == "tokens" and (size := parquet.metadata.row_group(at).num_rows) > MAX_GROUP:
-                        found.error(file, f"must have row groups of at most {MAX_GROUP} rows, got {size}.")
+                report.rows[table] += rows
+                for group in range(parquet.metadata.num_row_groups):
+                    if table == "tokens" and (size := parquet.metadata.row_group(group).num_rows) > MAX_GROUP:
+                        report.error(file, f"must have row groups of at most {MAX_GROUP} rows, got {size}.")
                 for batch in parquet.iter_batches(batch_size=MAX_GROUP, use_threads=False):
                     for rule, num in breaches(batch, table):
                         counted[rule.is_error, rule.text] += num
@@ -153,95 +153,95 @@ def _check_part(found: CheckedRecord, file: Place, table: str) -> dict[int, str 
                     if repeated:
                         counted[True, "have each sequence once"] += repeated
                 if table == "tokens":
-                    _check_tokens(found, file, parquet, filled, region)
+                    _check_tokens(report, file, parquet, filled, region)
     except RecordError as error:
-        found.findings.append(Finding("error", str(file), str(error)))
+        report.findings.append(Finding("error", str(file), str(error)))
         return ids
     if said:
-        found.warn(file, "must have checksums, got none. Damage may go unnoticed. trustrl 0.1 wrote such files.")
+        report.warn(file, "must have checksums, got none. Damage may go unnoticed. trustrl 0.1 wrote such files.")
     for (is_error, text), num in sorted(counted.items()):
-        (found.error if is_error else found.warn)(file, f"must {text}, got {num} rows that do not.")
+        (report.error if is_error else report.warn)(file, f"must {text}, got {num} rows that do not.")
     for column in TABLES[table]:
         if not column.nullable and filled.get(column.name, rows) < rows:
-            found.error(file, f"must have {column.name} in every row, got {rows - filled[column.name]} nulls.")
+            report.error(file, f"must have {column.name} in every row, got {rows - filled[column.name]} nulls.")
     return ids
 
 
 def _misplaced(batch: Any, named: tuple[int, int] | None) -> Iterator[str]:
     """Yields a rule for each column that does not have the number in the file's name."""
     pc = need("pyarrow.compute", extra="records")
-    for at, name in enumerate(("step", "rank")):
+    for index, name in enumerate(("step", "rank")):
         if named and name in batch.schema.names and len(batch):
-            value = named[at]
+            value = named[index]
             if not pc.all(pc.equal(batch.column(name), value)).as_py():
                 yield f"have the {name} of its name ({value}) in the column {name}"
 
 
 def _take_in(ids: dict[int, str | None], batch: Any, table: str) -> int:
     """Adds the sequences of a batch. Returns the number of repetitions where a sequence must be unique."""
-    given = batch.column("sequence")
+    sequences = batch.column("sequence")
     if table == "tokens":
-        ids.update(dict.fromkeys(given.unique().to_pylist()))
+        ids.update(dict.fromkeys(sequences.unique().to_pylist()))
         return 0
     texts = batch.column("text").to_pylist() if table == "sequences" else [None] * len(batch)
     before = len(ids)
-    ids.update(zip(given.to_pylist(), texts, strict=True))
+    ids.update(zip(sequences.to_pylist(), texts, strict=True))
     return len(batch) - (len(ids) - before)
 
 
 def _check_tokens(
-    found: CheckedRecord, file: Place, parquet: Any, filled: dict[str, int], region: dict[str, Any] | None
+    report: CheckedRecord, file: Place, parquet: Any, filled: dict[str, int], region: dict[str, Any] | None
 ) -> None:
     rows = parquet.metadata.num_rows
     for column in TABLES["tokens"]:
         if column.nullable and 0 < filled.get(column.name, 0) < rows:
-            found.error(file, f"must have {column.name} in all rows or in none, got {filled[column.name]} of {rows}.")
+            report.error(file, f"must have {column.name} in all rows or in none, got {filled[column.name]} of {rows}.")
     for name in ("kept", "weight"):
         if rows and bool(filled.get(name)) != (region is not None):
             has = "without" if region is None else "with"
-            found.error(file, f"must have {name} exactly if a region decided, got a file {has} a region.")
+            report.error(file, f"must have {name} exactly if a region decided, got a file {has} a region.")
     try:
         counts = parsed_json(parquet.metadata.metadata[STEP_KEY])
         fits = counts["rows"] == rows <= counts["tokens_in_loss"]
     except (KeyError, ValueError, TypeError):
-        found.error(file, f"must have its counts of tokens in the metadata `{STEP_KEY.decode()}`.")
+        report.error(file, f"must have its counts of tokens in the metadata `{STEP_KEY.decode()}`.")
         return
     if not fits:
-        found.error(file, f"must have the {rows} rows that its metadata counts, got {shortened(repr(counts))}.")
+        report.error(file, f"must have the {rows} rows that its metadata counts, got {shortened(repr(counts))}.")
 
 
-def _check_references(found: CheckedRecord, folder: Place, sequences: Any, texts: Any) -> None:
+def _check_references(report: CheckedRecord, folder: Place, sequences: Any, texts: Any) -> None:
     for name, ids in sequences.items():
-        missing = sum(text is not None and at not in texts.get(text, ()) for at, text in ids.items())
+        missing = sum(text is not None and sequence not in texts.get(text, ()) for sequence, text in ids.items())
         if missing and texts:  # a record may be shared without its texts
-            found.error(folder / SEQUENCES / name, f"must name a text file that exists, got {missing} that do not.")
+            report.error(folder / SEQUENCES / name, f"must name a text file that exists, got {missing} that do not.")
 
 
-def _check_dump(found: CheckedRecord, dump: Place) -> None:
-    parts = _check_parts(found, dump, "tokens")
+def _check_dump(report: CheckedRecord, dump: Place) -> None:
+    parts = _check_parts(report, dump, "tokens")
     about = storage.entries(dump, "trigger.rank-*.json")
     for file in about:
         try:
             checked_json(storage.read_bytes(file))
         except ValueError as error:
-            found.error(file, f"must be a JSON object, got: {error}.")
+            report.error(file, f"must be a JSON object, got: {error}.")
     ranks = {name.split(".")[1] for name in parts} - {file.name.split(".")[1] for file in about}
     for rank in sorted(ranks):
-        found.warn(dump, f"must have trigger.{rank}.json, which is written last. The dump is incomplete.")
+        report.warn(dump, f"must have trigger.{rank}.json, which is written last. The dump is incomplete.")
 
 
-def _check_run(found: CheckedRecord, file: Place) -> None:
+def _check_run(report: CheckedRecord, file: Place) -> None:
     if not storage.is_file(file):
-        if max(found.versions, default=0) >= WITH_RUN:
-            found.error(file, f"must exist since version {WITH_RUN}.")
+        if max(report.versions, default=0) >= WITH_RUN:
+            report.error(file, f"must exist since version {WITH_RUN}.")
         return
     try:
         run = checked_json(storage.read_bytes(file))
     except ValueError as error:
-        found.error(file, f"must be JSON, got: {error}.")
+        report.error(file, f"must be JSON, got: {error}.")
         return
     broken = list(violations(run))
     for place, rule in broken:
-        found.error(file, f"{place} must be {rule}.")
+        report.error(file, f"{place} must be {rule}.")
     if not broken and run["version"] > VERSION:
-        found.error(file, f"run.version must be {VERSION} or lower, got {run['version']}. Install a newer trustrl.")
+        report.error(file, f"run.version must be {VERSION} or lower, got {run['version']}. Install a newer trustrl.")

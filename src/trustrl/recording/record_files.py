@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import RecordError, TrustRLWarning
+from trustrl.files import parsed_json, shortened
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_file, parsed_footer
 from trustrl.recording.schema import COLUMNS, REGION_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY, arrow_schema
 from trustrl.recording.storage import Place, Remote, SamePlace
 from trustrl.recording.value_checks import first_breach
-from trustrl.untrusted_files import parsed_json, shortened
 
 RECORDS = "records"
 """Name of the records directory inside a run directory."""
@@ -57,20 +57,20 @@ def parts_in(folder: SamePlace, inside: str = "") -> list[SamePlace]:
         RecordError: If a file has another name, or is a link that leads out of the folder.
     """
     where = storage.inside(folder, inside) if inside else folder
-    found = storage.entries(where, "step-*.parquet")
-    for file in found:
+    files = storage.entries(where, "step-*.parquet")
+    for file in files:
         if not NAME.fullmatch(file.name):
             raise RecordError(
                 f"`{file}` must be named step-XXXXXXXX.rank-XXXX.parquet, with digits for step and rank. Rename it, or "
                 "move it out of the folder."
             )
-    return sorted(found, key=lambda file: tuple(map(int, named_numbers(file.name) or ())))
+    return sorted(files, key=lambda file: tuple(map(int, named_numbers(file.name) or ())))
 
 
 def named_numbers(name: str) -> tuple[int, int] | None:
     """Returns the step and rank in the name of a part file, or None if it is not such a name."""
-    found = NAME.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
+    match = NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
@@ -87,10 +87,10 @@ def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
     try:
         is_folder = storage.is_folder(where)
         files = parts_in(where) if is_folder else [where]
-        found = bool(files) if is_folder else storage.is_file(where)
+        exists = bool(files) if is_folder else storage.is_file(where)
     except OSError as error:
         raise RecordError(f"Cannot read `{where}`: {str(error).rstrip('.')}.") from error
-    if not found:
+    if not exists:
         raise RecordError(
             f"No records found at `{where}`. Pass a Parquet file written by trustrl.recording, or a directory of them. "
             "To record the next run, call `trustrl.engines.trl.record(trainer)` in TRL, or set TRUSTRL_RECORD in verl: "
@@ -150,12 +150,12 @@ def whole(parquet: Any, file: Place, table: str, columns: Sequence[str] | None =
     Raises:
         RecordError: If a row breaks a rule of the specification.
     """
-    found = parquet.read(None if columns is None else list(columns), use_threads=False)  # apache/arrow#34314
+    rows = parquet.read(None if columns is None else list(columns), use_threads=False)  # apache/arrow#34314
     first = 0
-    for batch in found.to_batches():
+    for batch in rows.to_batches():
         check_rows(batch, file, table, first)
         first += len(batch)
-    return found
+    return rows
 
 
 def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
@@ -175,8 +175,8 @@ def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
     pa = need("pyarrow", extra="records")
     fields = [arrow_schema(table=name).field(column) for column in columns]
     arrays = [
-        table[one.name] if one.name in table.column_names else pa.chunked_array([pa.nulls(len(table), one.type)])
-        for one in fields
+        table[field.name] if field.name in table.column_names else pa.chunked_array([pa.nulls(len(table), field.type)])
+        for field in fields
     ]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
 
@@ -214,7 +214,7 @@ def opened(file: Place, table: str = "tokens") -> Iterator[tuple[Any, dict[str, 
 
 def _check_layout(file: Place, metadata: Any) -> None:
     """Checks the numbers of rows and bytes that the footer states."""
-    groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
     if sum(group.num_rows for group in groups) != metadata.num_rows or any(group.num_rows < 0 for group in groups):
         raise RecordError(f"`{file}` must have row groups of {metadata.num_rows} rows in all. The file is damaged.")
     if any(not 0 <= group.total_byte_size <= LARGEST_GROUP for group in groups):
@@ -226,9 +226,9 @@ def _warn_without_checksums(file: Place) -> None:
     warnings.warn(f"The records in `{folder}` {WITHOUT_CHECKSUMS}", TrustRLWarning, stacklevel=5)
 
 
-def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | None:
-    """Checks the schema that was found and returns the region's settings from its metadata."""
-    metadata = found.metadata or {}
+def _checked_region(file: Place, schema: Any, table: str) -> dict[str, Any] | None:
+    """Checks a file's schema and returns the region's settings from its metadata."""
+    metadata = schema.metadata or {}
     version = _checked_version(file, metadata.get(VERSION_KEY))
     got = metadata.get(TABLE_KEY, b"tokens").decode()
     if got != table:
@@ -236,8 +236,8 @@ def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | Non
     expected = arrow_schema(table=table)
     for name in (column.name for column in TABLES[table] if column.since <= version):
         wanted = expected.field(name).type
-        if name not in found.names or found.field(name).type != wanted:
-            got = found.field(name).type if name in found.names else "no such column"
+        if name not in schema.names or schema.field(name).type != wanted:
+            got = schema.field(name).type if name in schema.names else "no such column"
             raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {shortened(got)}.")
     if table != "tokens":
         return None
@@ -252,12 +252,12 @@ def _checked_region(file: Place, found: Any, table: str) -> dict[str, Any] | Non
     return region
 
 
-def _checked_version(file: Place, given: bytes | None) -> int:
-    if given is None or not given.isdigit() or len(given) > 9:
-        got = "a Parquet file without a schema version" if given is None else f"schema version {shortened(repr(given))}"
+def _checked_version(file: Place, raw: bytes | None) -> int:
+    if raw is None or not raw.isdigit() or len(raw) > 9:
+        got = "a Parquet file without a schema version" if raw is None else f"schema version {shortened(repr(raw))}"
         raise RecordError(f"`{file}` must be written by trustrl.recording, got {got}.")
-    if int(given) > VERSION:
+    if int(raw) > VERSION:
         raise RecordError(
-            f"`{file}` must have schema version {VERSION} or lower, got {int(given)}. Install a newer trustrl."
+            f"`{file}` must have schema version {VERSION} or lower, got {int(raw)}. Install a newer trustrl."
         )
-    return int(given)
+    return int(raw)

@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trustrl.config.loading import config_from_dict, config_to_dict
 from trustrl.errors import RecordError, TrustRLError
+from trustrl.files import shortened
 from trustrl.optional_imports import need
 from trustrl.recording.record_files import check_rows, opened, part_files, read_table
 from trustrl.recording.schema import COLUMNS
 from trustrl.recording.storage import Place, Remote, place
-from trustrl.untrusted_files import shortened
+from trustrl.regions.loading import config_from_dict, config_to_dict
 
 ROWS = 65_536
 """Rows in a piece. Only a longer sequence makes a larger piece."""
@@ -74,7 +74,7 @@ def read(path: str | PathLike[str] | Remote) -> Records:
         regions.append(_with_todays_settings(region))
     for file, region in zip(files, regions, strict=True):
         if region != regions[0]:
-            first, other = (shortened(one, longest=1000) for one in (regions[0], region))
+            first, other = (shortened(settings, longest=1000) for settings in (regions[0], region))
             raise RecordError(
                 f"All files must be of one region, got {first} in `{files[0].name}` and {other} in `{file.name}`. Read "
                 "them one by one."

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import Sums
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
@@ -25,6 +24,7 @@ from trustrl.recording.run_file import run_description, write_run
 from trustrl.recording.sequence_tables import SequenceRows, write_sequences
 from trustrl.recording.storage import Place
 from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_sampled
+from trustrl.regions.loading import config_to_dict
 
 
 class Ring:
@@ -208,9 +208,11 @@ class Recorder:
 
     def _end_sequences(self, step: int) -> None:
         """Writes the sequences of this step and of earlier ones that did not end."""
-        for at in sorted(self._sequences):
-            if at <= step and (rows := self._sequences.pop(at)):
-                write_sequences(self._folder, list(rows.values()), step=at, rank=self._rank, text=self.settings.text)
+        for open_step in sorted(self._sequences):
+            if open_step <= step and (rows := self._sequences.pop(open_step)):
+                write_sequences(
+                    self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text
+                )
 
     def _begin(self, step: int) -> None:
         """Deletes what this process will record again."""
@@ -249,7 +251,7 @@ class Recorder:
 
     def _fired(self, step: int, sums: Sums) -> list[dict[str, Any]]:
         self._facts.append(facts_of(step, sums))
-        found = []
+        fired = []
         for trigger in self.settings.triggers:
             last = self._fired_at.get(trigger)
             if last is not None and step - last < trigger.at_most_every:
@@ -257,17 +259,17 @@ class Recorder:
             numbers = trigger.fired(list(self._facts))
             if numbers is not None:
                 self._fired_at[trigger] = step
-                found.append({"trigger": config_to_dict(trigger), "found": numbers})
-        return found
+                fired.append({"trigger": config_to_dict(trigger), "found": numbers})
+        return fired
 
     def _dump(self, step: int, fired: list[dict[str, Any]]) -> Place:
         """Writes every step in the ring as a part file, then the JSON file. If that exists, the dump is complete."""
         folder = self._folder / dump_name(step)
         storage.make_folder(folder)
         kept = {}
-        for at, parts in self.ring.steps():
-            num_tokens = sum(map(len, parts)) + self.ring.left_off.get(at, 0)
-            writer = PartWriter(folder, step=at, rank=self._rank, region=self._region)
+        for ring_step, parts in self.ring.steps():
+            num_tokens = sum(map(len, parts)) + self.ring.left_off.get(ring_step, 0)
+            writer = PartWriter(folder, step=ring_step, rank=self._rank, region=self._region)
             try:
                 for rows in parts:
                     writer.add(rows)
@@ -275,7 +277,7 @@ class Recorder:
             except OSError:
                 writer.abandon()
                 raise
-            kept[at] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(at, 0)}
+            kept[ring_step] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(ring_step, 0)}
         about = {"step": step, "fired": fired, "steps": kept, "ring_bytes": self.ring.nbytes, "region": self._region}
         storage.write_text(folder / about_name(self._rank), sealed_json(about))
         return folder

@@ -12,9 +12,9 @@ from os import PathLike, fspath
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from trustrl.config import validators
-from trustrl.config.loading import KINDS, config_from_dict
 from trustrl.core.histograms import HALF, quantile
 from trustrl.errors import ConfigError
+from trustrl.regions.loading import KINDS, config_from_dict
 
 OF = ("divergence", "divergence_upper", "log_ratio")
 
@@ -90,7 +90,10 @@ class QuantileAbove(Trigger):
         if bins is None or not sum(bins):
             return None
         if self.of == "log_ratio":
-            bins = [0.0] * HALF + [bins[HALF], *(bins[HALF + at] + bins[HALF - at] for at in range(1, HALF + 1))]
+            bins = [0.0] * HALF + [
+                bins[HALF],
+                *(bins[HALF + offset] + bins[HALF - offset] for offset in range(1, HALF + 1)),
+            ]
         value = quantile(bins, self.quantile)
         return {"value": value, "level": self.level} if value > self.level else None
 
@@ -131,8 +134,8 @@ class EntropySlope(Trigger):
         if len(points) < self.steps:
             return None
         mean_step, mean = (sum(column) / len(points) for column in zip(*points, strict=True))
-        slope = sum((at - mean_step) * (value - mean) for at, value in points)
-        slope /= sum((at - mean_step) ** 2 for at, _ in points)
+        slope = sum((step - mean_step) * (value - mean) for step, value in points)
+        slope /= sum((step - mean_step) ** 2 for step, _ in points)
         falls = self.max_fall is not None and slope < -self.max_fall
         rises = self.max_rise is not None and slope > self.max_rise
         return {"slope": slope, "entropy": points[-1][1], "first_entropy": points[0][1]} if falls or rises else None

@@ -8,12 +8,12 @@ from typing import Any
 
 from trustrl import __version__
 from trustrl.errors import ConfigError, RecordError
+from trustrl.files import shortened
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_json, sealed_json
 from trustrl.recording.record_files import RUN
 from trustrl.recording.schema import VERSION
 from trustrl.recording.storage import Place, Remote
-from trustrl.untrusted_files import shortened
 
 PACKAGES = ("torch", "pyarrow", "transformers", "accelerate", "trl", "verl", "vllm", "sglang", "ray")
 """Packages whose versions are always recorded, if they are installed."""
@@ -84,27 +84,27 @@ def run_description(
     unknown = sorted(set(about) - set(ABOUT))
     if unknown:
         raise ConfigError(f"about must have keys in {', '.join(ABOUT)}, got {', '.join(unknown)}. Remove them.")
-    found = {
+    run = {
         "version": VERSION, "trustrl": __version__,
         **{name: about.get(name) for name in ABOUT},
         "packages": installed() | dict(about.get("packages") or {}),
         "region": None if region is None else dict(region), "recording": dict(recording),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    for place, rule in violations(found):
+    for place, rule in violations(run):
         raise ConfigError(f"about{place.removeprefix('run')} must be {rule}.")
-    return found
+    return run
 
 
 def installed(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Returns the versions of these packages, without those that are not installed."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def write_run(folder: Place, description: Mapping[str, Any]) -> None:
@@ -120,18 +120,18 @@ def read_run(path: str | PathLike[str] | Remote) -> dict[str, Any] | None:
     """
     file = storage.inside(storage.place(path), RUN)
     try:
-        found = checked_json(storage.read_bytes(file))
+        run = checked_json(storage.read_bytes(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from error
-    for place, rule in violations(found):
+    for place, rule in violations(run):
         raise RecordError(f"`{file}` must have {place} that is {rule}.")
-    if found["version"] > VERSION:
+    if run["version"] > VERSION:
         raise RecordError(
-            f"`{file}` must have version {VERSION} or lower, got {found['version']}. Install a newer trustrl."
+            f"`{file}` must have version {VERSION} or lower, got {run['version']}. Install a newer trustrl."
         )
-    return found
+    return run
 
 
 _KINDS: dict[str, Any] = {
@@ -139,7 +139,7 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def violations(found: Any, schema: Mapping[str, Any] = RUN_SCHEMA, place: str = "run") -> Iterator[tuple[str, str]]:
+def violations(data: Any, schema: Mapping[str, Any] = RUN_SCHEMA, place: str = "run") -> Iterator[tuple[str, str]]:
     """Yields each place that breaks the schema, with the rule it breaks.
 
     Example:
@@ -148,16 +148,16 @@ def violations(found: Any, schema: Mapping[str, Any] = RUN_SCHEMA, place: str = 
     """
     kinds = schema.get("type", [])
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    fits = any(isinstance(found, _KINDS[kind]) and not isinstance(found, bool) for kind in kinds)
+    fits = any(isinstance(data, _KINDS[kind]) and not isinstance(data, bool) for kind in kinds)
     if kinds and not fits:
-        yield place, f"of type {' or '.join(kinds)}, got {shortened(repr(found))}"
-    elif isinstance(found, Mapping):
+        yield place, f"of type {' or '.join(kinds)}, got {shortened(repr(data))}"
+    elif isinstance(data, Mapping):
         for name in schema.get("required", ()):
-            if name not in found:
+            if name not in data:
                 yield f"{place}.{name}", "present, got nothing"
-        for name, value in found.items():
+        for name, value in data.items():
             rule = schema.get("properties", {}).get(name, schema.get("additionalProperties"))
             if rule is not None:
                 yield from violations(value, rule, f"{place}.{name}")
-    elif "minimum" in schema and found < schema["minimum"]:
-        yield place, f"at least {schema['minimum']}, got {found!r}"
+    elif "minimum" in schema and data < schema["minimum"]:
+        yield place, f"at least {schema['minimum']}, got {data!r}"

@@ -54,20 +54,20 @@ class SequenceRows:
     completion: Sequence[str | None] | None = None
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            given = getattr(self, one.name)
-            if given is not None and len(given) != len(self.sequence):
+        for field in fields(self):
+            column = getattr(self, field.name)
+            if column is not None and len(column) != len(self.sequence):
                 raise RecordError(
-                    f"SequenceRows.{one.name} must have one entry per sequence, got {len(given)} for "
+                    f"SequenceRows.{field.name} must have one entry per sequence, got {len(column)} for "
                     f"{len(self.sequence)} sequences."
                 )
 
     def rows(self, keep: Sequence[bool]) -> Iterator[dict[str, Any]]:
         """Yields the sequences to keep, each as a dictionary of its known values."""
-        given = {one.name: getattr(self, one.name) for one in fields(self)}
-        for at, kept in enumerate(keep):
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        for index, kept in enumerate(keep):
             if kept:
-                yield {name: values[at] for name, values in given.items() if values is not None}
+                yield {name: values[index] for name, values in columns.items() if values is not None}
 
 
 def write_sequences(folder: Place, rows: Collection[dict[str, Any]], *, step: int, rank: int, text: bool) -> None:
@@ -115,13 +115,13 @@ def _array(pa: Any, field: Any, values: list[Any]) -> Any:
         raise RecordError(f"SequenceRows.{field.name} must contain {field.type} or None, got: {got}.") from error
 
 
-def _value(given: Any) -> Any:
+def _value(raw: Any) -> Any:
     """Returns a value as pyarrow takes it: a map as pairs, and text that UTF-8 can represent."""
-    if isinstance(given, Mapping):
-        return [(_value(key), value) for key, value in given.items()]
-    if isinstance(given, str):
-        return given.encode("utf-8", "replace").decode()  # a tokenizer may return lone surrogates
-    return given
+    if isinstance(raw, Mapping):
+        return [(_value(key), value) for key, value in raw.items()]
+    if isinstance(raw, str):
+        return raw.encode("utf-8", "replace").decode()  # a tokenizer may return lone surrogates
+    return raw
 
 
 def read_sequences(path: str | PathLike[str] | Remote) -> Any:

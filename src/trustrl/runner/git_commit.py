@@ -20,11 +20,11 @@ def commit() -> str | None:
     Ends in `-dirty` if tracked files differ from the commit. Ends in `-unchecked` if the files were not compared,
     because the repository's own configuration has settings that could make git run programs.
     """
-    found = _git("rev-parse", "--verify", "HEAD")
-    if found is None:
+    head = _git("rev-parse", "--verify", "HEAD")
+    if head is None:
         return None
     changed = _git(*STATUS) if _runs_nothing() else None
-    return f"{found}-unchecked" if changed is None else f"{found}-dirty" if changed else found
+    return f"{head}-unchecked" if changed is None else f"{head}-dirty" if changed else head
 
 
 def _runs_nothing() -> bool:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from trustrl.config import validators
 from trustrl.config.axes import Region
-from trustrl.config.presets import preset
 from trustrl.errors import ConfigError
-from trustrl.runner.directory import RunDirectory, differences, write_json, write_whole
+from trustrl.files import read_regular, write_json, write_whole
+from trustrl.regions.presets import preset
+from trustrl.runner.directory import differences
 from trustrl.runner.plan import plan
 from trustrl.runner.processes import ends_with_its_parent
 from trustrl.runner.recipe import Recipe, load
 from trustrl.runner.recipe_tables import folder_name
-from trustrl.untrusted_files import read_regular
+from trustrl.runs.run_directory import LAST_WORDS, StoredRun
 
 POLLING_SECONDS = 0.2
-LAST_WORDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,18 @@ def cells(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) 
     validators.whole("--seeds", seeds, low=1)
     for name in regions:
         folder_name("A region's name", name)
-    found = []
+    grid = []
     for seed in range(recipe.schedule.seed, recipe.schedule.seed + seeds):
         for name, region in regions.items():
-            one = replace(
+            cell_recipe = replace(
                 recipe,
                 name=f"{recipe.name}-{name}-{seed}",
                 region=region,
                 schedule=replace(recipe.schedule, seed=seed),
             )
-            plan(one)
-            found.append(Cell(name, seed, out / name / f"seed-{seed}", one))
-    return found
+            plan(cell_recipe)
+            grid.append(Cell(name, seed, out / name / f"seed-{seed}", cell_recipe))
+    return grid
 
 
 def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path) -> list[Cell]:
@@ -87,8 +87,8 @@ def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path
         ConfigError: If the directory contains runs of another recipe.
         MissingPackageError: If tomli-w is not installed.
     """
-    found = cells(recipe, regions, seeds, out)
-    for cell in found:
+    grid = cells(recipe, regions, seeds, out)
+    for cell in grid:
         file = cell.folder.with_suffix(".toml")
         if file.exists():
             changed = differences(load(file).to_dict(), cell.recipe.to_dict())
@@ -101,7 +101,7 @@ def prepare(recipe: Recipe, regions: Mapping[str, Region], seeds: int, out: Path
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, cell.recipe.to_toml())
     write_json(out / "grid.json", {"name": recipe.name, "regions": list(regions), "seeds": seeds})
-    return found
+    return grid
 
 
 def command_of(cell: Cell) -> list[str]:
@@ -125,7 +125,7 @@ def run_all(
         command: Returns the command of a run.
     """
     validators.whole("--workers", workers, low=1)
-    waiting = [cell for cell in todo if not RunDirectory(cell.folder).finished]
+    waiting = [cell for cell in todo if not StoredRun(cell.folder).finished]
     report(f"{len(todo)} runs, {len(todo) - len(waiting)} of them already finished")
     failures: list[Failure] = []
     running: list[tuple[Cell, subprocess.Popen[bytes]]] = []
@@ -151,11 +151,11 @@ def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], report: Callab
     """Waits until a run has ended, removes every ended run from the list, and yields the failures."""
     while all(process.poll() is None for _, process in running):
         time.sleep(POLLING_SECONDS)
-    for cell, process in [one for one in running if one[1].poll() is not None]:
+    for cell, process in [pair for pair in running if pair[1].poll() is not None]:
         running.remove((cell, process))
-        directory = RunDirectory(cell.folder)
-        if process.returncode == 0 and directory.finished:
-            result = directory.result()
+        run = StoredRun(cell.folder)
+        if process.returncode == 0 and run.finished:
+            result = run.result()
             before, after = (f"{result[f'accuracy_{when}'] or 0:.3f}" for when in ("before", "after"))
             report(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
             continue

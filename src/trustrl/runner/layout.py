@@ -104,7 +104,7 @@ class Layout:
 
     def chosen(self) -> dict[str, Any]:
         """Returns the keys whose values are not the defaults."""
-        return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
     def replicas(self, ranks: int) -> int:
         """Returns the number of copies of the model, each of which trains on its own sequences.
@@ -134,11 +134,11 @@ class Layout:
 
     def verl_settings(self) -> dict[str, Any]:
         """Returns verl's own settings for this layout."""
-        found = {VERL_KEYS[name]: value for name, value in self.chosen().items()}
+        settings = {VERL_KEYS[name]: value for name, value in self.chosen().items()}
         if self.megatron:
-            found["model_engine"] = "megatron"  # the group of verl's defaults
+            settings["model_engine"] = "megatron"  # the group of verl's defaults
         if self.ulysses_parallel > 1:
-            found["actor_rollout_ref.model.use_remove_padding"] = True  # verl requires it
+            settings["actor_rollout_ref.model.use_remove_padding"] = True  # verl requires it
         if self.router_replay == "R3":
-            found[f"{ROLLOUT}.enable_rollout_routing_replay"] = True
-        return found
+            settings[f"{ROLLOUT}.enable_rollout_routing_replay"] = True
+        return settings

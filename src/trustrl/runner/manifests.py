@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
+from trustrl.files import safetensors_header
 from trustrl.runner.signing import VARIABLE, Key, key_file
-from trustrl.untrusted_files import safetensors_header
 
 MANIFEST = "trustrl_complete"
 """Name of the manifest in a checkpoint. It is written last, because a kill may come during a save."""
@@ -49,9 +49,9 @@ def is_marked(checkpoint: Path) -> bool:
 
 def write_manifest(checkpoint: Path, seal: Seal) -> None:
     """Lists and signs the files of a complete checkpoint, after all of them have reached the disk."""
-    found = dict(sorted(_files(checkpoint)))
+    paths = dict(sorted(_files(checkpoint)))
     with ThreadPoolExecutor(THREADS) as pool:
-        files = dict(zip(found, pool.map(_synced_and_hashed, found.values()), strict=True))
+        files = dict(zip(paths, pool.map(_synced_and_hashed, paths.values()), strict=True))
     for folder, _, _ in os.walk(checkpoint):
         _sync(Path(folder))
     content = {"version": VERSION, "name": checkpoint.name, "run": seal.run, "key": seal.key.name, "files": files}
@@ -79,21 +79,21 @@ def fault_of(checkpoint: Path, seal: Seal | None) -> str | None:
         ConfigError: If the checkpoint is not by this author, or has files that its manifest does not list.
     """
     try:
-        found = dict(_files(checkpoint))
-        if not found:
+        paths = dict(_files(checkpoint))
+        if not paths:
             return "it contains no files"
         written = _read_manifest(checkpoint / MANIFEST)
         if not written:
             if seal is not None:
                 raise _refusal(checkpoint, "no manifest, as trustrl 0.1.0 left it")
-            return next((wrong for name, path in sorted(found.items()) if (wrong := _format_fault(name, path))), None)
+            return next((wrong for name, path in sorted(paths.items()) if (wrong := _format_fault(name, path))), None)
         manifest = _parsed(written)
         if manifest is None:
             return f"its manifest, {MANIFEST}, is damaged"
         wrong = None if seal is None else _author_fault(checkpoint, manifest, seal)
         if wrong is None and seal is not None:
             _refuse_unlisted(checkpoint, manifest["files"])
-        return wrong or _difference(checkpoint.name, manifest, found)
+        return wrong or _difference(checkpoint.name, manifest, paths)
     except OSError as error:
         return f"{shown(Path(error.filename or checkpoint).name)} cannot be read: {error.strerror}"
 
@@ -152,40 +152,40 @@ def _parsed(written: bytes) -> dict[str, Any] | None:
     if not isinstance(manifest, dict) or not FIELDS.keys() >= manifest.keys() >= {"version", "name", "files"}:
         return None
     sound = all(isinstance(value, FIELDS[name]) for name, value in manifest.items()) and manifest["version"] == VERSION
-    return manifest if sound and all(_is_entry(one) for one in manifest["files"].values()) else None
+    return manifest if sound and all(_is_entry(entry) for entry in manifest["files"].values()) else None
 
 
-def _is_entry(one: Any) -> bool:
+def _is_entry(entry: Any) -> bool:
     return (
-        isinstance(one, dict)
-        and one.keys() == {"bytes", "sha256"}
-        and type(one["bytes"]) is int
-        and isinstance(one["sha256"], str)
+        isinstance(entry, dict)
+        and entry.keys() == {"bytes", "sha256"}
+        and type(entry["bytes"]) is int
+        and isinstance(entry["sha256"], str)
     )
 
 
-def _difference(name: str, manifest: Mapping[str, Any], found: Mapping[str, Path]) -> str | None:
+def _difference(name: str, manifest: Mapping[str, Any], paths: Mapping[str, Path]) -> str | None:
     if manifest["name"] != name:
         return f"its manifest belongs to {ascii(manifest['name'])[:60]}"
     files = manifest["files"]
-    for one, listed in files.items():  # sizes first: they need no reading
-        if one not in found:
-            return f"{shown(one)} is missing"
-        size = found[one].stat().st_size
+    for file, listed in files.items():  # sizes first: they need no reading
+        if file not in paths:
+            return f"{shown(file)} is missing"
+        size = paths[file].stat().st_size
         if size != listed["bytes"]:
-            return f"{shown(one)} has {size:,} bytes, but its manifest lists {listed['bytes']:,}"
+            return f"{shown(file)} has {size:,} bytes, but its manifest lists {listed['bytes']:,}"
     with ThreadPoolExecutor(THREADS) as pool:
-        hashed = zip(files, pool.map(_sized_and_hashed, (found[one] for one in files)), strict=True)
-        changed = next((one for one, now in hashed if now != files[one]), None)
+        hashed = zip(files, pool.map(_sized_and_hashed, (paths[file] for file in files)), strict=True)
+        changed = next((file for file, now in hashed if now != files[file]), None)
     return None if changed is None else f"{shown(changed)} has changed since it was written"
 
 
 def _entries(folder: Path) -> Iterator[str]:
     """Yields the relative path of everything in a checkpoint except directories, the manifest and its scratch files."""
-    for at, folders, names in os.walk(folder):
-        links = [name for name in folders if Path(at, name).is_symlink()]
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
         for name in (*names, *links):
-            path = Path(at, name).relative_to(folder).as_posix()
+            path = Path(parent, name).relative_to(folder).as_posix()
             if path != MANIFEST and not path.startswith(f".{MANIFEST}."):
                 yield path
 
@@ -242,7 +242,7 @@ def _safetensors_size(path: Path) -> int | None:
     """Returns the file size according to a safetensors header, or None if the header is unreadable."""
     try:
         start, tensors = safetensors_header(path)
-        return start + max(one["data_offsets"][1] for one in tensors.values())
+        return start + max(tensor["data_offsets"][1] for tensor in tensors.values())
     except (ValueError, TypeError, KeyError, IndexError):
         return None
 

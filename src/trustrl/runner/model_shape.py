@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trustrl.errors import ConfigError
+from trustrl.files import LARGEST_HEADER, parsed_json, read_regular, safetensors_header
 from trustrl.runner.recipe_tables import Model
-from trustrl.untrusted_files import LARGEST_HEADER, parsed_json, read_regular, safetensors_header
 
 KNOWN = {
     "tiny": (722_304, 128, 512),
@@ -54,7 +54,7 @@ def _sizes(file: Path) -> tuple[int | None, int | None]:
         hidden, vocabulary = (config.get(name) for name in ("hidden_size", "vocab_size"))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"model.name must be a folder with a model, got {file}: {error!r:.200}.") from None
-    if not all(one is None or (type(one) is int and one > 0) for one in (hidden, vocabulary)):
+    if not all(size is None or (type(size) is int and size > 0) for size in (hidden, vocabulary)):
         raise ConfigError(
             f"{file} must have sizes that are integers from 1, got {hidden!r:.40} and {vocabulary!r:.40}."
         )
@@ -64,9 +64,9 @@ def _sizes(file: Path) -> tuple[int | None, int | None]:
 def _count(file: Path) -> int:
     """Counts the parameters in a safetensors file from its header."""
     try:
-        found = sum(math.prod(entry["shape"]) for entry in safetensors_header(file)[1].values())
+        count = sum(math.prod(entry["shape"]) for entry in safetensors_header(file)[1].values())
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"model.name must be a folder with a model, got {file}: {error!r:.200}.") from None
-    if type(found) is not int or not 0 <= found < 10**15:
-        raise ConfigError(f"{file} must have tensors with sizes from 0, got {found!r:.40} parameters.")
-    return found
+    if type(count) is not int or not 0 <= count < 10**15:
+        raise ConfigError(f"{file} must have tensors with sizes from 0, got {count!r:.40} parameters.")
+    return count

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trustrl.config.loading import config_to_dict
 from trustrl.recording.recording_settings import Recording
 from trustrl.recording.schema import bytes_per_token
+from trustrl.regions.loading import config_to_dict
 from trustrl.runner import trl_arguments, verl_command
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import shape_of
@@ -45,7 +45,7 @@ class Plan:
             "memory_bytes_per_rank": self.memory,
             "records": self.records,
             "layout": None if self.layout is None else asdict(self.layout),
-            "region_costs": [one.to_dict() for one in self.region_costs],
+            "region_costs": [cost.to_dict() for cost in self.region_costs],
             "engine": self.engine,
         }
 
@@ -58,13 +58,13 @@ def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
             refuse a setting.
     """
     shape = shape_of(recipe.model)
-    found = roles(recipe, shape.hidden_size)
+    recipe_roles = roles(recipe, shape.hidden_size)
     engine = engine_settings(recipe, folder)
     on_verl = recipe.engine.name == "verl"
     layout = verl_command.layout_of(recipe) if on_verl else Layout()
     return Plan(
         recipe,
-        found,
+        recipe_roles,
         _counts(recipe, layout),
         memory(recipe, shape, layout),
         _records(recipe.recording(folder), recipe.region.needs().topk),
@@ -159,7 +159,7 @@ def text(made: Plan) -> str:
         f"  the region records {made.roles.bytes_per_token} bytes for each completion token",
         "",
         "Additional forward passes for each batch",
-        *(f"  {one}" for one in made.roles.passes or ("none",)),
+        *(f"  {forward_pass}" for forward_pass in made.roles.passes or ("none",)),
         "",
         *_costs_text(made.region_costs),
         *_records_text(made),
@@ -189,17 +189,17 @@ def _costs_text(costs: list[RegionCost]) -> list[str]:
         return []
     rows = [
         (
-            one.region + " (this recipe)" * one.chosen,
-            _size(one.record_bytes_per_token),
-            _size(one.record_bytes),
-            _size(one.vocabulary_pass_bytes) if one.vocabulary_pass_bytes != 0 else "verl's",
-            _size(one.loss_bytes),
-            _size(one.output_layer_copy_bytes),
-            _size(one.anchor_sends_per_token),
-            _size(one.update_sends_per_token),
-            _size(one.sends_per_step),
+            cost.region + " (this recipe)" * cost.chosen,
+            _size(cost.record_bytes_per_token),
+            _size(cost.record_bytes),
+            _size(cost.vocabulary_pass_bytes) if cost.vocabulary_pass_bytes != 0 else "verl's",
+            _size(cost.loss_bytes),
+            _size(cost.output_layer_copy_bytes),
+            _size(cost.anchor_sends_per_token),
+            _size(cost.update_sends_per_token),
+            _size(cost.sends_per_step),
         )
-        for one in costs
+        for cost in costs
     ]
     titles = ("region", "record", "records", "pass", "loss", "copy", "anchor", "update", "step")
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]

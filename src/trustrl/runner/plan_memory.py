@@ -61,21 +61,21 @@ def _parameters_on_rank(shape: Shape, layout: Layout) -> int | None:
 def _of_region(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None]:
     """Returns the memory of the region, and of the logits or the vocabulary pass that it reads."""
     needs, cost = recipe.region.needs(), region_cost(recipe, recipe.region.kind, layout, shape, chosen=True)
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
     if recipe.engine.name == "trl":
-        found["logits"] = 0
+        sizes["logits"] = 0
     elif needs.topk or needs.full:
-        found["vocabulary_pass"] = cost.vocabulary_pass_bytes
+        sizes["vocabulary_pass"] = cost.vocabulary_pass_bytes
     elif layout.megatron:  # not measured: at least one float32 array
-        found["logits_at_least"] = _times(words(layout, shape), 4 * micro_batch_tokens(recipe, layout))
+        sizes["logits_at_least"] = _times(words(layout, shape), 4 * micro_batch_tokens(recipe, layout))
     else:
-        found["logits"] = _times(shape.vocab_size, VERL_LOGITS * 4 * micro_batch_tokens(recipe, layout))
-    found["region_records"] = cost.record_bytes
-    found["region_loss"] = cost.loss_bytes
-    found["padded_by_the_engine"] = padded_bytes(recipe, layout)
+        sizes["logits"] = _times(shape.vocab_size, VERL_LOGITS * 4 * micro_batch_tokens(recipe, layout))
+    sizes["region_records"] = cost.record_bytes
+    sizes["region_loss"] = cost.loss_bytes
+    sizes["padded_by_the_engine"] = padded_bytes(recipe, layout)
     if needs.full:
-        found["copy_of_the_output_layer"] = cost.output_layer_copy_bytes
-    return found
+        sizes["copy_of_the_output_layer"] = cost.output_layer_copy_bytes
+    return sizes
 
 
 def _times(count: int | None, factor: float) -> int | None:

@@ -98,16 +98,16 @@ def _distribution(recipe: Recipe, source: str) -> str:
 
 
 def _passes(recipe: Recipe, source: str, behavior: str) -> tuple[str, ...]:
-    needs, found = recipe.region.needs(), []
+    needs, passes = recipe.region.needs(), []
     if source == "trainer":
-        found.append("one forward pass of the trainer without gradients, for the anchor's distribution")
+        passes.append("one forward pass of the trainer without gradients, for the anchor's distribution")
     elif (
         recipe.engine.name == "trl"
         and recipe.schedule.updates_per_batch == 1  # with more updates, TRL computes these itself
         and (behavior == "trainer" or "proximal" in needs.anchors)
     ):
-        found.append("one forward pass of the trainer without gradients, for the anchor's log-probs")
-    return tuple(found)
+        passes.append("one forward pass of the trainer without gradients, for the anchor's log-probs")
+    return tuple(passes)
 
 
 def _trl_bytes(recipe: Recipe, hidden: int | None) -> tuple[str, int | None]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from trustrl.config import validators
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict, config_to_dict
-from trustrl.config.presets import override, preset
 from trustrl.errors import ConfigError
+from trustrl.files import LARGEST_TOML, parsed_toml, read_regular
 from trustrl.recording.record_files import RECORDS
 from trustrl.recording.recording_settings import Recording
+from trustrl.regions.loading import config_from_dict, config_to_dict
+from trustrl.regions.presets import override, preset
 from trustrl.registry import nearest
 from trustrl.runner import recipe_files, recipe_tables
 from trustrl.runner.layout import Layout
@@ -27,10 +28,9 @@ from trustrl.runner.recipe_tables import (
     Schedule,
     TaskChoice,
 )
-from trustrl.untrusted_files import LARGEST_TOML, parsed_toml, read_regular
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-RECORD_KEYS = tuple(one.name for one in fields(Recording) if one.name != "folder")
+RECORD_KEYS = tuple(setting.name for setting in fields(Recording) if setting.name != "folder")
 """Keys that [records] accepts."""
 
 
@@ -124,8 +124,8 @@ class Recipe:
         plain = {name: _plain(getattr(self, name)) for name in TABLES}
         plain["region"] = recipe_files.without_none(config_to_dict(self.region))
         if self.records is not None:
-            given = recipe_files.without_none(config_to_dict(self.records))
-            plain["records"] = {key: given[key] for key in RECORD_KEYS}
+            records = recipe_files.without_none(config_to_dict(self.records))
+            plain["records"] = {key: records[key] for key in RECORD_KEYS}
         return {"name": self.name, **plain}
 
     @classmethod
@@ -138,10 +138,10 @@ class Recipe:
         """
         _refuse_unknown("A recipe", data, ["name", *TABLES, "region", "records"])
         _refuse_missing("A recipe", data, cls)
-        given = {name: _table(name, kind, data[name]) for name, kind in TABLES.items() if name in data}
+        tables = {name: _table(name, kind, data[name]) for name, kind in TABLES.items() if name in data}
         if "records" in data:
-            given["records"] = _records(data["records"])
-        return cls(name=data["name"], region=_region(data["region"]), **given)
+            tables["records"] = _records(data["records"])
+        return cls(name=data["name"], region=_region(data["region"]), **tables)
 
     def to_toml(self) -> str:
         """Returns the recipe as TOML text.
@@ -219,7 +219,7 @@ def _records(data: Any) -> Recording:
 
 def _table(name: str, kind: type, data: Any) -> Any:
     recipe_tables.mapping(name, data)
-    _refuse_unknown(f"[{name}]", data, [one.name for one in fields(kind)])
+    _refuse_unknown(f"[{name}]", data, [setting.name for setting in fields(kind)])
     _refuse_missing(f"[{name}]", data, kind)
     return kind(**data)
 
@@ -232,13 +232,13 @@ def _refuse_unknown(where: str, data: Mapping[str, Any], known: list[str]) -> No
 
 def _refuse_missing(where: str, data: Mapping[str, Any], kind: type) -> None:
     missing = [
-        one.name
-        for one in fields(kind)
-        if one.name not in data and one.default is MISSING and one.default_factory is MISSING
+        setting.name
+        for setting in fields(kind)
+        if setting.name not in data and setting.default is MISSING and setting.default_factory is MISSING
     ]
     if missing:
         raise ConfigError(f"{where} must have {', '.join(missing)}. docs/reference/recipe.md lists every key.")
 
 
 def _plain(table: Any) -> dict[str, Any]:
-    return {one.name: value for one in fields(table) if (value := getattr(table, one.name)) is not None}
+    return {setting.name: value for setting in fields(table) if (value := getattr(table, setting.name)) is not None}

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError, UnknownNameError
+from trustrl.files import parsed_toml
 from trustrl.optional_imports import need, shipped_folder
 from trustrl.registry import nearest
-from trustrl.untrusted_files import parsed_toml
 
 WORD = re.compile(r"[A-Za-z_.~/][\w.:/~+-]*")  # on a command line, such words need no quotes
 
@@ -119,10 +119,10 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
         if where in (("region", "preset"), ("region", "kind")):
             merged["region"] = {}
         table = merged
-        for at, name in enumerate(where[:-1]):
+        for depth, name in enumerate(where[:-1]):
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"{'.'.join(where[: at + 1])} must be a table to apply {text!r}, got {table!r}.")
+                raise ConfigError(f"{'.'.join(where[: depth + 1])} must be a table to apply {text!r}, got {table!r}.")
         table[where[-1]] = value
     return merged
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trustrl.config.axes import Needs, Region
-from trustrl.config.presets import preset
+from trustrl.regions.presets import preset
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import BYTES, Shape
 from trustrl.runner.policy_roles import roles

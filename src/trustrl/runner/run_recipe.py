@@ -9,15 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from trustrl.config.loading import config_to_dict
 from trustrl.errors import EngineError
 from trustrl.optional_imports import require
+from trustrl.regions.loading import config_to_dict
 from trustrl.runner.checkpoints import only_the_owner_writes
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.plan import plan
 from trustrl.runner.processes import Progress, is_main_process
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.run_verdict import summary
+from trustrl.runs.run_verdict import summary
 
 Engine = Callable[[Recipe, RunDirectory, Progress], None]
 """Trains in the directory, from its last checkpoint if any, and appends metrics and evaluations to it."""

@@ -20,7 +20,7 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
     rows = engine.micro_batch or share
     accumulated = share // rows
     split = schedule.update_sees == "part"
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "output_dir": output,
         "run_name": recipe.name,
         "seed": schedule.seed,
@@ -51,9 +51,9 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
         "disable_tqdm": True,
     }
     if recipe.logging.tracker == "trackio":
-        found |= {"project": trackers.PROJECT, "trackio_space_id": None}  # None stays on this machine
+        fields |= {"project": trackers.PROJECT, "trackio_space_id": None}  # None stays on this machine
     if recipe.sampler.kind == "vllm":
-        found |= {
+        fields |= {
             "use_vllm": True,
             "vllm_mode": "colocate",
             "vllm_max_model_length": max(schedule.max_prompt_tokens + schedule.max_completion_tokens + 1, PROBE),
@@ -61,7 +61,7 @@ def grpo_fields(recipe: Recipe, output: str) -> dict[str, Any]:
             # A region anchored on the sampler already corrects for the mismatch.
             "vllm_importance_sampling_correction": "behavior" not in recipe.region.needs().anchors,
         }
-    return found | engine.settings
+    return fields | engine.settings
 
 
 def check(recipe: Recipe) -> None:
@@ -72,13 +72,15 @@ def check(recipe: Recipe) -> None:
     """
     trackers.refuse_two(recipe, "report_to", recipe.engine.settings)
     newest = (sys.maxsize,)  # a plan does not need TRL; the adapter checks the release
-    given = {"trl": newest, "region": recipe.region, **grpo_fields(recipe, ""), **trainer_arguments(recipe)}
-    rows.check(SETTINGS, lambda name, default=None: default if given.get(name) is None else given[name], recipe.region)
+    values = {"trl": newest, "region": recipe.region, **grpo_fields(recipe, ""), **trainer_arguments(recipe)}
+    rows.check(
+        SETTINGS, lambda name, default=None: default if values.get(name) is None else values[name], recipe.region
+    )
 
 
 def trainer_arguments(recipe: Recipe) -> dict[str, Any]:
     """Returns the arguments of `TrustRegionGRPOTrainer` that TRL's trainer lacks, except `region` and `recording`."""
-    found: dict[str, Any] = {"behavior": behavior_of(recipe), "metrics": recipe.logging.metrics}
+    arguments: dict[str, Any] = {"behavior": behavior_of(recipe), "metrics": recipe.logging.metrics}
     if recipe.sampler.kind == "vllm":
-        found |= {"measure_mismatch": True, "vllm_options": {"dtype": recipe.sampler.dtype}}
-    return found
+        arguments |= {"measure_mismatch": True, "vllm_options": {"dtype": recipe.sampler.dtype}}
+    return arguments

@@ -18,6 +18,7 @@ from trustrl.runner.processes import Progress, is_main_process, take_a_port
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.signing import load_key
 from trustrl.runner.trl_arguments import grpo_fields, trainer_arguments
+from trustrl.runs.metric_names import CUT, OF_ROLLOUT, TRL_KEPT
 from trustrl.world import models, tasks
 
 PREFIX = "checkpoint-"
@@ -28,11 +29,6 @@ NEEDED = {
     "trainer state": ("trainer_state.json",),
 }
 """Parts of a checkpoint, and the prefixes of their file names. DeepSpeed keeps several parts in `global_step*`."""
-
-OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
-KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
-CUT = "completions/clipped_ratio"
-"""Share of completions that reach the length limit without an end, under TRL's name."""
 
 
 def require_packages(recipe: Recipe) -> None:
@@ -93,18 +89,18 @@ def _agreed(recipe: Recipe, directory: RunDirectory, progress: Progress, main: b
 
     One rank reads the files: a thousand ranks would each read a whole checkpoint.
     """
-    seal, found = None, [None]
+    seal, message = None, [None]
     if main:
         try:
             seal = Seal(load_key(progress.log), directory.run_id)
-            found = [last_checkpoint(recipe, directory, progress, seal)]
+            message = [last_checkpoint(recipe, directory, progress, seal)]
         except TrustRLError as error:
-            found = [error]
+            message = [error]
     if recipe.engine.ranks > 1:
-        need("torch.distributed", extra="trl").broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return seal, found[0]
+        need("torch.distributed", extra="trl").broadcast_object_list(message, src=0)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    return seal, message[0]
 
 
 def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress, seal: Seal) -> tuple[int, Path | None]:
@@ -121,10 +117,10 @@ def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress,
         wrong = fault_of(checkpoint, None if directory.trust_checkpoints else seal)
         return wrong or _missing(checkpoint, recipe.engine.ranks) or _step_fault(checkpoint)
 
-    found = Survey(checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault)
-    found.refuse_if_none_is_left()
-    found.set_aside(progress.log)
-    return found.step, found.chosen
+    survey = Survey(checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault)
+    survey.refuse_if_none_is_left()
+    survey.set_aside(progress.log)
+    return survey.step, survey.chosen
 
 
 def _missing(checkpoint: Path, ranks: int) -> str | None:
@@ -149,10 +145,10 @@ def _step_fault(checkpoint: Path) -> str | None:
 
 
 def _checked_rank(recipe: Recipe) -> bool:
-    found = int(os.environ.get("WORLD_SIZE", "1"))
-    if found != recipe.engine.ranks:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != recipe.engine.ranks:
         raise ConfigError(
-            f"The run must have engine.nodes × engine.ranks_per_node = {recipe.engine.ranks} processes, got {found}. "
+            f"The run must have engine.nodes × engine.ranks_per_node = {recipe.engine.ranks} processes, got {ranks}. "
             f"Start it with `{launcher(recipe)} ...`."
         )
     return is_main_process()
@@ -214,7 +210,9 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
             if logs is None or "loss" not in logs:
                 return  # TRL's summary at the end
             row = {"step": state.global_step}
-            row |= {name: value for name, value in logs.items() if name in (*KEPT, CUT) or name.startswith("trustrl/")}
+            row |= {
+                name: value for name, value in logs.items() if name in (*TRL_KEPT, CUT) or name.startswith("trustrl/")
+            }
             if "completions/mean_length" in logs:
                 row["completion_length"] = logs["completions/mean_length"]
             # TRL logs the metrics of a rollout only at its first update; the later updates train on the same rollout.
@@ -255,7 +253,7 @@ def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step:
 
     wanted, schedule = recipe.evaluation, recipe.schedule
     task = tasks.load(recipe.task.name, **recipe.task.settings)
-    found = accuracy(
+    score = accuracy(
         model,
         _tokenizer(models.path(recipe.model.name)),
         task,
@@ -264,8 +262,8 @@ def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step:
         max_new_tokens=schedule.max_completion_tokens,
         temperature=wanted.temperature,
     )
-    directory.append("evaluation", {"step": step, "accuracy": found, "count": wanted.count})
-    progress.log(f"held-out accuracy {found:.3f} at step {step}")
+    directory.append("evaluation", {"step": step, "accuracy": score, "count": wanted.count})
+    progress.log(f"held-out accuracy {score:.3f} at step {step}")
 
 
 def _tokenizer(folder: str) -> Any:

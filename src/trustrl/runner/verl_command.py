@@ -8,16 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trustrl.config.loading import config_to_dict
-from trustrl.config.presets import preset, presets
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.verl import ROWS
 from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, MEGATRON, ROLLOUT, settings_needed
-from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, PLAIN_PROMPTS
 from trustrl.errors import ConfigError
+from trustrl.regions.loading import config_to_dict
+from trustrl.regions.presets import preset, presets
 from trustrl.runner import trackers
 from trustrl.runner.layout import STRATEGIES, VERL_KEYS, Layout
 from trustrl.runner.recipe import Recipe
+from trustrl.runner.verl_cpu_settings import DEFAULTS, PACKAGE, PLAIN_PROMPTS
 from trustrl.world.verl_dataset import REWARD
 
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
@@ -37,7 +37,7 @@ def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
         folder: The directory of data, logs and checkpoints.
         model: A directory or hub id.
     """
-    module = "trustrl.engines.verl_cpu" if recipe.engine.device == "cpu" else "trustrl.engines.verl"
+    module = PACKAGE if recipe.engine.device == "cpu" else "trustrl.engines.verl"
     settings = _settings(recipe, folder, model)
     plain = [] if recipe.task.chat else [PLAIN_PROMPTS]
     return [sys.executable, "-m", module, *(f"{key}={hydra(value)}" for key, value in settings.items()), *plain]
@@ -54,9 +54,9 @@ def check(recipe: Recipe, folder: Path) -> None:
     defaults = dict(DEFAULTS) if recipe.engine.device == "cpu" else {}
     if (engine := settings.get("model_engine", "dp")) != "dp":  # verl's group of that name sets the same strategy
         defaults[f"{ACTOR}.strategy"] = engine
-    found = {key.lstrip("+~"): _BOOLEANS.get(str(value), value) for key, value in (defaults | settings).items()}
-    needed = settings_needed(rows.reader(_nested(found)), recipe.region)
-    rows.check(ROWS, rows.reader(_nested(found | needed)), recipe.region)
+    config = {key.lstrip("+~"): _BOOLEANS.get(str(value), value) for key, value in (defaults | settings).items()}
+    needed = settings_needed(rows.reader(_nested(config)), recipe.region)
+    rows.check(ROWS, rows.reader(_nested(config | needed)), recipe.region)
 
 
 _BOOLEANS = {"True": True, "False": False}
@@ -67,12 +67,12 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in settings.items():
         *path, last = key.split(".")
-        at = out
+        table = out
         for name in path:
-            if not isinstance(at.get(name), dict):
-                at[name] = {}
-            at = at[name]
-        at[last] = value
+            if not isinstance(table.get(name), dict):
+                table[name] = {}
+            table = table[name]
+        table[last] = value
     return out
 
 
@@ -94,7 +94,7 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
     schedule, engine, optimiser, sampler = recipe.schedule, recipe.engine, recipe.optimiser, recipe.sampler
     updates = schedule.updates_per_batch
     on_cpu = engine.device == "cpu"
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "data.train_files": folder / TRAIN,
         "data.val_files": folder / HELD_OUT,
         "data.train_batch_size": schedule.prompts_per_batch,
@@ -123,19 +123,19 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
         **recipe.layout.verl_settings(),
     }
     if engine.micro_batch is not None:
-        found |= {
+        settings |= {
             f"{ACTOR}.use_dynamic_bsz": False,
             f"{ACTOR}.ppo_micro_batch_size_per_gpu": engine.micro_batch,
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": engine.micro_batch,
         }
     if not on_cpu:  # the CPU command sets these itself
-        found |= {
+        settings |= {
             f"{ROLLOUT}.tensor_model_parallel_size": sampler.ranks,
             f"{ACTOR}.use_dynamic_bsz": engine.micro_batch is None,
             "reward.custom_reward_function.path": REWARD["path"],
             "reward.custom_reward_function.name": REWARD["name"],
         }
-    return found | _trainer_settings(recipe, folder)
+    return settings | _trainer_settings(recipe, folder)
 
 
 def _engine_settings(recipe: Recipe) -> dict[str, Any]:
@@ -201,25 +201,25 @@ def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def _policy_loss(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Returns the settings of the region, by name if it is a preset, of the metrics and of the recording."""
-    name = next((one for one in presets() if preset(one) == recipe.region), None)
+    name = next((candidate for candidate in presets() if preset(candidate) == recipe.region), None)
     region = {} if name else {f"region.{key}": value for key, value in _flat(config_to_dict(recipe.region))}
     recording = recipe.recording(folder)
     records = {} if recording is None else config_to_dict(recording)
     more = region | {f"recording.{key}": value for key, value in records.items() if key != "kind"}
     if recipe.logging.metrics != "core":  # the adapter's default
         more["metrics"] = recipe.logging.metrics
-    found: dict[str, Any] = {f"{LOSS}.loss_mode": f"trustrl-{name}" if name else "trustrl"}
+    settings: dict[str, Any] = {f"{LOSS}.loss_mode": f"trustrl-{name}" if name else "trustrl"}
     if more:  # verl's configuration is typed, so new keys need a new type
-        found[f"{LOSS}._target_"] = "trustrl.engines.verl.RegionLossConfig"
-    return found | {f"+{LOSS}.{key}": value for key, value in more.items() if value is not None}
+        settings[f"{LOSS}._target_"] = "trustrl.engines.verl.RegionLossConfig"
+    return settings | {f"+{LOSS}.{key}": value for key, value in more.items() if value is not None}
 
 
-def _flat(table: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{at}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{at}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def hydra(value: Any) -> str:
@@ -232,7 +232,7 @@ def hydra(value: Any) -> str:
         case list() | tuple():
             return f"[{','.join(map(hydra, value))}]"
         case Mapping():
-            return f"{{{','.join(f'{key}:{hydra(one)}' for key, one in value.items())}}}"
+            return f"{{{','.join(f'{key}:{hydra(entry)}' for key, entry in value.items())}}}"
         case str() | Path() if any(sign in str(value) for sign in " ,:{}[]()=$'\"\\"):
             return json.dumps(str(value))
         case _:

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError, EngineError
+from trustrl.files import write_whole
 from trustrl.optional_imports import require
 from trustrl.runner import trackers
 from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign
-from trustrl.runner.directory import RunDirectory, write_whole
+from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.processes import Progress, ends_with_its_parent
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.signing import load_key
 from trustrl.runner.verl_command import HELD_OUT, TRAIN, command, hydra
+from trustrl.runner.verl_cpu_settings import PACKAGE
+from trustrl.runs.metric_names import ACCURACY, ADVANTAGES, AT_LIMIT, LONGEST, VERL_NAMES
 from trustrl.world import models
 from trustrl.world.tasks import load
 from trustrl.world.verl_dataset import write_parquet
@@ -33,25 +36,19 @@ PREFIX, TRACKER = "global_step_", "latest_checkpointed_iteration.txt"
 NEEDED = ("actor", "data.pt")
 """Parts of a checkpoint. Without `data.pt`, verl restarts the data from the beginning without an error."""
 
-NAMES = {
-    "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
-    "response_length/mean": "completion_length", "actor/entropy": "entropy",
-}  # fmt: skip
-"""verl's metric names and trustrl's. All of `actor/trustrl/*` is kept too."""
-
-KEPT = ("response_length/clip_ratio", "response_length/max", "critic/advantages/min", "critic/advantages/max")
+KEPT = (AT_LIMIT, LONGEST, *ADVANTAGES)
 """Metrics that `trustrl explain` reads, kept under verl's names."""
-
-ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
 
 
 def require_packages(recipe: Recipe) -> None:
-    """Raises if verl or the recipe's tracker is not installed. Imports neither.
+    """Raises if verl, the package that runs it on a CPU, or the recipe's tracker is not installed. Imports nothing.
 
     Raises:
         MissingPackageError: If one is not installed.
     """
-    require("verl", advice='Run `pip install "trustrl[verl]"`.')
+    on_cpu = recipe.engine.device == "cpu"
+    for name in ("verl", PACKAGE) if on_cpu else ("verl",):
+        require(name, advice=f'Run `pip install "trustrl[{"verl,verl-cpu" if on_cpu else "verl"}]"`.')
     trackers.require_package(recipe)
 
 
@@ -130,10 +127,10 @@ def last_checkpoint(directory: RunDirectory, progress: Progress, seal: Seal) -> 
             _refuse_files_elsewhere(checkpoint)
         return wrong or next((f"{name} is missing" for name in NEEDED if not (checkpoint / name).exists()), None)
 
-    found = checkpoints_in(folder, PREFIX)
+    checkpoints = checkpoints_in(folder, PREFIX)
     if saved > 0:
-        found.setdefault(saved, folder / f"{PREFIX}{saved}")  # a deleted checkpoint is a fault too
-    survey = Survey(dict(sorted(found.items(), reverse=True)), complete, fault)
+        checkpoints.setdefault(saved, folder / f"{PREFIX}{saved}")  # a deleted checkpoint is a fault too
+    survey = Survey(dict(sorted(checkpoints.items(), reverse=True)), complete, fault)
     survey.refuse_if_none_is_left()
     if survey.rejected:
         # Before renaming, because the next checkpoint that verl saves there is not complete yet.
@@ -198,8 +195,8 @@ def _follow(
         whole = text[: text.rfind(b"\n") + 1]
         read += len(whole)
         for line in whole.splitlines():
-            found = json.loads(line)
-            _translate(found["step"], found["data"], recipe, directory, progress, time.monotonic() - began)
+            entry = json.loads(line)
+            _translate(entry["step"], entry["data"], recipe, directory, progress, time.monotonic() - began)
         mark()
         if ended:
             return
@@ -240,10 +237,10 @@ def metrics_of(data: Mapping[str, Any]) -> dict[str, Any]:
         >>> metrics_of({"response_length/clip_ratio": 0.25})
         {'response_length/clip_ratio': 0.25}
     """
-    found = {ours: data[theirs] for theirs, ours in NAMES.items() if theirs in data}
-    found |= {name: data[name] for name in KEPT if name in data}
+    metrics = {ours: data[theirs] for theirs, ours in VERL_NAMES.items() if theirs in data}
+    metrics |= {name: data[name] for name in KEPT if name in data}
     prefix = "actor/trustrl/"
-    return found | {name.removeprefix("actor/"): value for name, value in data.items() if name.startswith(prefix)}
+    return metrics | {name.removeprefix("actor/"): value for name, value in data.items() if name.startswith(prefix)}
 
 
 def _wait_or_kill(process: Any) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trustrl.config.loading import config_to_dict
-from trustrl.config.presets import preset
 from trustrl.errors import TrustRLError
+from trustrl.regions.loading import config_to_dict
+from trustrl.regions.presets import preset
 
 OURS = "trustrl-"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -25,7 +25,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def flat(table: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the entries of nested tables by their dotted names.
 
     Example:
@@ -34,9 +34,9 @@ def flat(table: Mapping[Any, Any], at: str = "") -> Iterator[tuple[str, Any]]:
     """
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{at}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
-            yield f"{at}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def settings_of(config: Mapping[Any, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -46,26 +46,26 @@ def settings_of(config: Mapping[Any, Any]) -> tuple[str | None, dict[str, Any]]:
         >>> settings_of({"num_generations": 8, "num_iterations": 1, "temperature": 0.7, "output_dir": "out"})
         ('trl', {'temperature': 0.7, 'completions_per_prompt': 8})
     """
-    found = {key.replace("/", "."): value for key, value in flat(config)}
-    if "actor_rollout_ref.model.path" in found or f"{_ACTOR}.optim.lr" in found:
-        return "verl", _checked(_verl(found))
-    if {"num_generations", "num_iterations"} <= found.keys():
-        return "trl", _checked(_trl(found))
+    entries = {key.replace("/", "."): value for key, value in flat(config)}
+    if "actor_rollout_ref.model.path" in entries or f"{_ACTOR}.optim.lr" in entries:
+        return "verl", _checked(_verl(entries))
+    if {"num_generations", "num_iterations"} <= entries.keys():
+        return "trl", _checked(_trl(entries))
     return None, {}
 
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings whose values have the expected type. Trackers may store numbers as text."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in settings.items():
         kind = _KINDS.get(name, (str, dict))
         if isinstance(value, str) and name in _KINDS:
             value = _parsed(value)
         if isinstance(value, (int, float)) and kind == (int, float) and not isinstance(value, bool):
-            found[name] = float(value)
+            fields[name] = float(value)
         elif isinstance(value, kind) and not isinstance(value, bool):
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 def _parsed(text: str) -> float | int | None:
@@ -77,30 +77,30 @@ def _parsed(text: str) -> float | int | None:
     return None
 
 
-def _trl(found: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {ours: found.get(theirs) for theirs, ours in _TRL.items()}
-    settings["loss"] = found.get("loss_type")
-    settings["model"] = found.get("_name_or_path") or found.get("model_name_or_path")
-    settings["top_k"] = _whole(found.get("top_k"))
+def _trl(entries: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {ours: entries.get(theirs) for theirs, ours in _TRL.items()}
+    settings["loss"] = entries.get("loss_type")
+    settings["model"] = entries.get("_name_or_path") or entries.get("model_name_or_path")
+    settings["top_k"] = _whole(entries.get("top_k"))
     iterations, parts, accumulated = (
-        _whole(found.get(name)) for name in ("num_iterations", "steps_per_generation", "gradient_accumulation_steps")
+        _whole(entries.get(name)) for name in ("num_iterations", "steps_per_generation", "gradient_accumulation_steps")
     )
     if iterations and parts and accumulated and parts * iterations % accumulated == 0:
         settings["updates_per_batch"] = iterations * parts // accumulated
-    if (planned := _whole(found.get("max_steps"))) and planned > 0:
+    if (planned := _whole(entries.get("max_steps"))) and planned > 0:
         settings["steps_planned"] = planned
     return settings
 
 
-def _verl(found: Mapping[str, Any]) -> dict[str, Any]:
-    settings = {ours: found.get(theirs) for theirs, ours in _VERL.items()}
+def _verl(entries: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {ours: entries.get(theirs) for theirs, ours in _VERL.items()}
     batch, part, epochs = (
-        _whole(found.get(name))
+        _whole(entries.get(name))
         for name in ("data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_epochs")
     )
     if batch and part and epochs and batch % part == 0:
         settings["updates_per_batch"] = epochs * batch // part
-    top_k = _whole(found.get(f"{_ROLLOUT}.top_k"))
+    top_k = _whole(entries.get(f"{_ROLLOUT}.top_k"))
     settings["top_k"] = 0 if top_k == -1 else top_k  # both mean that sampling is not truncated
     loss = settings["loss"]
     if isinstance(loss, str) and loss.startswith(OURS):

@@ -7,16 +7,27 @@ import re
 from collections.abc import Iterable, Mapping
 
 from trustrl.core.metrics import METRICS
-from trustrl.runner.trl_run import KEPT
-from trustrl.runner.verl_run import ACCURACY, NAMES
 
-UNITS = {
-    "reward": "reward", "reward_std": "reward", "loss": "loss", "grad_norm": "norm", "learning_rate": "1",
-    "entropy": "nats", "completion_length": "tokens", "frac_reward_zero_std": "share of groups",
-    "frac_reward_nan": "share of completions", "clip_share": "share of tokens", "kl": "nats",
-    "seconds": "seconds", **{f"trustrl/{metric.name}": metric.unit for metric in METRICS},
+OF_ROLLOUT = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_nan")
+TRL_KEPT = ("loss", "grad_norm", "learning_rate", "entropy", *OF_ROLLOUT)
+"""TRL's metrics that keep their names. Those of a rollout are logged at its first update only."""
+
+VERL_NAMES = {
+    "critic/score/mean": "reward", "actor/pg_loss": "loss", "actor/grad_norm": "grad_norm", "actor/lr": "learning_rate",
+    "response_length/mean": "completion_length", "actor/entropy": "entropy",
 }  # fmt: skip
-"""Names of this table and their units. `kl` is the mean k3 estimate relative to the reference model."""
+"""verl's metric names and trustrl's. All of `actor/trustrl/*` is kept too."""
+
+CUT = "completions/clipped_ratio"
+"""TRL: share of completions that reached the length limit without an end."""
+
+AT_LIMIT, LONGEST = "response_length/clip_ratio", "response_length/max"
+"""verl: share of responses as long as the limit, whether or not they ended there, and the longest one."""
+
+ADVANTAGES = ("critic/advantages/min", "critic/advantages/max")
+"""verl: the extremes of a batch's advantages."""
+
+ACCURACY = re.compile(r"val-core/.*/(?:acc|reward)/mean@\d+")
 
 _AGREEING = {"trl": ("mismatch_abs_mean",), "verl": ("kl_k1",), "skyrl": ("mismatch_abs_mean",), "prime-rl": ("kl_k3",)}
 """Entries of the metric dictionary whose nearest metric in this engine has the same definition.
@@ -27,23 +38,25 @@ verl's `training/rollout_probs_diff_mean` is a difference of probabilities. All 
 
 
 def _from_dictionary(engine: str, end: str = "") -> dict[str, str]:
-    found = {metric.name: metric.elsewhere.get(engine) for metric in METRICS if metric.name in _AGREEING[engine]}
-    return {f"{theirs}{end}": f"trustrl/{ours}" for ours, theirs in found.items() if theirs is not None}
+    theirs = {metric.name: metric.elsewhere.get(engine) for metric in METRICS if metric.name in _AGREEING[engine]}
+    return {f"{name}{end}": f"trustrl/{ours}" for ours, name in theirs.items() if name is not None}
 
 
 ENGINE_NAMES: Mapping[str, Mapping[str, str]] = {
     "trl": {
-        **{name: name for name in (*KEPT, "kl")}, "completions/mean_length": "completion_length",
+        **{name: name for name in (*TRL_KEPT, "kl")}, "completions/mean_length": "completion_length",
         "clip_ratio/region_mean": "clip_share", **_from_dictionary("trl"),
     },
-    "verl": {**NAMES, "actor/pg_clipfrac": "clip_share", **_from_dictionary("verl")},
+    "verl": {**VERL_NAMES, "actor/pg_clipfrac": "clip_share", **_from_dictionary("verl")},
     "skyrl": _from_dictionary("skyrl"),
     "prime-rl": {
         "loss/mean": "loss", "entropy/all/mean": "entropy", "optim/lr": "learning_rate",
         "optim/grad_norm": "grad_norm", **_from_dictionary("prime-rl", "/all/mean"),
     },
 }  # fmt: skip
-"""Our name of each metric, by the trainer's name of it. Clipped tokens are counted alike by TRL and verl."""
+"""Our name of each metric, by the trainer's name of it. Clipped tokens are counted alike by TRL and verl.
+`kl` is the mean k3 estimate relative to the reference model.
+"""
 
 _TRACKED = re.compile(r"(train|eval|test)/(.+)")
 _SIGNS = {
@@ -60,8 +73,8 @@ def engine_of(names: Iterable[str]) -> str | None:
         >>> engine_of(["actor/pg_loss", "perf/throughput"])
         'verl'
     """
-    found = set(names)
-    return next((engine for engine, signs in _SIGNS.items() if found.intersection(signs)), None)
+    logged = set(names)
+    return next((engine for engine, signs in _SIGNS.items() if logged.intersection(signs)), None)
 
 
 def our_name(name: str, engine: str | None) -> str:
@@ -100,7 +113,7 @@ def score_names(names: Iterable[str]) -> list[str]:
         >>> score_names(["val-core/gsm8k/reward/mean@4", "val-core/gsm8k/acc/mean@4", "eval_loss"])
         ['val-core/gsm8k/acc/mean@4']
     """
-    found = sorted(names)
-    accuracies = [name for name in found if ACCURACY.fullmatch(name) and "/acc/" in name]
-    rewards = [name for name in found if ACCURACY.fullmatch(name) or name == "eval_reward"]
+    ordered = sorted(names)
+    accuracies = [name for name in ordered if ACCURACY.fullmatch(name) and "/acc/" in name]
+    rewards = [name for name in ordered if ACCURACY.fullmatch(name) or name == "eval_reward"]
     return accuracies or rewards

@@ -53,23 +53,23 @@ def missing_from(
     """Returns a list of the missing contents, without those that the trainer cannot know."""
     names = {name for row in rows for name, value in row.items() if value is not None}
     engine = engine or ""
-    found = [
+    missing = [
         Missing(what, would_tell, how.get(engine, _ELSEWHERE))
         for what, any_of, would_tell, how in _METRICS
         if names.isdisjoint(any_of)
     ]
     if not rows:
-        found = [Missing("metrics", "Did the reward rise, and was training stable?", "Keep the trainer's log.")]
+        missing = [Missing("metrics", "Did the reward rise, and was training stable?", "Keep the trainer's log.")]
     if not evaluated:
         how = _EVALUATIONS.get(engine, "Evaluate on held-out problems while training.")
-        found.append(Missing("evaluations", "Does the held-out accuracy follow the training reward?", how))
+        missing.append(Missing("evaluations", "Does the held-out accuracy follow the training reward?", how))
     if not completions:
         how = _COMPLETIONS.get(engine, "Store the rollouts in the trainer.")
-        found.append(Missing("completions", "Which texts got which rewards?", how))
+        missing.append(Missing("completions", "Which texts got which rewards?", how))
     if settings.get("updates_per_batch") is None or settings.get("temperature") is None:
         how = _SETTINGS.get(engine, "Keep the trainer's configuration next to its metrics.")
-        found.append(Missing("settings", "Which learning rate, sampling and batches trained the run?", how))
+        missing.append(Missing("settings", "Which learning rate, sampling and batches trained the run?", how))
     if not recorded:
         would = "Which tokens moved, which would another region mask, and where do sampler and trainer disagree?"
-        found.append(Missing("token records", would, RECORD))
-    return tuple(found)
+        missing.append(Missing("token records", would, RECORD))
+    return tuple(missing)

@@ -88,9 +88,9 @@ def _parts(files: Files) -> list[Part]:
                 part.completions, run.settings["updates_per_batch"]
             )
         return [run, *_rollouts(files, run), *records]
-    found = [part for reader in READERS for part in reader.read(files)]
-    found += trustrl_directory.records_in(files)
-    return found if any(part.rows or part.completions for part in found) else [*found, *exports.read(files)]
+    parts = [part for reader in READERS for part in reader.read(files)]
+    parts += trustrl_directory.records_in(files)
+    return parts if any(part.rows or part.completions for part in parts) else [*parts, *exports.read(files)]
 
 
 def _rollouts(files: Files, run: Part) -> list[Part]:
@@ -99,15 +99,15 @@ def _rollouts(files: Files, run: Part) -> list[Part]:
         return trl_completions.read(files)
     if run.engine != "verl":
         return []
-    found = [part for part in verl_dumps.read(files) if part.completions is not None]
+    parts = [part for part in verl_dumps.read(files) if part.completions is not None]
     updates = run.settings["updates_per_batch"]
-    for part in found:
+    for part in parts:
         part.completions = _counting_updates(part.completions, updates)
-    return found
+    return parts
 
 
 def _counting_updates(completions: Any, updates: int) -> Callable[[], Any]:
-    return lambda: (replace(one, step=one.step * updates) for one in completions())
+    return lambda: (replace(completion, step=completion.step * updates) for completion in completions())
 
 
 def _nothing(path: str | Path, files: Files, parts: Sequence[Part]) -> str:
@@ -147,11 +147,11 @@ def short_labels(names: Sequence[str], folders: Sequence[Path]) -> list[str]:
     if len(names) == 1:
         return list(names)
     words = [name.split("-") for name in names]
-    while all(len(one) > 1 and one[0] == words[0][0] for one in words):
-        words = [one[1:] for one in words]
-    while all(len(one) > 1 and one[-1] == words[0][-1] for one in words):
-        words = [one[:-1] for one in words]
-    labels = ["-".join(one) for one in words]
+    while all(len(parts) > 1 and parts[0] == words[0][0] for parts in words):
+        words = [parts[1:] for parts in words]
+    while all(len(parts) > 1 and parts[-1] == words[0][-1] for parts in words):
+        words = [parts[:-1] for parts in words]
+    labels = ["-".join(parts) for parts in words]
     alike = [labels.count(label) > 1 for label in labels]
     return [
         f"{label} ({folder.name})" if two else label for label, two, folder in zip(labels, alike, folders, strict=True)

@@ -80,10 +80,10 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
         settings = {**{key: value for key, value in part.settings.items() if value is not None}, **settings}
     settings.setdefault("engine", engine)
     chosen = RunSettings(**settings)
-    found = [one for part in parts for one in part.found]
+    findings = [finding for part in parts for finding in part.found]
     others = [part.source for part in parts if part is not richest and part.rows]
     if others:
-        found.append(f"metrics from {richest.source}; not from {', '.join(others)}, with no more values")
+        findings.append(f"metrics from {richest.source}; not from {', '.join(others)}, with no more values")
     rows = richest.rows
     recorded = [part for part in ordered if part.records]  # their completions are those of the recorded tokens
     completions = _first([*recorded, *ordered], "completions")
@@ -91,15 +91,15 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
         path=path, name=_first(ordered, "name") or name, source=" + ".join(dict.fromkeys(p.source for p in parts)),
         settings=chosen, rows=rows, row_is=richest.row_is, steps_per_row=richest.steps_per_row,
         evaluations=_evaluations(ordered), completions=completions or no_completions,
-        records=tuple(dict.fromkeys(one for part in parts for one in part.records)),
+        records=tuple(dict.fromkeys(folder for part in parts for folder in part.records)),
         recipe=_first(ordered, "recipe") or {}, status=_status(ordered, rows, chosen),
-        seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(found),
+        seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(findings),
         missing=missing_from(
             engine, rows, settings, completions=completions is not None,
             evaluated=any(part.evaluations or part.evaluated for part in parts),
             recorded=any(part.records for part in parts),
         ),
-        faults=tuple(dict.fromkeys(one for part in parts for one in part.faults)),
+        faults=tuple(dict.fromkeys(fault for part in parts for fault in part.faults)),
     )  # fmt: skip
 
 

@@ -33,8 +33,8 @@ def step_number(value: Any) -> int | None:
         >>> step_number(3.0), step_number(-1), step_number("x")
         (3, None, None)
     """
-    found = number(value)
-    return int(found) if found is not None and found == int(found) and 0 <= found < LARGEST_STEP else None
+    step = number(value)
+    return int(step) if step is not None and step == int(step) and 0 <= step < LARGEST_STEP else None
 
 
 SUMMARY = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "train_loss")
@@ -49,12 +49,12 @@ class Points:
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Adds metrics of one step. Values that are not numbers are left out; NaN and infinity become None."""
-        at = self.by_step[step]
+        row = self.by_step[step]
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                at[str(name)] = number(value)
+                row[str(name)] = number(value)
             elif value is None:
-                at.setdefault(str(name), None)
+                row.setdefault(str(name), None)
 
     def names(self) -> set[str]:
         """Returns the names of all metrics."""

@@ -50,8 +50,8 @@ class ProgressDisplay:
             text: The current metrics, such as "loss 0.123".
         """
         now = time.perf_counter() - self._began
-        first, at = self._first = self._first or (step, now)  # a resumed run does not begin at step 1
-        left = f"{(now - at) / (step - first) * (self._steps - step):.0f} s left" if step > first else ""
+        first, first_seconds = self._first = self._first or (step, now)  # a resumed run does not begin at step 1
+        left = f"{(now - first_seconds) / (step - first) * (self._steps - step):.0f} s left" if step > first else ""
         if self._bar is not None:
             self._show(step, ", ".join(filter(None, (text, left))))
         elif now - self._last >= SECONDS_BETWEEN_LINES or step >= self._steps:

@@ -86,8 +86,8 @@ def reward(
             f"extra_info must have the key 'trustrl', got {', '.join(extra_info or {}) or 'nothing'} in a row of "
             f"{data_source}. Write the data with trustrl.world.verl_dataset.write_parquet."
         )
-    found = json.loads(written)
-    return _task(found["task"], json.dumps(found["settings"])).score(solution_str, found["row"])
+    problem = json.loads(written)
+    return _task(problem["task"], json.dumps(problem["settings"])).score(solution_str, problem["row"])
 
 
 @lru_cache
@@ -106,8 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, help="Number of problems (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="Seed of their order (default: 0)")
     parser.add_argument("--chat", action="store_true", help="Write prompts as chat messages")
-    given = parser.parse_args(arguments)
-    print(write_parquet(given.path, given.task, given.split, count=given.count, seed=given.seed, chat=given.chat))
+    args = parser.parse_args(arguments)
+    print(write_parquet(args.path, args.task, args.split, count=args.count, seed=args.seed, chat=args.chat))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 
 import trustrl
 from support.worlds import grad_of, log, run, world
-from trustrl.core.regions.batch import beyond_moment
+from trustrl.regions.m2po import beyond_moment
 
 
 def row(region, policy, behavior, advantage, proximal=None):

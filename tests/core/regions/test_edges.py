@@ -7,21 +7,22 @@ import pytest
 import torch
 
 import trustrl
-import trustrl.core.regions.dispatch
-import trustrl.core.regions.troll
+import trustrl.core.decision
+import trustrl.core.projection
 from support.troll_corpus import CORPUS, sparse_loss
-from support.worlds import world
+from support.worlds import tokens_of_sequences, world
 from trustrl.core import divergences
 from trustrl.core.clean import clean_tokens
 from trustrl.core.losses import penalty_terms, policy_terms
 from trustrl.core.numerics import free_to_look, verdict_dtype
+from trustrl.core.ops import pushed_outward
 from trustrl.core.partition import Partition
-from trustrl.core.regions.dppo import leaving, outside
-from trustrl.core.regions.ppo import runaway
-from trustrl.core.regions.sequence import overspent, pushed_outward
-from trustrl.core.regions.soft import soft_gate
-from trustrl.core.regions.troll import troll_project
-from trustrl.core.sequences import Sequences
+from trustrl.core.projection import troll_project
+from trustrl.regions.cppo import overspent
+from trustrl.regions.dppo import leaving
+from trustrl.regions.ipo import outside
+from trustrl.regions.ppo import runaway
+from trustrl.regions.sapo import soft_gate
 
 
 def t(*values):
@@ -48,24 +49,22 @@ def test_outside_at_its_edges():
 
 def test_the_prefix_budget_weighs_by_position():
     """The last of two tokens weighs .8: a distance of .18 costs .144 and fits into .15; the first's .16 does not."""
-    two = Sequences(torch.zeros(2, dtype=torch.long), 1, None)
-    ones, counted = t(1.0, 1.0), torch.tensor([True, True])
+    two = tokens_of_sequences(0, 0)
+    ones = t(1.0, 1.0)
 
     def stop(d, advantage=ones):
-        return overspent(
-            t(*d), pushed_outward(ones, advantage), counted, two, bound=0.15, rate=1.0, last_weight=0.8
-        ).tolist()
+        return overspent(two, t(*d), pushed_outward(ones, advantage), bound=0.15, rate=1.0, last_weight=0.8).tolist()
 
     assert stop((0.0, 0.18)) == [False, False]
     assert stop((0.0, 0.19)) == [False, True]
     assert stop((0.16, 0.0)) == [True, False]
     assert stop((0.16, 0.5), advantage=t(0.0, 0.0)) == [False, False]
     neither = pushed_outward(t(0.0, 0.0), t(1.0, -1.0))
-    still = overspent(t(0.5, 0.5), neither, counted, two, bound=0.15, rate=1.0, last_weight=0.8)
+    still = overspent(two, t(0.5, 0.5), neither, bound=0.15, rate=1.0, last_weight=0.8)
     assert still.tolist() == [False, False]  # r = 1 is on no side
     assert stop((0.15, 0.0)) == [False, False]  # what just fits is spent
     second = pushed_outward(-ones, t(0.0, -1.0))
-    falling = overspent(t(0.5, 0.5), second, counted, two, bound=0.15, rate=1.0, last_weight=0.8)
+    falling = overspent(two, t(0.5, 0.5), second, bound=0.15, rate=1.0, last_weight=0.8)
     assert falling.tolist() == [False, True]
 
 
@@ -152,7 +151,7 @@ def test_verdicts_are_float64_and_terms_are_float32(dtype):
         assert interval.lower.dtype == torch.float64
     for region in (trustrl.DPPO(), trustrl.SPO()):
         tokens = clean_tokens(policy, rollout, region.needs())
-        decision = trustrl.core.regions.dispatch.decide(tokens, region)
+        decision = trustrl.core.decision.decide(tokens, region)
         assert policy_terms(decision, tokens).value.dtype == torch.float32
         bonus = penalty_terms(trustrl.EntropyBonus(coefficient=1.0), policy, rollout, tokens, decision.keep)
         assert bonus.value.dtype == torch.float32
@@ -229,7 +228,7 @@ def test_the_path_without_looking_gives_the_same_projection(name, monkeypatch):
     p, b = CORPUS[name]()
     p, b = p[:500], b[:500]
     want = troll_project(p, b, bound=0.05)
-    monkeypatch.setattr(trustrl.core.regions.troll, "free_to_look", lambda at: False)
+    monkeypatch.setattr(trustrl.core.projection, "free_to_look", lambda at: False)
     got = troll_project(p, b, bound=0.05)
     for field in ("log_projected", "beta", "kl_after", "evaluations"):
         torch.testing.assert_close(getattr(got, field), getattr(want, field), rtol=1e-9, atol=1e-12)
@@ -244,8 +243,8 @@ def test_the_path_without_looking_gives_the_same_loss(monkeypatch, fault):
         w.advantage[w.in_loss.nonzero()[0].tolist()[0], w.in_loss.nonzero()[0].tolist()[1]] = fault
     grads = []
     for looking in (True, False):
-        monkeypatch.setattr(trustrl.core.regions.troll, "free_to_look", lambda at, looking=looking: looking)
-        monkeypatch.setattr(trustrl.core.regions.troll, "free_to_look", lambda at, looking=looking: looking)
+        monkeypatch.setattr(trustrl.core.projection, "free_to_look", lambda at, looking=looking: looking)
+        monkeypatch.setattr(trustrl.core.projection, "free_to_look", lambda at, looking=looking: looking)
         logits = w.policy.clone().requires_grad_()
         out = sparse_loss(trustrl.TROLL(k=6, anchor="behavior"), w, logits, 6)
         out.loss.backward()
@@ -318,11 +317,11 @@ def test_a_reference_in_float64_does_not_widen_the_terms():
 
 def test_the_weights_of_three_positions():
     """1, .9, .8: a distance of .16 fits at the second place (.144) and not at the first."""
-    three = Sequences(torch.zeros(3, dtype=torch.long), 1, None)
     ones = t(1.0, 1.0, 1.0)
+    three = tokens_of_sequences(0, 0, 0)
 
     def stop(*d):
-        return overspent(t(*d), ones.bool(), ones.bool(), three, bound=0.15, rate=1.0, last_weight=0.8).tolist()
+        return overspent(three, t(*d), ones.bool(), bound=0.15, rate=1.0, last_weight=0.8).tolist()
 
     assert stop(0.16, 0.0, 0.0) == [True, False, False]
     assert stop(0.0, 0.166, 0.0) == [False, False, False]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from support.worlds import tokens_of_sequences
 from trustrl import RolloutTokens
-from trustrl.core.regions.sequence import overspent
 from trustrl.core.sequences import (
     prefix_sum,
     sequence_length,
@@ -15,6 +15,7 @@ from trustrl.core.sequences import (
     sequence_quantile,
     sequences_of,
 )
+from trustrl.regions.cppo import overspent
 
 
 @st.composite
@@ -62,9 +63,8 @@ def test_packed_statistics_equal_plain_loops(case):
 def test_an_infinite_divergence_stays_in_its_own_sequence():
     """A running sum over the whole batch would hand inf − inf = NaN to every later sequence."""
     d = torch.tensor([0.01, torch.inf, 0.01, 0.01, 0.01], dtype=torch.float64)
-    ids = torch.tensor([0, 0, 0, 1, 1])
-    ones = torch.ones(5, dtype=torch.float64)
-    stop = overspent(d, ones.bool(), ones.bool(), group(ids), bound=0.15, rate=0.02, last_weight=0.8)
+    tokens = tokens_of_sequences(0, 0, 0, 1, 1)
+    stop = overspent(tokens, d, tokens.usable, bound=0.15, rate=0.02, last_weight=0.8)
     assert stop.tolist() == [False, True, True, False, False]
 
 

@@ -11,7 +11,7 @@ import trustrl
 from support import oracle
 from support.troll_corpus import CORPUS, EPS, normal, randoms, sparse_loss
 from support.worlds import world
-from trustrl.core.regions.troll import MAX_EVALUATIONS, troll_project
+from trustrl.core.projection import MAX_EVALUATIONS, troll_project
 
 
 def kl64(log_q, log_b):

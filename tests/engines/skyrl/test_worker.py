@@ -14,8 +14,8 @@ from skyrl.train.config import make_config
 
 from support import regions_oracle as oracle, skyrl_world as world
 from support.rendezvous import python_path
-from trustrl.config.loading import config_to_dict
 from trustrl.engines import skyrl as engine
+from trustrl.regions.loading import config_to_dict
 
 RANKS = 2
 NAMES = ["binary on μ", "binary on π'", "both anchors"]

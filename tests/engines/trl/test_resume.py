@@ -14,10 +14,10 @@ import torch
 
 import trustrl
 from support import trl_world as world
-from trustrl.config.loading import config_to_dict
 from trustrl.engines.common.region_callback import KEY
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 from trustrl.errors import TrustRLWarning
+from trustrl.regions.loading import config_to_dict
 
 UPDATES_PER_ROLLOUT = 4
 SCHEDULE = {

@@ -150,7 +150,7 @@ def test_a_run_killed_after_its_second_checkpoint_goes_on_from_there(whole, tmp_
 def test_a_run_killed_inside_a_checkpoint_write_and_inside_a_record_write_ends_as_if_nothing_had_happened(
     whole, tmp_path
 ):
-    """With half of the bytes of the write on the disk. `benchmarks/failures` does it at many more places."""
+    """With half of the bytes of the write on the disk. `studies/10-runs-survive` does it at many more places."""
     settings, uninterrupted = whole
     folder, log, library = tmp_path / "run", tmp_path / "calls.log", str(compiled(tmp_path))
     optimizer = str(folder / "checkpoints/checkpoint-8/optimizer.pt")

@@ -28,8 +28,8 @@ from trl.experimental.async_grpo.packing import TREE_ATTENTION
 import trustrl
 from support.tiny_models import save_model
 from trustrl.engines.trl.async_trainer import VERSION, TrustRegionAsyncGRPOTrainer
-from trustrl.engines.verl_cpu.sampler_server import Limits, Request, buckets
-from trustrl.engines.verl_cpu.vllm_server import VLLMServer
+from trustrl_verl_cpu.sampler_server import Limits, Request, buckets
+from trustrl_verl_cpu.vllm_server import VLLMServer
 
 GROUP, BATCH, AHEAD = 4, 8, 3
 

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from trustrl.engines.verl.verl_config import recording_of, region_of
-from trustrl.engines.verl_cpu.cpu_defaults import with_defaults
 from trustrl.runner.layout import VERL_KEYS
 from trustrl.runner.recipe import load
 from trustrl.runner.verl_command import command
+from trustrl_verl_cpu.cpu_defaults import with_defaults
 
 ROOT = Path(__file__).parents[3]
 RECIPES = [file for file in sorted((ROOT / "recipes").glob("*.toml")) if load(file).engine.name == "verl"]
@@ -25,7 +25,7 @@ IN_FULL = ["region.preset=dppo-topk-tv", "region.divergence.max_increase=0.2", "
 def composed(file, overrides, folder):
     recipe = load(file, overrides)
     _, _, module, *settings = command(recipe, folder, recipe.model.name)
-    if module == "trustrl.engines.verl_cpu":
+    if module == "trustrl_verl_cpu":
         settings = with_defaults(settings)
     with initialize_config_module("verl.trainer.config", version_base=None):
         return recipe, compose("ppo_trainer", overrides=settings)

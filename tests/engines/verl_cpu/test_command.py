@@ -1,4 +1,4 @@
-"""`python -m trustrl.engines.verl_cpu`: its defaults in verl's own configuration, and what it refuses before Ray starts."""
+"""`python -m trustrl_verl_cpu`: its defaults in verl's own configuration, and what it refuses before Ray starts."""
 
 import asyncio
 import os
@@ -13,12 +13,13 @@ pytest.importorskip("verl")
 from hydra import compose, initialize_config_module
 
 from trustrl.engines.verl import check_settings
-from trustrl.engines.verl_cpu import __main__ as command, vllm_server
-from trustrl.engines.verl_cpu.__main__ import main
-from trustrl.engines.verl_cpu.cpu_defaults import DEFAULTS, ENVIRONMENT, PLAIN_PROMPTS, with_defaults
-from trustrl.engines.verl_cpu.replicas import TransformersReplica
 from trustrl.errors import ConfigError
+from trustrl.runner.verl_cpu_settings import DEFAULTS, PLAIN_PROMPTS
 from trustrl.world.verl_dataset import PLAIN_CHAT
+from trustrl_verl_cpu import __main__ as command, vllm_server
+from trustrl_verl_cpu.__main__ import main
+from trustrl_verl_cpu.cpu_defaults import ENVIRONMENT, with_defaults
+from trustrl_verl_cpu.replicas import TransformersReplica
 
 REGION = [
     "actor_rollout_ref.rollout.name=transformers_cpu", "algorithm.rollout_correction.bypass_mode=True",
@@ -62,10 +63,10 @@ def test_megatron_has_defaults_of_its_own_that_verl_knows(choice):
 @pytest.mark.parametrize(
     ("given", "plugins"),
     [
-        ([], ["trustrl.engines.verl_cpu.plugin"]),
+        ([], ["trustrl_verl_cpu.plugin"]),
         (
             ["actor_rollout_ref.actor.strategy=megatron"],
-            ["trustrl.engines.verl_cpu.plugin", "trustrl.engines.verl_cpu.megatron_plugin"],
+            ["trustrl_verl_cpu.plugin", "trustrl_verl_cpu.megatron_plugin"],
         ),
     ],
 )
@@ -114,21 +115,21 @@ def test_plain_prompts_are_a_template_that_hydra_can_read():
 
 
 def test_help_needs_no_framework():
-    code = "import sys; from trustrl.engines.verl_cpu.__main__ import main; main(['--help']); print(*sys.modules)"
+    code = "import sys; from trustrl_verl_cpu.__main__ import main; main(['--help']); print(*sys.modules)"
     run = in_a_new_process(code)
-    assert run.stdout.startswith("python -m trustrl.engines.verl_cpu")
+    assert run.stdout.startswith("python -m trustrl_verl_cpu")
     assert not {"verl", "torch", "ray", "transformers"} & set(run.stdout.splitlines()[-1].split())
 
 
 def test_the_vllm_server_can_be_imported_where_there_is_no_verl():
-    code = "import sys; sys.modules['verl'] = None; import trustrl.engines.verl_cpu.vllm_server; print('vllm' in sys.modules)"
+    code = "import sys; sys.modules['verl'] = None; import trustrl_verl_cpu.vllm_server; print('vllm' in sys.modules)"
     run = in_a_new_process(code)
     assert run.stdout.strip() == "False", run.stderr
 
 
 def test_the_plugin_leaves_verls_own_choice_of_platform_alone():
     """Without VERL_PLATFORM=cpu a machine without a GPU is what it was to verl."""
-    code = "import trustrl.engines.verl_cpu.plugin; from verl.plugin.platform import get_platform; print(get_platform().device_name)"
+    code = "import trustrl_verl_cpu.plugin; from verl.plugin.platform import get_platform; print(get_platform().device_name)"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     for platform, device in (("cpu", "cpu"), ("", "cuda")):
         environment["VERL_PLATFORM"] = platform
@@ -162,10 +163,11 @@ def fake_python(folder, answer):
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ('{"vllm": false, "trustrl": true, "jaxtyping": true}', "vllm must be installed"),
-        ('{"vllm": true, "trustrl": true, "jaxtyping": true, "python": "3.9.1", "ray": null}', "must be Python 3.* got 3.9.1"),
-        ('{"vllm": true, "trustrl": true, "jaxtyping": true, "python": "HERE", "ray": null}', "ray must be .*got none"),
-        ('{"vllm": true, "trustrl": true, "jaxtyping": true, "python": "HERE", "ray": "1.0"}', "ray must be .*got 1.0"),
+        ('{"vllm": false, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true}', "vllm must be installed"),
+        ('{"vllm": true, "trustrl_verl_cpu": false}', "trustrl-verl-cpu must be installed .*pip install trustrl-verl-cpu"),
+        ('{"vllm": true, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true, "python": "3.9.1", "ray": null}', "must be Python 3.* got 3.9.1"),
+        ('{"vllm": true, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true, "python": "HERE", "ray": null}', "ray must be .*got none"),
+        ('{"vllm": true, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true, "python": "HERE", "ray": "1.0"}', "ray must be .*got 1.0"),
     ],
 )  # fmt: skip
 def test_an_environment_that_lacks_something_is_refused(answer, sentence, tmp_path):
@@ -174,10 +176,24 @@ def test_an_environment_that_lacks_something_is_refused(answer, sentence, tmp_pa
         vllm_server.runtime_env(fake_python(tmp_path, answer.replace("HERE", here)))
 
 
-def test_an_installed_trustrl_does_not_bring_verls_packages_along(monkeypatch, tmp_path):
+def test_both_packages_are_imported_from_their_source(monkeypatch, tmp_path):
+    monkeypatch.setattr(vllm_server.trustrl, "__file__", str(tmp_path / "one" / "trustrl" / "__init__.py"))
+    monkeypatch.setattr(vllm_server, "__file__", str(tmp_path / "other" / "trustrl_verl_cpu" / "vllm_server.py"))
+    assert vllm_server.source_root().split(os.pathsep) == [str(tmp_path / "one"), str(tmp_path / "other")]
+
+
+def test_installed_packages_do_not_bring_verls_along(monkeypatch, tmp_path):
     (tmp_path / "torch").mkdir()
     monkeypatch.setattr(vllm_server.trustrl, "__file__", str(tmp_path / "trustrl" / "__init__.py"))
+    monkeypatch.setattr(vllm_server, "__file__", str(tmp_path / "trustrl_verl_cpu" / "vllm_server.py"))
     assert vllm_server.source_root() == ""
+
+
+def test_the_old_name_warns_and_starts_the_command():
+    module = "trustrl.engines.verl_cpu"
+    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=300)
+    assert run.stdout.startswith("python -m trustrl_verl_cpu")
+    assert "DeprecationWarning: trustrl.engines.verl_cpu is now the package trustrl_verl_cpu" in run.stderr
 
 
 def test_the_transformers_sampler_refuses_to_return_its_routing():

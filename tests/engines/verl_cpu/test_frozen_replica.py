@@ -10,10 +10,10 @@ pytest.importorskip("pyarrow")
 
 from support.verl_cpu_runs import trained
 from trustrl.engines.common.seam import version_of
-from trustrl.engines.verl_cpu.vllm_server import VARIABLE
 from trustrl.recording import read_sequences
 from trustrl.runner.directory import RunDirectory
 from trustrl.tools.explain.explanation import explain
+from trustrl_verl_cpu.vllm_server import VARIABLE
 
 STEPS, FROZEN = 10, 5
 SERVERS = ("trustrl_cpu_server_0", "trustrl_cpu_server_1")

@@ -15,7 +15,7 @@ import os, sys
 from support.sockets import listening
 before = listening()
 from torch import distributed
-from trustrl.engines.verl_cpu import plugin
+from trustrl_verl_cpu import plugin
 distributed.init_process_group(plugin.TWO_BACKENDS, rank=0, world_size=1)
 opened = listening() - before
 assert len(opened) >= 2, opened  # the store and gloo

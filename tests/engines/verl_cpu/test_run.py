@@ -15,10 +15,10 @@ from support.tracked_metrics import READERS
 from support.verl_cpu_runs import STEPS, trained
 from trustrl.cli import main
 from trustrl.engines.common.seam import version_of
-from trustrl.engines.verl_cpu.vllm_server import VARIABLE
 from trustrl.recording import read
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.recipe import load
+from trustrl_verl_cpu.vllm_server import VARIABLE
 
 ROLLOUT = "engine.settings.actor_rollout_ref.rollout"
 ACTOR = "engine.settings.actor_rollout_ref.actor"

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from support.tiny_models import VOCABULARY, full_logps, perturb, save_model, some_sequences
 from trustrl.engines.common.sampler_fields import TOPK, TOPK_IDS, TOPK_LOGP
-from trustrl.engines.verl_cpu.sampler_server import Limits, buckets
-from trustrl.engines.verl_cpu.transformers_server import TransformersServer
 from trustrl.errors import ConfigError, EngineError
+from trustrl_verl_cpu.sampler_server import Limits, buckets
+from trustrl_verl_cpu.transformers_server import TransformersServer
 
 EXACT = 2e-5
 LIMITS = Limits(prompt=32, response=8, total=40)
@@ -148,7 +148,7 @@ def test_scores_follow_verls_contract(path, k):
 def test_scoring_in_parts_and_beside_sampling_changes_nothing(path, monkeypatch):
     sequences = some_sequences(12, 30, 7, 22, 3)
     whole, _ = ask(path, [(s, scoring(4)) for s in sequences])
-    monkeypatch.setattr("trustrl.engines.verl_cpu.transformers_server.LOGIT_BYTES", 2 * 4 * VOCABULARY * 30)
+    monkeypatch.setattr("trustrl_verl_cpu.transformers_server.LOGIT_BYTES", 2 * 4 * VOCABULARY * 30)
     mixed, sizes = ask(path, [call for s in sequences for call in ((s, sampling()), (s, scoring(4)))])
     assert sizes == [10]
     for one, other in zip(whole, mixed[1::2], strict=True):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from support.tiny_models import full_logps, perturb, save_model, some_sequences
 from trustrl.engines.common.sampler_fields import TOPK, TOPK_IDS, TOPK_LOGP
-from trustrl.engines.verl_cpu.vllm_server import VARIABLE, runtime_env
+from trustrl_verl_cpu.vllm_server import VARIABLE, runtime_env
 
 EXACT = 1e-4
 TEMPERATURE = 0.7

@@ -11,9 +11,9 @@ import sys
 from ray import cloudpickle
 from verl.workers.rollout import replica
 
-from trustrl.engines.verl_cpu import replicas
-from trustrl.engines.verl_cpu.transformers_server import TransformersServer
-from trustrl.engines.verl_cpu.vllm_server import VLLMServer
+from trustrl_verl_cpu import replicas
+from trustrl_verl_cpu.transformers_server import TransformersServer
+from trustrl_verl_cpu.vllm_server import VLLMServer
 
 FROZEN = int(os.environ.get("TRUSTRL_TEST_FROZEN", 0))
 SERVERS = {"transformers_cpu": TransformersServer, "vllm_cpu": VLLMServer}

@@ -1,33 +1,49 @@
-"""A sampler that writes down every answer, and a step that takes longer, so that rollouts run while it trains.
+"""A sampler that writes down every answer, and draws slowly, so that weight updates find responses unfinished.
 
 Imported by every process of a run (`VERL_USE_EXTERNAL_MODULES`). `TRUSTRL_TEST_LOG` names the file.
 """
 
 import json
 import os
-import time
+from collections import Counter
 
 from verl.workers.rollout import replica
 
 from trustrl.engines.common.sampler_fields import TOPK_IDS, TOPK_LOGP
-from trustrl.engines.verl_cpu import replicas
-from trustrl.engines.verl_cpu.transformers_server import TransformersServer
+from trustrl_verl_cpu import replicas
+from trustrl_verl_cpu.transformers_server import TransformersServer
 
 TOKEN_SECONDS = 0.4
 """Sampling a token of the tiny model takes a millisecond, and no weight update would find a response unfinished."""
+
+STEP_PROMPTS, COMPLETIONS = 8, 4
+"""Prompts of one step, and completions of each."""
+
+SURPLUS_TOKEN_SECONDS = 10
+"""Sampling a token takes up to so long once the step has its responses: until the trainer, however busy, interrupts."""
 
 
 class LoggedServer(TransformersServer):
     """Logs on the thread that owns the model, so that the version is that of the weights in use."""
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._completed = Counter()  # completions to train on, by version and prompt
+
     def _draw(self, *args):
-        time.sleep(TOKEN_SECONDS)
+        self._interrupted.wait(SURPLUS_TOKEN_SECONDS if self._step_is_complete() else TOKEN_SECONDS)
         return super()._draw(*args)
+
+    def _step_is_complete(self):
+        counts = (count for (version, _), count in self._completed.items() if version == self._global_steps)
+        return sum(count // COMPLETIONS for count in counts) >= STEP_PROMPTS
 
     def _stamped_answers(self, requests):
         answers = super()._stamped_answers(requests)
         with open(os.environ["TRUSTRL_TEST_LOG"], "a") as log:
             for request, answer in zip(requests, answers, strict=True):
+                if request.topk and answer.stop_reason == "completed":  # evaluation does not ask for the top K
+                    self._completed[self._global_steps, tuple(request.prompt_ids)] += 1
                 row = {
                     "prompt": request.prompt_ids, "tokens": answer.token_ids, "logp": answer.log_probs,
                     "version": answer.extra_fields["global_steps"], "stop": answer.stop_reason,

@@ -6,9 +6,9 @@ import sys
 
 from safetensors.torch import load_file
 
-from trustrl.engines.verl_cpu.sampler_server import Limits, buckets
-from trustrl.engines.verl_cpu.vllm_server import VLLMServer
 from trustrl.errors import ConfigError
+from trustrl_verl_cpu.sampler_server import Limits, buckets
+from trustrl_verl_cpu.vllm_server import VLLMServer
 
 
 def plain(fields):

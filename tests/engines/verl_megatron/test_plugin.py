@@ -18,7 +18,7 @@ from trustrl.errors import EngineError
 
 def said():
     try:
-        importlib.import_module("trustrl.engines.verl_cpu.megatron_plugin")
+        importlib.import_module("trustrl_verl_cpu.megatron_plugin")
     except EngineError as error:
         return str(error)
 
@@ -57,8 +57,8 @@ def said():
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("platform", "VERL_PLATFORM must be 'cpu' to import trustrl.engines.verl_cpu.megatron_plugin, got None"),
-        ("gpu", "trustrl.engines.verl_cpu.megatron_plugin must run without a GPU"),
+        ("platform", "VERL_PLATFORM must be 'cpu' to import trustrl_verl_cpu.megatron_plugin, got None"),
+        ("gpu", "trustrl_verl_cpu.megatron_plugin must run without a GPU"),
         ("release", "megatron-core must be 0.16 or 0.18 for Megatron on a CPU, got 0.15.3"),
         ("signature", "Bridge.export_weights must take ('self', 'models'), got ('self', 'chunks')"),
         ("known", "None"),

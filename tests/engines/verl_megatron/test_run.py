@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from support.rendezvous import python_path
 from support.verl_megatron_runs import ACTOR, REPLAY, ROLLOUT, prepare, trained
-from trustrl.engines.verl_cpu.vllm_server import VARIABLE
+from trustrl_verl_cpu.vllm_server import VARIABLE
 
 STEPS, LEARNING_RATE = 2, 3e-3
 SETTINGS = [

@@ -60,7 +60,7 @@ def server(tmp_path_factory):
         process.wait(30)
 
 
-def wait_for(address, process, log, seconds=120):
+def wait_for(address, process, log, seconds=300):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:

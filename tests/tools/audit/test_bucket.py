@@ -18,10 +18,10 @@ from support import recorded, recording_batches as batches
 from support.s3_server import s3_server
 from support.slow_counts import counted_slowly
 from trustrl.cli import main
-from trustrl.config.presets import preset
 from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.recording import Recorder, Recording, read, read_run, read_sequences, read_texts
 from trustrl.recording.record_files import part_files
+from trustrl.regions.presets import preset
 from trustrl.tools.audit import TokenCounts, arm, count_records
 from trustrl.tools.audit.region_replay import COLUMNS
 

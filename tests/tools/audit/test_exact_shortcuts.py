@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 import trustrl
 from trustrl.config.axes import Needs
 from trustrl.core.clean import clean_tokens
+from trustrl.core.decision import decide
 from trustrl.core.divergences.measure import acting_end, measure
-from trustrl.core.regions.dispatch import decide
 from trustrl.recording import Piece
 from trustrl.tools.audit import TokenCounts, arm
 from trustrl.tools.audit.anchored_tokens import AnchoredTokens

@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from support import recorded
-from trustrl.config.presets import preset
 from trustrl.errors import ConfigError, RecordError
 from trustrl.recording.record_files import part_files
+from trustrl.regions.presets import preset
 from trustrl.tools.audit import TokenCounts, arm, count_records
 from trustrl.tools.audit.region_replay import COLUMNS
 

@@ -10,8 +10,7 @@ import pytest
 
 from trustrl.cli import main
 from trustrl.core.metrics import CORE
-from trustrl.tools.dashboards import DASHBOARDS
-from trustrl.tools.dashboards.dashboard_charts import sections
+from trustrl.tools.dashboards import DASHBOARDS, sections
 
 
 def test_every_core_metric_is_in_one_chart():

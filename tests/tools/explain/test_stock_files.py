@@ -9,7 +9,7 @@ from trustrl.cli import main
 from trustrl.tools.explain.explanation import explain
 
 DATA = Path(__file__).parent / "data"
-"""`stock-trl-temperature` and `stock-verl-stale` of benchmarks/evidence/seeded_runs.py."""
+"""`stock-trl-temperature` and `stock-verl-stale` of studies/06-fault-found/seeded_runs.py."""
 
 
 def unpacked(name, target):

@@ -8,7 +8,7 @@ from support.run_folders import run_folder, steps
 from trustrl.runs.open_run import open_runs
 from trustrl.runs.run import RunSettings
 from trustrl.tools.report.charts import MAX_POINTS, charts, interval_means, thinned
-from trustrl.tools.report.healthy_bands import band_of
+from trustrl.tools.report.metric_explanations import band_of
 from trustrl.tools.report.reported_runs import reported
 
 

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from support.run_folders import run_folder, write_groups, write_records
-from trustrl.config.loading import config_to_dict
-from trustrl.config.presets import preset
 from trustrl.recording.run_file import run_description, write_run
 from trustrl.recording.sequence_tables import write_sequences
+from trustrl.regions.loading import config_to_dict
+from trustrl.regions.presets import preset
 from trustrl.runs.open_run import open_run
 from trustrl.runs.readers import record_tables
 from trustrl.runs.run import Completion, Run, RunSettings

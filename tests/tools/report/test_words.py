@@ -2,11 +2,11 @@
 
 import pytest
 
-from trustrl.config.axes import TrustRegion
-from trustrl.config.loading import config_to_dict
-from trustrl.config.presets import preset, presets
 from trustrl.config.statistics import BinaryTV, FullTV
 from trustrl.config.terms import TIS, IcePop
+from trustrl.regions.loading import config_to_dict
+from trustrl.regions.presets import preset, presets
+from trustrl.regions.trust_region import TrustRegion
 from trustrl.runs.run import Run, RunSettings
 from trustrl.tools.report.region_descriptions import facts, region_in_words, unit_of
 

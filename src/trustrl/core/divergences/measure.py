@@ -74,10 +74,10 @@ def each_end(interval: Interval, change: Callable[[Tensor], Tensor]) -> Interval
 def _full(tokens: CleanTokens, statistic: FullTV | FullKL) -> Interval:
     name = "tv" if isinstance(statistic, FullTV) else "kl"
     if tokens.full_divergence is not None:
-        given = getattr(tokens.full_divergence, name)
-        if given is None:
+        divergence = getattr(tokens.full_divergence, name)
+        if divergence is None:
             raise MissingDataError(f"PolicyTokens.full_divergence.{name} must be given for {statistic.kind}, got None.")
-        return point(given)
+        return point(divergence)
     partition = tokens.partition
     assert isinstance(partition, Partition)  # among the region's needs
     return (full_tv if name == "tv" else full_kl)(partition.log_policy.detach(), partition.log_anchor)

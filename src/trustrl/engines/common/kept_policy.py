@@ -37,10 +37,10 @@ def policy_fields(kept: KeptSet, needs: Needs, anchor_ids: Tensor | None, token_
     if anchor_ids is None:
         return {}
     listed = torch.cat([anchor_ids.long(), token_ids.unsqueeze(-1)], dim=-1)
-    found: dict[str, Any] = {"topk_logp": kept.at(anchor_ids), "tail_logp": kept.outside(listed)}
+    fields: dict[str, Any] = {"topk_logp": kept.at(anchor_ids), "tail_logp": kept.outside(listed)}
     if needs.fills:
-        found["topk"] = TopK(*kept.top(needs.topk), of=needs.anchor)
-    return found
+        fields["topk"] = TopK(*kept.top(needs.topk), of=needs.anchor)
+    return fields
 
 
 def sampled_logp(kept: KeptSet, token_ids: Tensor) -> Tensor:
@@ -54,9 +54,9 @@ def sampled_logp(kept: KeptSet, token_ids: Tensor) -> Tensor:
 
 def anchor_fields(kept: KeptSet, needs: Needs, token_ids: Tensor) -> dict[str, Tensor]:
     """Returns π' inside the kept set: `logp` and, if the region reads one, its top-K and the mass outside it."""
-    found = {"logp": sampled_logp(kept, token_ids)}
+    fields = {"logp": sampled_logp(kept, token_ids)}
     if needs.topk:
         ids, top_logp = kept.top(needs.topk)
-        found |= {"topk_ids": ids.int(), "topk_logp": top_logp}
-        found["topk_tail_logp"] = kept.outside(torch.cat([ids, token_ids.unsqueeze(-1)], dim=-1))
-    return found
+        fields |= {"topk_ids": ids.int(), "topk_logp": top_logp}
+        fields["topk_tail_logp"] = kept.outside(torch.cat([ids, token_ids.unsqueeze(-1)], dim=-1))
+    return fields

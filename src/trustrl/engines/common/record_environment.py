@@ -20,18 +20,18 @@ def recording(sequences: float | None = None) -> Recording | None:
     Raises:
         ConfigError: If a variable is invalid, or set without the folder.
     """
-    folder, given = os.environ.get(FOLDER), os.environ.get(SAMPLE)
+    folder, share = os.environ.get(FOLDER), os.environ.get(SAMPLE)
     if not folder:
         for name in (SAMPLE, REGION):
             if os.environ.get(name):
                 raise ConfigError(f"{FOLDER} must be set with {name}, got nothing. Set it to the folder of the record.")
         return None
-    if not given:
+    if not share:
         return Recording(folder=folder, sample=default_sample(sequences))
     try:
-        return Recording(folder=folder, sample=float(given))
+        return Recording(folder=folder, sample=float(share))
     except (ValueError, ConfigError):
-        raise ConfigError(f"{SAMPLE} must be a number in [0, 1], got {given!r}.") from None
+        raise ConfigError(f"{SAMPLE} must be a number in [0, 1], got {share!r}.") from None
 
 
 def observed_region() -> Region | None:

@@ -5,8 +5,8 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_to_dict
 from trustrl.engines.common.region_settings import warn_if_changed
+from trustrl.regions.loading import config_to_dict
 
 KEY = "trustrl_region"
 """The key of the region in `trainer_state.json`, under `stateful_callbacks`."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict, config_to_dict
-from trustrl.config.presets import ALIASES, override, preset, presets
 from trustrl.errors import ConfigError, TrustRLWarning
+from trustrl.regions.loading import config_from_dict, config_to_dict
+from trustrl.regions.presets import ALIASES, override, preset, presets
 from trustrl.registry import nearest
 
 PREFIX = "trustrl"
@@ -45,13 +45,13 @@ def is_region_name(name: str) -> bool:
     return name == PREFIX or name.startswith(f"{PREFIX}-")
 
 
-def region_named(name: str, given: Any, settings: SettingNames) -> Region:
+def region_named(name: str, fields: Any, settings: SettingNames) -> Region:
     """Returns the region with this name.
 
     Args:
         name: `trustrl-<preset>`, or `trustrl` for a region described in full.
-        given: The region's settings in the form that `trustrl.config_from_dict` reads. With a preset: only the settings
-            that differ from it (see `trustrl.config.presets.override`).
+        fields: The region's settings in the form that `trustrl.config_from_dict` reads. With a preset: only the
+            settings that differ from it (see `trustrl.regions.presets.override`).
         settings: The trainer's names of both settings.
 
     Raises:
@@ -65,64 +65,66 @@ def region_named(name: str, given: Any, settings: SettingNames) -> Region:
     if not whole and name not in known:
         hint = f" Did you mean '{PREFIX}-{name}'?" if f"{PREFIX}-{name}" in known else nearest(name, known)
         raise ConfigError(f"{settings.name} must be a region's name, got {name!r}.{hint} Known: {', '.join(known)}.")
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigError(f"{settings.region} must be a dictionary of settings, got {given!r}.")
+    if fields is not None and not isinstance(fields, Mapping):
+        raise ConfigError(f"{settings.region} must be a dictionary of settings, got {fields!r}.")
     if whole:
-        if not given:
+        if not fields:
             raise ConfigError(
-                f"{settings.region} must describe the region with {short}={PREFIX!r}, got {given!r}. "
+                f"{settings.region} must describe the region with {short}={PREFIX!r}, got {fields!r}. "
                 f"{settings.how}, or name a preset: {short}={PREFIX}-dppo-binary-tv."
             )
-        region = config_from_dict(given)
+        region = config_from_dict(fields)
     else:
         region = preset(preset_name)
-        if given:
+        if fields:
             advice = f"Use {short}={PREFIX!r}, which takes the whole region from {settings.region}."
             base = config_to_dict(region)
-            _refuse_another_kind(base, given, settings.region, f"{short}={name!r}", advice)
-            region = override(region, given)
+            _refuse_another_kind(base, fields, settings.region, f"{short}={name!r}", advice)
+            region = override(region, fields)
     if not isinstance(region, Region):
         raise ConfigError(f"{settings.region} must describe a region, got {region!r}.")
     return region
 
 
-def region_given(given: Any, setting: str) -> Region:
+def region_given(description: Any, setting: str) -> Region:
     """Returns the region that one setting describes, for engines that register no names.
 
     Args:
-        given: A preset's name; or a dictionary with `preset` and the settings that differ from it; or a dictionary that
-            describes a whole region, in the form that `trustrl.config_from_dict` reads. A string that begins with `{`
-            is read as JSON, for environment variables.
+        description: A preset's name; or a dictionary with `preset` and the settings that differ from it; or a
+            dictionary that describes a whole region, in the form that `trustrl.config_from_dict` reads. A string that
+            begins with `{` is read as JSON, for environment variables.
         setting: The engine's name for the setting.
 
     Raises:
         ConfigError: If the setting has another form, or describes no region.
         UnknownNameError: If no preset has this name.
     """
-    if isinstance(given, str) and given.lstrip().startswith("{"):
+    if isinstance(description, str) and description.lstrip().startswith("{"):
         try:
-            given = json.loads(given)
+            description = json.loads(description)
         except ValueError as error:
-            raise ConfigError(f"{setting} must be a preset's name or valid JSON, got {given!r}: {error}.") from None
-    if isinstance(given, str):
-        return preset(given)
-    if not isinstance(given, Mapping) or not given.keys() & {"preset", "kind"}:
+            raise ConfigError(
+                f"{setting} must be a preset's name or valid JSON, got {description!r}: {error}."
+            ) from None
+    if isinstance(description, str):
+        return preset(description)
+    if not isinstance(description, Mapping) or not description.keys() & {"preset", "kind"}:
         raise ConfigError(
-            f"{setting} must be a preset's name, or a dictionary with `preset` or `kind`, got {given!r}. Try "
+            f"{setting} must be a preset's name, or a dictionary with `preset` or `kind`, got {description!r}. Try "
             "'dppo-binary-tv'."
         )
-    changes = {str(name): value for name, value in given.items() if name != "preset"}
-    region = preset(given["preset"], **changes) if "preset" in given else config_from_dict(changes)
+    changes = {str(name): value for name, value in description.items() if name != "preset"}
+    region = preset(description["preset"], **changes) if "preset" in description else config_from_dict(changes)
     if not isinstance(region, Region):
         raise ConfigError(f"{setting} must describe a region, got {region!r}.")
     return region
 
 
 def _refuse_another_kind(
-    base: Mapping[str, Any], given: Mapping[str, Any], where: str, under: str, advice: str
+    base: Mapping[str, Any], fields: Mapping[str, Any], where: str, under: str, advice: str
 ) -> None:
     """Raises if an override changes a `kind` inside a preset: the preset's name would no longer be true."""
-    for key, value in given.items():
+    for key, value in fields.items():
         before = base.get(key)
         if key == "kind" and value != before:
             raise ConfigError(f"{where}.kind must be {before!r} with {under}, got {value!r}. {advice}")

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from trustrl.config.validators import one_of
-from trustrl.core.diagnostics import LARGEST_LOG_RATIO, Sums
+from trustrl.core.diagnostics import Sums
 from trustrl.core.records import PolicyTokens, RolloutTokens
+from trustrl.core.sum_table import LARGEST_LOG_RATIO
 from trustrl.engines.common.replica_gaps import ReplicaGaps, StaleReplica
 from trustrl.errors import EngineError, TrustRLWarning
 

@@ -116,13 +116,13 @@ class ResponseLoss:
             MissingDataError: If the region's anchor is missing.
         """
         region = self.check_arguments(args)
-        found = self.log_probs(args, batch, logits)
-        logp = torch.cat(found["log_probs"])
+        outputs = self.log_probs(args, batch, logits)
+        logp = torch.cat(outputs["log_probs"])
         weights = token_weights(reduce, logp.detach())
-        out = self._policy_loss(args, batch, region, found["log_probs"], weights)
+        out = self._policy_loss(args, batch, region, outputs["log_probs"], weights)
         loss, terms = out.loss, {"pg_loss": out.loss}
-        if "entropy" in found:
-            terms["entropy_loss"] = reduce(torch.cat(found["entropy"]))
+        if "entropy" in outputs:
+            terms["entropy_loss"] = reduce(torch.cat(outputs["entropy"]))
             loss = loss - args.entropy_coef * terms["entropy_loss"] if args.entropy_coef else loss
         if args.use_kl_loss:
             # Tokens outside the loss may hold infinities, which a factor of 0 would turn into NaN.
@@ -164,7 +164,7 @@ def flags(args: Namespace) -> Given:
     """Returns a lookup of arguments by their flags: `--eps-clip` is `args.eps_clip`."""
 
     def given(flag: str, default: Any = None) -> Any:
-        found = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
-        return default if found is None else found
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+        return default if value is None else value
 
     return given

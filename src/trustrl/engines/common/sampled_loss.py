@@ -67,9 +67,9 @@ class SampledLoss:
             MissingDataError: If an anchor of the region is None; names the engine's setting.
         """
         self.check(region)
-        given = {"behavior": rollout.behavior_logp, "proximal": rollout.proximal_logp}
+        logps = {"behavior": rollout.behavior_logp, "proximal": rollout.proximal_logp}
         for anchor in sorted(region.needs().anchors):
-            if given[anchor] is None:
+            if logps[anchor] is None:
                 argument, advice = self.anchors[anchor]
                 raise MissingDataError(f"{argument} must be given with {region.kind}, got None. {advice}")
         return policy_loss(PolicyTokens(logp=logp), rollout, region, reduction=reduction, on_nonfinite=on_nonfinite)

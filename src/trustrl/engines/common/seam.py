@@ -80,9 +80,9 @@ def require_parameters(
     )
     if method is None:
         raise EngineError(f"{where} must exist, and it does not. {advice}")
-    found = tuple(inspect.signature(method).parameters)
-    if (found[: len(expected)] if more else found) != expected:
-        raise EngineError(f"{where} must take {expected}, got {found}. {advice}")
+    parameters = tuple(inspect.signature(method).parameters)
+    if (parameters[: len(expected)] if more else parameters) != expected:
+        raise EngineError(f"{where} must take {expected}, got {parameters}. {advice}")
 
 
 def _found_version(package: str) -> str:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from trustrl.config import validators
 from trustrl.config.axes import Region
-from trustrl.config.regions import PolicyGradient
 from trustrl.core.diagnostics import Sums, dropped_because
 from trustrl.errors import EngineError, NonFiniteError, TrustRLWarning
 
@@ -27,7 +26,7 @@ ACTS = {"bounded": "trustrl/masked_share", "extra/projected": "trustrl/projected
 """Sums that only regions with thresholds have, and the metric that is above 0 once such a region has acted."""
 
 
-def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_by: str, switch: str) -> None:
+def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, mask: Tensor, recorded_by: str, switch: str) -> None:
     """Raises if the anchor differs from the policy while the policy still has the rollout's weights.
 
     Warns if the trainer rounds the policy's log-probs.
@@ -35,7 +34,7 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_
     Args:
         logp: The policy's log-probs.
         anchor_logp: The anchor's log-probs.
-        at: True on tokens that were sampled with these weights.
+        mask: True on tokens that were sampled with these weights.
         recorded_by: The side that recorded the anchor, `trainer` or `sampler`.
         switch: The setting that turns this check off.
 
@@ -43,7 +42,7 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, at: Tensor, recorded_
         EngineError: If the log-probs differ by more than `LARGEST_GAP` on average; names the usual causes.
     """
     _warn_if_rounded(logp)
-    same = at & anchor_logp.isfinite() & logp.detach().isfinite()
+    same = mask & anchor_logp.isfinite() & logp.detach().isfinite()
     if not same.any():
         return
     gap = (logp.detach() - anchor_logp)[same].abs()
@@ -77,19 +76,40 @@ def check_recorded(logp: Tensor, in_loss: Tensor) -> None:
     Raises:
         NonFiniteError: If there is a NaN; names the usual causes.
     """
-    found = int((logp.isnan() & in_loss).sum())
-    if found:
-        raise missing_logps(found, int(in_loss.sum()))
+    num_missing = int((logp.isnan() & in_loss).sum())
+    if num_missing:
+        raise missing_logps(num_missing, int(in_loss.sum()))
 
 
-def missing_logps(found: int, tokens: int) -> NonFiniteError:
+def missing_logps(num_missing: int, tokens: int) -> NonFiniteError:
     """Returns the error for tokens whose recorded log-prob is not a number."""
     return NonFiniteError(
-        f"The sampler must record a number as the log-prob of every token in the loss, got NaN at {found:,} of "
+        f"The sampler must record a number as the log-prob of every token in the loss, got NaN at {num_missing:,} of "
         f"{tokens:,} tokens. Usual causes: speculative decoding in vLLM's CPU build, logits that overflow in float16, "
         "weights that became NaN, or a rollout_func that returns None. Fix the sampler: trustrl never replaces its "
         "record."
     )
+
+
+def check_every_token_is_seen(sums: Sums) -> None:
+    """Raises if the trainer's loss weights tokens that the region did not see.
+
+    Adapters pack the tokens in the loss when the rollout is recorded. A token that joins later would have no gradient.
+
+    Args:
+        sums: The sums of a step on the host, with the number of `weighted` tokens.
+
+    Raises:
+        EngineError: If there are such tokens; says where the mask may grow.
+    """
+    unseen = int(sums.added["weighted"]) - int(sums.added["tokens"])
+    if unseen > 0:
+        raise EngineError(
+            f"completion_mask and tool_mask must not gain tokens after the rollout is recorded, got {unseen} tokens in "
+            "the trainer's loss that the region did not see. They would have no gradient. Extend the masks in a "
+            "trainer behind the mixin, `class Mine(TrustRegionMixin, MyTrainer)`, whose "
+            "_generate_and_score_completions runs before the rollout is recorded."
+        )
 
 
 class StepCheck:
@@ -165,13 +185,19 @@ def warn_if_it_cannot_act(region: Region, *, updates_per_batch: float, remedy: s
         updates_per_batch: The number of optimizer steps that use one batch of rollouts.
         remedy: A sentence with the engine's settings that change this.
     """
-    if updates_per_batch <= 1 and not isinstance(region, PolicyGradient):
+    if updates_per_batch <= 1 and _constrains(region):
         warnings.warn(
             f"{region.kind} cannot act: the trainer records the anchor at the weights of the only update of each "
             f"batch, so every ratio is 1. {remedy}",
             TrustRLWarning,
             stacklevel=3,
         )
+
+
+def _constrains(region: Region) -> bool:
+    """Returns False for a plain policy gradient, which masks nothing and has no cap."""
+    axes = region.axes()
+    return axes is None or axes.statistic is not None or axes.max_ratio is not None
 
 
 def warn_if_micro_batches_do_not_add_up(loss_type: str, weight: float, filled: float) -> None:

@@ -12,7 +12,11 @@ from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.replica_watch import ReplicaWatch
-from trustrl.engines.common.step_check import StepCheck, warn_if_micro_batches_do_not_add_up
+from trustrl.engines.common.step_check import (
+    StepCheck,
+    check_every_token_is_seen,
+    warn_if_micro_batches_do_not_add_up,
+)
 from trustrl.engines.common.step_sums import on_host, over_ranks, share_of_one_rank
 from trustrl.recording import Recorder
 
@@ -72,6 +76,7 @@ class StepMetrics:
             sequences: The id of each token's sequence, if tokens are recorded.
 
         Raises:
+            EngineError: If the trainer weighted tokens that the region did not see.
             NonFiniteError: If the step dropped more tokens than allowed.
         """
         mode = "train" if trainer.model.training else "eval"
@@ -83,8 +88,10 @@ class StepMetrics:
         added = share_of_one_rank(out.sums, weights, ranks) + _extremes(out, policy, rollout, anchor, len(weights))
         if self._replicas is not None and mode == "train":
             added = added + self._replicas.sums(policy, rollout)
-        added.added["rows_with_tokens"] = (weights != 0).any(-1).double().mean() / ranks
-        added.added["micro_batches"] = weights.new_ones(()).double() / ranks
+        weighted = weights != 0
+        added.added["weighted"] = weighted.sum(dtype=torch.float64)
+        added.added["rows_with_tokens"] = weighted.any(-1).double().mean() / ranks
+        added.added["micro_batches"] = weights.new_full((), 1 / ranks, dtype=torch.float64)
         before = self._sums.get(mode)
         self._sums[mode] = added if before is None else before + added
         if trainer.accelerator.sync_gradients:
@@ -92,6 +99,7 @@ class StepMetrics:
 
     def _end_step(self, trainer: Any, mode: str, recorder: Recorder | None) -> None:
         total = on_host(over_ranks(self._sums.pop(mode)))
+        check_every_token_is_seen(total)
         if recorder is not None:
             recorder.end_step(trainer.state.global_step, total)
         if self._first_step and mode == "train" and total.added["tokens"] > 0:
@@ -99,12 +107,12 @@ class StepMetrics:
             weight = total.added["loss_weight"].item()
             warn_if_micro_batches_do_not_add_up(trainer.args.loss_type, weight, filled.item())
             self._first_step = False
-        found, more = rates(total), _clip_metrics(total)
+        metrics, more = rates(total), _clip_metrics(total)
         if mode == "train":
-            self._check.check(found, total)
+            self._check.check(metrics, total)
             if self._replicas is not None:
                 more |= self._replicas.check(total, trainer.state.global_step)
-        for name, value in {**chosen(found, self._metrics), **more}.items():
+        for name, value in {**chosen(metrics, self._metrics), **more}.items():
             trainer._metrics[mode][name].append(value)
 
 
@@ -135,8 +143,8 @@ def _clip_metrics(sums: Sums) -> dict[str, float]:
     """Returns the shares that the region masked, under the trainers' own names."""
     tokens = max(float(sums.added["tokens"]), 1.0)
     names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
-    found = {f"{CLIP}{name}": float(sums.added[key]) / tokens for name, key in names.items()}
+    shares = {f"{CLIP}{name}": float(sums.added[key]) / tokens for name, key in names.items()}
     least, most = (float(sums.highest[f"{CLIP}{name}"]) for name in ("low", "high"))
     if math.isfinite(least):  # otherwise the step had no tokens
-        found |= {f"{CLIP}low_min": -least, f"{CLIP}high_max": most}
-    return found
+        shares |= {f"{CLIP}low_min": -least, f"{CLIP}high_max": most}
+    return shares

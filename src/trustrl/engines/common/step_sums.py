@@ -33,14 +33,14 @@ def averages(sums: Sums, metrics: Choice, more: frozenset[str] = frozenset()) ->
         Each metric by name; 0 if the micro-batch has no tokens.
     """
     check_choice(metrics)
-    found = rates(on_host(sums))
+    values = rates(on_host(sums))
     wanted = (AVERAGES | more) & set(CORE) if metrics == "core" else AVERAGES | more
     names = [
         f"trustrl/{metric.name}"
         for metric in METRICS
         if metric.name in wanted and all(part in sums.added or part in sums.highest for part in metric.reads)
     ]
-    return {name: found.get(name, 0.0) for name in names}
+    return {name: values.get(name, 0.0) for name in names}
 
 
 def share_of_one_rank(sums: Sums, weights: Tensor, ranks: int) -> Sums:

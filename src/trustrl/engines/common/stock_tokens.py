@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trustrl.config.axes import Region
-from trustrl.config.presets import preset
 from trustrl.config.terms import TokenWeights
 from trustrl.core.diagnostics import Sums
 from trustrl.core.policy_loss import LossOutput, policy_loss
@@ -18,6 +17,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.errors import ConfigError
 from trustrl.recording import Recorder
+from trustrl.regions.presets import preset
 
 
 def observable(region: Region | str | None) -> Region | None:
@@ -29,15 +29,15 @@ def observable(region: Region | str | None) -> Region | None:
     """
     if region is None:
         return None
-    found = preset(region) if isinstance(region, str) else region
-    if not isinstance(found, Region):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may run unchecked
+    candidate = preset(region) if isinstance(region, str) else region
+    if not isinstance(candidate, Region):  # pyright: ignore[reportUnnecessaryIsInstance]: callers may run unchecked
         raise ConfigError(f"region must be a trustrl region or the name of a preset, got {region!r}.")
-    if more := more_than_sampled_tokens(found):
+    if more := more_than_sampled_tokens(candidate):
         raise ConfigError(
-            f"region must read only the sampled token in a run with the trainer's own loss, got {found.kind}, which "
-            f"reads {' and '.join(more)}. Train with the region, or choose one such as 'dppo-binary-tv'."
+            f"region must read only the sampled token in a run with the trainer's own loss, got {candidate.kind}, "
+            f"which reads {' and '.join(more)}. Train with the region, or choose one such as 'dppo-binary-tv'."
         )
-    return found
+    return candidate
 
 
 def default_sample(sequences: float | None) -> float:

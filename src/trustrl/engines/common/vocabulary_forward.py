@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +32,7 @@ class VocabularyForward:
     def __init__(self, model: nn.Module, *, float32_head: bool) -> None:
         self.float32_head = float32_head
         self.rollout_head: Head | None = None
-        original = model.forward
+        self._original = original = model.forward
 
         @functools.wraps(type(model).forward)  # `generate` reads the signature
         def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -50,19 +50,21 @@ class VocabularyForward:
         for name in ("labels", "fused_lm_head"):
             kwargs.pop(name, None)
         kwargs["use_cache"] = False
-        states = wanted.states(model.base_model(*args, **kwargs).last_hidden_state)
+        return self._read(model, wanted.states(model.base_model(*args, **kwargs).last_hidden_state), wanted)
+
+    def _read(self, model: Any, states: Tensor, wanted: Wanted) -> VocabularyOutput:
         gather_head(model)
         head = read_head(model)
         if self.rollout_head is not None:
             # Outside a forward pass, FSDP2 holds weights in float32. The rollout's pass had them in its own dtype.
             self.rollout_head = self.rollout_head.to(head.weight.dtype)
-        found = read_vocabulary(
+        output = read_vocabulary(
             states.to(head.weight.device), head, wanted, rollout_head=self.rollout_head, float32=self.float32_head
         )
         layer = model.get_output_embeddings()
         if isinstance(layer, FSDPModule) and not torch.is_grad_enabled():
             layer.reshard()  # with gradients enabled, the backward pass reshards
-        return found
+        return output
 
 
 def read_head(model: Any) -> Head:

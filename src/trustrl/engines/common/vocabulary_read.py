@@ -179,7 +179,7 @@ def read_vocabulary(
             softcap=head.softcap,
             shard=shard,
         )
-    found = {
+    fields = {
         "log_probs": out.logp,
         "entropy": out.entropy,
         "gathered_logp": out.gathered_logp,
@@ -194,7 +194,7 @@ def read_vocabulary(
         "kept_ids": kept_ids,
         "kept_logp": kept_logp,
     }
-    return VocabularyOutput(**{name: x.reshape(*batch, *x.shape[1:]) for name, x in found.items() if x is not None})
+    return VocabularyOutput(**{name: x.reshape(*batch, *x.shape[1:]) for name, x in fields.items() if x is not None})
 
 
 def _anchor_states(states_ND: Tensor, wanted: Wanted, rollout_head: Head | None) -> AnchorStates:

@@ -67,6 +67,7 @@ def main() -> None:
     seam.require_parameters(config, "hierarchize", ("args",))
     ray: Any = import_module("ray")
     hierarchize, init = config.hierarchize, ray.init
+    # OpenRLHF nests its arguments with this function before Ray starts: the one place that sees all of them.
     config.hierarchize = lambda args: _checked(hierarchize(args), own.region)
     ray.init = _with_hook(init, own.region)
     install()
@@ -87,6 +88,7 @@ def _with_hook(init: Callable[..., Any], region: str) -> Callable[..., Any]:
 
     def started(*args: Any, **options: Any) -> Any:
         environment = dict(options.pop("runtime_env", None) or {})
+        # Ray calls it in every worker process, and each imports OpenRLHF's trainer by itself.
         environment["worker_process_setup_hook"] = HOOK
         environment["env_vars"] = dict(environment.get("env_vars") or {}) | {VARIABLE: region}
         return init(*args, runtime_env=environment, **options)

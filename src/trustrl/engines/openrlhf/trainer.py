@@ -29,6 +29,7 @@ class RegionActorPPOTrainer(ActorPPOTrainer):
         seam.require_parameters(ActorPPOTrainer, "training_step", STEPS_WITH)
         region = check_settings(strategy.args, os.environ.get(VARIABLE))
         super().__init__(strategy, *args, **kwargs)
+        # OpenRLHF has no registry of losses, and builds its own in the constructor.
         self.actor_loss_fn = RegionLoss(region, strategy.args.actor.loss_agg_mode)
 
     def training_step(

@@ -23,6 +23,7 @@ def install() -> None:
     if PPO_ACTOR in sys.modules:
         import_module(TRAINER)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # On import and not now: vLLM's workers run without DeepSpeed, which the trainer imports.
         sys.meta_path.insert(0, _Finder())
 
 

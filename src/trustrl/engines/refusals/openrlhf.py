@@ -5,15 +5,14 @@ Imports neither torch nor OpenRLHF, so the documentation can list the rows anywh
 
 from typing import Any
 
-from trustrl.config.axes import Region
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
-    PER_SEQUENCE,
     TRUNCATED,
     Given,
     Refusal,
     Scope,
+    average_per_sequence,
     not_asynchronous,
     sampled_only,
 )
@@ -40,9 +39,9 @@ _THEIRS = {
 """Settings of OpenRLHF's loss: the default, another value, and the reason why it must not be set."""
 
 
-def _changed(default: Any, value: Any, given: Given) -> bool:
+def _changed(default: Any, value: Any, lookup: Given) -> bool:
     value = tuple(value) if isinstance(value, list) else value
-    clip = given("--actor.eps_clip", 0.2)
+    clip = lookup("--actor.eps_clip", 0.2)
     if default is None and value == (clip, clip):  # OpenRLHF fills in --actor.eps_clip_low_high itself
         return False
     return value != default
@@ -54,14 +53,10 @@ def _of_their_loss(name: str) -> Refusal:
         setting=name,
         must_be=f"left at {default}" if default is not None else "left out",
         why=why,
-        refused=lambda value, given, region: _changed(default, value, given),
+        refused=lambda value, lookup, region: _changed(default, value, lookup),
         default=default,
         example={name: other},
     )
-
-
-def _fitting(region: Region) -> list[str]:
-    return [name for name, reduction in REDUCTIONS.items() if reduction is region.needs().reduction]
 
 
 ROWS = (
@@ -71,7 +66,7 @@ ROWS = (
         must_be="token",
         why="Only then does OpenRLHF ask vLLM for log-probs. The region replaces the loss that would apply the "
         "correction, so nothing is corrected twice.",
-        refused=lambda level, given, region: level != "token",
+        refused=lambda level, lookup, region: level != "token",
         default="off",
         scope=ON_SAMPLER,
         example={LEVEL: "off"},
@@ -80,7 +75,7 @@ ROWS = (
         setting=LEVEL,
         must_be="off",
         why=_CORRECTION,
-        refused=lambda level, given, region: level != "off",
+        refused=lambda level, lookup, region: level != "off",
         default="off",
         scope=_NOT_ON_SAMPLER,
         example={LEVEL: "token"},
@@ -88,24 +83,13 @@ ROWS = (
         region={"anchor": "proximal"},
     ),
     *map(_of_their_loss, _THEIRS),
-    Refusal(
-        setting=MODE,
-        must_be="{fitting}",
-        why="{region}'s gradient is defined per sequence.",
-        refused=lambda mode, given, region: mode not in _fitting(region),
-        default="token-mean",
-        scope=PER_SEQUENCE,
-        facts=lambda given, region: {"fitting": " or ".join(_fitting(region))},
-        words={"fitting": "seq-mean-token-mean", "region": "GSPO"},
-        example={MODE: "token-mean"},
-        preset="gspo",
-    ),
+    average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean", default="token-mean"),
     not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
     Refusal(
         setting="--rollout.top_p",
         must_be="1.0",
         why=TRUNCATED,
-        refused=lambda top_p, given, region: top_p < 1.0,
+        refused=lambda top_p, lookup, region: top_p < 1.0,
         default=1.0,
         example={"--rollout.top_p": 0.9},
     ),

@@ -1,7 +1,7 @@
 """Rows that describe the settings an engine refuses, shared by its start-up check, by plans, and by its docs page.
 
 Imports neither torch nor an engine. The rows of an engine are in the module of that name next to this one, so plans and
-the documentation can read them if the engine is not installed. `tools/refusal_tables.py` writes them to
+the documentation can read them if the engine is not installed. `scripts/refusal_tables.py` writes them to
 `docs/engines/`.
 """
 
@@ -78,7 +78,7 @@ class Refusal:
 
     scope: Scope = EVERY
 
-    facts: Callable[[Given, Region], Mapping[str, Any]] = lambda given, region: {}
+    facts: Callable[[Given, Region], Mapping[str, Any]] = lambda lookup, region: {}
     """Returns the values of the placeholders. `got` replaces the value that the error prints."""
 
     words: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Refusal:
     region: Mapping[str, Any] = field(default_factory=dict)
     """Overrides of that preset."""
 
-    def check(self, given: Given, region: Region) -> None:
+    def check(self, lookup: Given, region: Region) -> None:
         """Raises if the settings do not work with the region.
 
         Raises:
@@ -101,9 +101,9 @@ class Refusal:
         """
         if not self.scope.holds(region.needs()):
             return
-        got = given(self.setting, self.default)
-        if self.refused(got, given, region):
-            facts = {"region": region.kind, "got": got} | dict(self.facts(given, region))
+        got = lookup(self.setting, self.default)
+        if self.refused(got, lookup, region):
+            facts = {"region": region.kind, "got": got} | dict(self.facts(lookup, region))
             setting, must_be, why = (text.format(**facts) for text in (self.setting, self.must_be, self.why))
             raise ConfigError(f"{setting} must be {must_be} with a region, got {facts['got']!r}. {why}")
 
@@ -116,33 +116,101 @@ class Refusal:
         return setting, must_be, self.scope.words, why
 
 
-def check(rows: Iterable[Refusal], given: Given, region: Region) -> None:
+def check(rows: Iterable[Refusal], lookup: Given, region: Region) -> None:
     """Checks every row, in order.
 
     Raises:
         ConfigError: If a row refuses; the error of the first one.
     """
     for row in rows:
-        row.check(given, region)
+        row.check(lookup, region)
 
 
 def reader(config: Any) -> Given:
     """Returns a lookup by dotted names in nested mappings or attributes."""
 
     def given(path: str, default: Any = None) -> Any:
-        found = config
+        value = config
         for name in path.split("."):
-            found = found.get(name) if hasattr(found, "get") else getattr(found, name, None)
-            if found is None:
+            value = value.get(name) if hasattr(value, "get") else getattr(value, name, None)
+            if value is None:
                 return default
-        return found
+        return value
 
     return given
 
 
 def other_than(wanted: Any) -> Callable[[Any, Given, Region], bool]:
     """Returns a `Refusal.refused` that allows one value."""
-    return lambda got, given, region: got != wanted
+    return lambda got, lookup, region: got != wanted
+
+
+def is_set(got: Any, lookup: Given, region: Region) -> bool:
+    """Refuses every value that counts as true. A `Refusal.refused`."""
+    return bool(got)
+
+
+def fixed(setting: str, must_be: str, why: str, other: Any, default: Any = None) -> Refusal:
+    """Returns the row of a setting that must keep its default. `other` is the example's value."""
+    return Refusal(
+        setting=setting,
+        must_be=must_be,
+        why=why,
+        refused=other_than(default),
+        default=default,
+        example={setting: other},
+    )
+
+
+def switch(setting: str, why: str, must_be: str = "False") -> Refusal:
+    """Returns the row of a switch that must be off."""
+    return Refusal(setting=setting, must_be=must_be, why=why, refused=is_set, example={setting: True})
+
+
+def fitting(reductions: Mapping[str, Any], region: Region) -> list[str]:
+    """Returns the names of an engine's averages that work with the region."""
+    needed = region.needs().reduction
+    return [name for name, reduction in reductions.items() if needed is None or reduction is needed]
+
+
+def average_per_sequence(
+    setting: str, reductions: Mapping[str, Any], fits: str, example: str, default: str | None = None
+) -> Refusal:
+    """Returns the row of the setting that chooses the average, for regions that allow only some averages.
+
+    Args:
+        setting: The engine's setting.
+        reductions: The reduction of each of its values.
+        fits: The value that works with the example's region.
+        example: A value that does not.
+        default: The value if the setting is absent.
+    """
+    return Refusal(
+        setting=setting,
+        must_be="{fitting}",
+        why="{region}'s gradient is defined per sequence.",
+        refused=lambda mode, lookup, region: mode not in fitting(reductions, region),
+        default=default,
+        scope=PER_SEQUENCE,
+        facts=lambda lookup, region: {"fitting": " or ".join(fitting(reductions, region))},
+        words={"fitting": fits, "region": "GSPO"},
+        example={setting: example},
+        preset="gspo",
+    )
+
+
+def not_averaged_over_tokens(setting: str, must_be: str) -> Refusal:
+    """Returns the row of a switch that averages over tokens."""
+    return Refusal(
+        setting=setting,
+        must_be=must_be,
+        why="{region}'s gradient is defined per sequence.",
+        refused=is_set,
+        scope=PER_SEQUENCE,
+        words={"region": "GSPO"},
+        example={setting: True},
+        preset="gspo",
+    )
 
 
 def table(rows: Iterable[Refusal]) -> str:
@@ -161,9 +229,9 @@ def plain_sampling(group: str) -> dict[str, Refusal]:
         group: The engine's group of settings that holds the parameters.
     """
     neutral: dict[str, tuple[float, float, str, Callable[[Any, Given, Region], bool]]] = {
-        "top_p": (1.0, 0.9, TRUNCATED, lambda got, given, region: TRUNCATION["top_p"](got)),
-        "top_k": (-1, 50, TRUNCATED, lambda got, given, region: TRUNCATION["top_k"](got)),
-        "min_p": (0.0, 0.1, TRUNCATED, lambda got, given, region: TRUNCATION["min_p"](got)),
+        "top_p": (1.0, 0.9, TRUNCATED, lambda got, lookup, region: TRUNCATION["top_p"](got)),
+        "top_k": (-1, 50, TRUNCATED, lambda got, lookup, region: TRUNCATION["top_k"](got)),
+        "min_p": (0.0, 0.1, TRUNCATED, lambda got, lookup, region: TRUNCATION["min_p"](got)),
         "repetition_penalty": (1.0, 1.1, PENALISED, other_than(1.0)),
     }
     return {
@@ -190,9 +258,9 @@ def sampled_only(setting: str, because: str) -> Refusal:
         setting=setting,
         must_be="a region of the sampled token",
         why="{region} needs {wanted} at each position, " + because,
-        refused=lambda value, given, region: True,
+        refused=lambda value, lookup, region: True,
         scope=VOCABULARY,
-        facts=lambda given, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
+        facts=lambda lookup, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
         words={"region": "It", "wanted": "more of the vocabulary"},
         example={},
         preset="dppo-topk-tv",
@@ -213,7 +281,7 @@ def not_asynchronous(setting: str, must_be: str, engine: str, anchored: str) -> 
         must_be=must_be,
         why=f"{{region}} needs the trainer's policy at the rollout's weights, which {engine} does not keep. Use a "
         f"region with {anchored}, which does not need it.",
-        refused=lambda on, given, region: bool(on),
+        refused=is_set,
         default=False,
         scope=ON_TRAINER,
         example={setting: True},

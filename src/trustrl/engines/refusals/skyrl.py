@@ -10,10 +10,10 @@ from trustrl.config.sampling_parameters import describes_the_draw, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
-    PER_SEQUENCE,
     Given,
     Refusal,
     Scope,
+    average_per_sequence,
     not_asynchronous,
     plain_sampling,
     sampled_only,
@@ -42,19 +42,15 @@ _CHANGED = {
 _PENALISED = Scope("with their own penalty (IPO)", lambda needs: needs.penalty is not None)
 
 
-def _fitting(region: Region) -> list[str]:
-    return [name for name, reduction in REDUCTIONS.items() if reduction is region.needs().reduction]
-
-
-def _default(name: str, given: Given) -> Any:
+def _default(name: str, lookup: Given) -> Any:
     """Returns SkyRL's own default."""
-    return getattr(type(given(ALGORITHM, None))(), name)
+    return getattr(type(lookup(ALGORITHM, None))(), name)
 
 
-def _corrected(correction: Any, given: Given, region: Region) -> bool:
+def _corrected(correction: Any, lookup: Given, region: Region) -> bool:
     from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
 
-    return given(f"{ALGORITHM}.use_tis", False) or off_policy_correction_enabled(correction)
+    return lookup(f"{ALGORITHM}.use_tis", False) or off_policy_correction_enabled(correction)
 
 
 def _of_their_losses(name: str) -> Refusal:
@@ -62,8 +58,8 @@ def _of_their_losses(name: str) -> Refusal:
         setting=f"{ALGORITHM}.{name}",
         must_be="left at {default}",
         why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
-        refused=lambda value, given, region: value != _default(name, given),
-        facts=lambda given, region: {"default": _default(name, given)},
+        refused=lambda value, lookup, region: value != _default(name, lookup),
+        facts=lambda lookup, region: {"default": _default(name, lookup)},
         words={"default": "SkyRL's default"},
         example={f"{ALGORITHM}.{name}{_CHANGED.get(name, '')}": 0.77},
     )
@@ -87,9 +83,9 @@ ALGORITHM_ROWS = (
         must_be="0",
         why="SkyRL divides the advantages by its counts and adds up the losses of tokens, so a term without an "
         "advantage would grow with the batch. TRL and verl support it.",
-        refused=lambda value, given, region: True,
+        refused=lambda value, lookup, region: True,
         scope=_PENALISED,
-        facts=lambda given, region: {
+        facts=lambda lookup, region: {
             "penalty": region.needs().penalty,
             "got": getattr(region, region.needs().penalty or ""),
         },
@@ -98,17 +94,7 @@ ALGORITHM_ROWS = (
         preset="ipo",
         region={"log_ratio_penalty": 0.1},
     ),
-    Refusal(
-        setting=f"{ALGORITHM}.loss_reduction",
-        must_be="{fitting}",
-        why="{region}'s gradient is defined per sequence.",
-        refused=lambda mode, given, region: mode not in _fitting(region),
-        scope=PER_SEQUENCE,
-        facts=lambda given, region: {"fitting": " or ".join(_fitting(region))},
-        words={"fitting": "sequence_mean", "region": "GSPO"},
-        example={f"{ALGORITHM}.loss_reduction": "token_mean"},
-        preset="gspo",
-    ),
+    average_per_sequence(f"{ALGORITHM}.loss_reduction", REDUCTIONS, "sequence_mean", "token_mean"),
     *map(_of_their_losses, _THEIRS),
 )
 """Rows about `trainer.algorithm`, the only settings that SkyRL passes to a loss. Losses check these rows again."""
@@ -118,7 +104,7 @@ SAMPLING_ROWS = (
         setting=f"{SAMPLING}.logprobs",
         must_be="1",
         why="Without it the sampler does not record log-probs.",
-        refused=lambda logprobs, given, region: logprobs is None,
+        refused=lambda logprobs, lookup, region: logprobs is None,
         scope=ON_SAMPLER,
         example={f"{SAMPLING}.logprobs": None},
     ),
@@ -126,14 +112,14 @@ SAMPLING_ROWS = (
         setting=f"{ENGINE}.logprobs_mode",
         must_be="processed_logprobs",
         why="At {temperature}, vLLM's raw log-probs are not those of the distribution that it samples from.",
-        refused=lambda mode, given, region: (
+        refused=lambda mode, lookup, region: (
             not describes_the_draw(
-                logprobs_kind(mode), temperature=given(f"{SAMPLING}.temperature", 1.0), truncated=False
+                logprobs_kind(mode), temperature=lookup(f"{SAMPLING}.temperature", 1.0), truncated=False
             )
         ),
         default="raw_logprobs",
         scope=ON_SAMPLER,
-        facts=lambda given, region: {"temperature": f"temperature {given(f'{SAMPLING}.temperature', 1.0):g}"},
+        facts=lambda lookup, region: {"temperature": f"temperature {lookup(f'{SAMPLING}.temperature', 1.0):g}"},
         words={"temperature": "a temperature other than 1"},
         example={f"{SAMPLING}.temperature": 0.8},
     ),
@@ -142,8 +128,10 @@ SAMPLING_ROWS = (
         setting=f"{ALGORITHM}.temperature",
         must_be=f"{SAMPLING}.temperature ({{temperature}})",
         why="π and μ would be computed at different temperatures.",
-        refused=lambda trained, given, region: trained is not None and trained != given(f"{SAMPLING}.temperature", 1.0),
-        facts=lambda given, region: {"temperature": f"{given(f'{SAMPLING}.temperature', 1.0):g}"},
+        refused=lambda trained, lookup, region: (
+            trained is not None and trained != lookup(f"{SAMPLING}.temperature", 1.0)
+        ),
+        facts=lambda lookup, region: {"temperature": f"{lookup(f'{SAMPLING}.temperature', 1.0):g}"},
         words={"temperature": "or unset"},
         example={f"{ALGORITHM}.temperature": 0.8},
     ),

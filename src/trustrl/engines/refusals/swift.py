@@ -20,7 +20,10 @@ from trustrl.engines.refusals.rows import (
     TRUNCATED,
     Given,
     Refusal,
-    other_than,
+    fitting,
+    fixed,
+    is_set,
+    switch,
 )
 
 OLDEST = (4, 6)
@@ -38,134 +41,110 @@ _NEUTRAL = {
 """Fields of a model's generation_config that ms-swift passes on to transformers, with the values that do nothing."""
 
 
-def _truthy(got: Any, given: Given, region: Region) -> bool:
-    return bool(got)
+def _vllm(lookup: Given) -> bool:
+    return bool(lookup("use_vllm", False))
 
 
-def _vllm(given: Given) -> bool:
-    return bool(given("use_vllm", False))
-
-
-def _generation(given: Given, region: Region) -> Mapping[str, Any]:
+def _generation(lookup: Given, region: Region) -> Mapping[str, Any]:
     """Returns the first field of the model's generation_config that changes transformers' sampling."""
-    config = given(GENERATION, None)
+    config = lookup(GENERATION, None)
     for name, neutral in _NEUTRAL.items():
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        if not _vllm(given) and value not in neutral:
+        if not _vllm(lookup) and value not in neutral:
             return {"key": name, "got": value}
     return {}
 
 
-def _top_k(got: Any, given: Given, region: Region) -> bool:
-    return got > 0 if _vllm(given) else not 0 < given("vocab_size", 1) <= got
+def _top_k(got: Any, lookup: Given, region: Region) -> bool:
+    return got > 0 if _vllm(lookup) else not 0 < lookup("vocab_size", 1) <= got
 
 
-def _fitting(given: Given, region: Region) -> Mapping[str, Any]:
-    wanted = region.needs().reduction
-    return {"fitting": " or ".join(repr(name) for name, found in REDUCTIONS.items() if found is wanted)}
+def _fitting(lookup: Given, region: Region) -> Mapping[str, Any]:
+    return {"fitting": " or ".join(map(repr, fitting(REDUCTIONS, region)))}
 
 
-def _kind(given: Given, region: Region) -> Mapping[str, Any]:
+def _kind(lookup: Given, region: Region) -> Mapping[str, Any]:
     return {"got": region.kind}
 
 
 _LOSS = (
     Refusal(
         setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", default="grpo",
-        refused=lambda got, given, region: got not in REDUCTIONS, example={"loss_type": "cispo"},
+        refused=lambda got, lookup, region: got not in REDUCTIONS, example={"loss_type": "cispo"},
         why="With a region, loss_type chooses only the average. cispo and sapo are presets of TRUSTRL_REGION.",
     ),
     Refusal(
         setting="loss_type", must_be="{fitting}", default="grpo", scope=PER_SEQUENCE, facts=_fitting,
         words={"fitting": "'grpo'"},
-        refused=lambda got, given, region: REDUCTIONS.get(got) is not region.needs().reduction,
+        refused=lambda got, lookup, region: REDUCTIONS.get(got) is not region.needs().reduction,
         example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
     ),
-    Refusal(
-        setting="importance_sampling_level", must_be="'token'", default="token", refused=other_than("token"),
-        example={"importance_sampling_level": "sequence"},
-        why="The region sets the level at which it decides. The preset gspo decides per sequence.",
+    fixed(
+        "importance_sampling_level", "'token'",
+        "The region sets the level at which it decides. The preset gspo decides per sequence.", "sequence", "token",
     ),
-    Refusal(
-        setting="epsilon", must_be="left at 0.2", default=0.2, refused=other_than(0.2), example={"epsilon": 0.3},
-        why=_BOUND,
+    fixed("epsilon", "left at 0.2", _BOUND, 0.3, 0.2),
+    fixed("epsilon_high", "left out", _BOUND, 0.28),
+    fixed("delta", "left out", _BOUND, 2.0),
+    fixed(
+        "rollout_importance_sampling_mode", "left out",
+        "A region anchored on the sampler already contains π'/μ; one with anchor=proximal takes its own `correction`.",
+        "token_truncate",
     ),
-    Refusal(
-        setting="epsilon_high", must_be="left out", refused=other_than(None), example={"epsilon_high": 0.28},
-        why=_BOUND,
-    ),
-    Refusal(setting="delta", must_be="left out", refused=other_than(None), example={"delta": 2.0}, why=_BOUND),
-    Refusal(
-        setting="rollout_importance_sampling_mode", must_be="left out", refused=other_than(None),
-        example={"rollout_importance_sampling_mode": "token_truncate"},
-        why="A region anchored on the sampler already contains π'/μ; one with anchor=proximal takes its own "
-        "`correction`.",
-    ),
-    Refusal(
-        setting="log_rollout_offpolicy_metrics", must_be="False", refused=_truthy,
-        example={"log_rollout_offpolicy_metrics": True},
-        why="ms-swift's loss runs without π' here, so its metrics would compare the current policy with μ. "
+    switch(
+        "log_rollout_offpolicy_metrics",
+        "ms-swift's loss runs without π' here, so its metrics would compare the current policy with μ. "
         "TRUSTRL_METRICS=all logs trustrl/mismatch_*.",
     ),
-    Refusal(
-        setting="off_policy_sequence_mask_delta", must_be="left out", refused=other_than(None),
-        example={"off_policy_sequence_mask_delta": 0.5},
-        why="It is a second region. The preset opsm drops the same sequences.",
+    fixed(
+        "off_policy_sequence_mask_delta", "left out",
+        "It is a second region. The preset opsm drops the same sequences.", 0.5,
     ),
     Refusal(
         setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},
-        refused=lambda got, given, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
+        refused=lambda got, lookup, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
     ),
-    Refusal(
-        setting="use_liger_kernel", must_be="False", refused=_truthy, example={"use_liger_kernel": True},
-        why="Liger replaces the loss, so the region would have no effect.",
-    ),
+    switch("use_liger_kernel", "Liger replaces the loss, so the region would have no effect."),
 )  # fmt: skip
 
 _LAYOUT = (
+    switch("padding_free", "It needs flash attention, which we could not run. Batches with padding work."),
     Refusal(
-        setting="padding_free", must_be="False", refused=_truthy, example={"padding_free": True},
-        why="It needs flash attention, which we could not run. Batches with padding work.",
-    ),
-    Refusal(
-        setting="sequence_parallel_size", must_be="1", default=1, refused=lambda got, given, region: got > 1,
+        setting="sequence_parallel_size", must_be="1", default=1, refused=lambda got, lookup, region: got > 1,
         example={"sequence_parallel_size": 2}, why="We could not run regions on split sequences.",
     ),
-    Refusal(
-        setting="model", must_be="a text model", refused=other_than(None), example={"model": "multimodal"},
-        why="Regions on images are not supported.",
-    ),
+    fixed("model", "a text model", "Regions on images are not supported.", "multimodal"),
 )  # fmt: skip
 
 _ANCHORS = (
     Refusal(
         setting=BEHAVIOR, must_be="sampler when vLLM generates",
-        refused=lambda got, given, region: got == "trainer" and _vllm(given),
+        refused=lambda got, lookup, region: got == "trainer" and _vllm(lookup),
         example={"use_vllm": True, "top_k": -1, BEHAVIOR: "trainer"},
         why="vLLM's log-probs are already recorded. To anchor on the trainer's log-probs instead, set anchor=proximal "
         "on the region.",
     ),
     Refusal(
         setting=BEHAVIOR, must_be="trainer when transformers generates", scope=ON_SAMPLER, default="sampler",
-        refused=lambda got, given, region: got == "sampler" and not _vllm(given), example={BEHAVIOR: "sampler"},
+        refused=lambda got, lookup, region: got == "sampler" and not _vllm(lookup), example={BEHAVIOR: "sampler"},
         why="ms-swift does not record transformers' log-probs, and {region} is anchored on them. "
         "TRUSTRL_BEHAVIOR=trainer takes the trainer's, which ms-swift computes for every rollout; --use_vllm true "
         "records vLLM's.",
     ),
     Refusal(
-        setting="async_generate", must_be="False", scope=ON_TRAINER, refused=_truthy,
+        setting="async_generate", must_be="False", scope=ON_TRAINER, refused=is_set,
         example={"use_vllm": True, "top_k": -1, BEHAVIOR: "sampler", "async_generate": True}, preset="minirl",
         why="{region} needs the trainer's policy at the rollout's weights, and ms-swift computes it one update later. "
         "Use a region with anchor=behavior.",
     ),
     Refusal(
         setting=REGION, must_be="Top-K or on the sampled token", scope=EXACT, facts=_kind,
-        refused=lambda got, given, region: True, example={}, preset="dppo-full-tv",
+        refused=lambda got, lookup, region: True, example={}, preset="dppo-full-tv",
         why="The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
     ),
     Refusal(
         setting=REGION, must_be="on the sampled token, or anchored on the trainer,", scope=SAMPLER_TOPK, facts=_kind,
-        refused=lambda got, given, region: not region.needs().full and _vllm(given),
+        refused=lambda got, lookup, region: not region.needs().full and _vllm(lookup),
         example={"use_vllm": True, "top_k": -1, BEHAVIOR: "sampler"}, preset="dppo-topk-tv",
         why="ms-swift requests only the sampled token's log-prob from vLLM. Set anchor=proximal on the region.",
     ),
@@ -173,38 +152,32 @@ _ANCHORS = (
 
 _SAMPLING = (
     Refusal(
-        setting="top_p", must_be="1.0", default=1.0, refused=lambda got, given, region: got < 1.0,
+        setting="top_p", must_be="1.0", default=1.0, refused=lambda got, lookup, region: got < 1.0,
         example={"top_p": 0.9}, why=TRUNCATED,
     ),
     Refusal(
         setting="top_k", must_be="{whole}", default=-1, refused=_top_k, example={"top_k": 50},
-        facts=lambda given, region: {
-            "whole": "-1" if _vllm(given) else f"the vocabulary's size, {given('vocab_size', 1)},"
+        facts=lambda lookup, region: {
+            "whole": "-1" if _vllm(lookup) else f"the vocabulary's size, {lookup('vocab_size', 1)},"
         },
         words={"whole": "-1 with vLLM, and the vocabulary's size when transformers generates"},
         why="μ would be renormalized over the kept tokens and π would not. ms-swift passes transformers -1 as unset, "
         "and transformers keeps the model's own top_k, or 50.",
     ),
     Refusal(
-        setting="min_p", must_be="0.0", default=0.0, refused=lambda got, given, region: got > 0.0,
+        setting="min_p", must_be="0.0", default=0.0, refused=lambda got, lookup, region: got > 0.0,
         example={"min_p": 0.1}, why=TRUNCATED,
     ),
-    Refusal(
-        setting="repetition_penalty", must_be="1.0", default=1.0, refused=other_than(1.0),
-        example={"repetition_penalty": 1.1}, why=PENALISED,
-    ),
+    fixed("repetition_penalty", "1.0", PENALISED, 1.1, 1.0),
     Refusal(
         setting=GENERATION + ".{key}", must_be="left out", facts=_generation, words={"key": "min_p, ..."},
-        refused=lambda got, given, region: bool(_generation(given, region)), example={GENERATION: {"typical_p": 0.9}},
+        refused=lambda got, lookup, region: bool(_generation(lookup, region)), example={GENERATION: {"typical_p": 0.9}},
         why="ms-swift passes it on to transformers, and the trainer does not see it.",
     ),
-    Refusal(
-        setting="structured_outputs_regex", must_be="left out", refused=other_than(None),
-        example={"structured_outputs_regex": "[0-9]+"}, why=TRUNCATED,
-    ),
+    fixed("structured_outputs_regex", "left out", TRUNCATED, "[0-9]+"),
     Refusal(
         setting="vllm_engine_kwargs", must_be="without logprobs_mode", default={},
-        refused=lambda got, given, region: "logprobs_mode" in got,
+        refused=lambda got, lookup, region: "logprobs_mode" in got,
         example={"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}},
         why="ms-swift requests processed log-probs, those of the distribution that vLLM samples from.",
     ),

@@ -27,7 +27,9 @@ from trustrl.engines.refusals.rows import (
     VOCABULARY_OR_TRUNCATED,
     Given,
     Refusal,
-    other_than,
+    fitting,
+    fixed,
+    switch,
 )
 
 OLDEST = (1, 0)
@@ -55,130 +57,111 @@ _HARMLESS_GENERATION_KEYS = {
 }  # fmt: skip
 _BOUND = "The bound belongs to the region, as in trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.28))."
 _LIGER = "Liger replaces the model's forward pass or its loss, so the region would have no effect."
+_PRESETS = {"cispo": "dapo", "sapo": "grpo", "vespo": "dapo"}
+"""TRL's `loss_type`s that are regions of trustrl, and the average that each has in TRL."""
+
 _VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False, "behavior": "sampler"}
 
 
-def _is(value: Any) -> Any:
-    return lambda got, given, region: got == value
-
-
-def _truthy(got: Any, given: Given, region: Region) -> bool:
-    return bool(got)
-
-
-def _samples_itself(given: Given) -> bool:
+def _samples_itself(lookup: Given) -> bool:
     """Returns whether the user's code generates. It may record log-probs."""
-    return bool(given("rollout_func", False) or (given("own_generation", False) and not given("use_vllm", False)))
+    return bool(lookup("rollout_func", False) or (lookup("own_generation", False) and not lookup("use_vllm", False)))
 
 
-def truncated(given: Given) -> bool:
+def truncated(lookup: Given) -> bool:
     """Returns whether tokens are drawn from a part of the vocabulary."""
-    return is_truncated(lambda name: given(name, None))
+    return is_truncated(lambda name: lookup(name, None))
 
 
-def _records_kept(given: Given) -> bool:
+def _records_kept(lookup: Given) -> bool:
     """Returns whether the ids that truncation keeps can be recorded."""
-    if given("trl", ()) < OLDEST_FUSED:
+    if lookup("trl", ()) < OLDEST_FUSED:
         return False
-    return _samples_itself(given) or (given("use_vllm", False) and given("vllm_mode", "colocate") == "colocate")
+    return _samples_itself(lookup) or (lookup("use_vllm", False) and lookup("vllm_mode", "colocate") == "colocate")
 
 
-def _reads_vocabulary(given: Given, region: Region) -> bool:
-    return VOCABULARY.holds(region.needs()) or truncated(given)
+def _reads_vocabulary(lookup: Given, region: Region) -> bool:
+    return VOCABULARY.holds(region.needs()) or truncated(lookup)
 
 
-def _fitting(given: Given, region: Region) -> Mapping[str, Any]:
-    wanted = region.needs().reduction
-    return {"fitting": " or ".join(repr(name) for name, found in REDUCTIONS.items() if found is wanted)}
+def _fitting(lookup: Given, region: Region) -> Mapping[str, Any]:
+    return {"fitting": " or ".join(map(repr, fitting(REDUCTIONS, region)))}
 
 
-def _drafts(given: Given, region: Region) -> Mapping[str, Any]:
-    drafts = given("vllm_options", {}).get("speculative_config")
+def _drafts(lookup: Given, region: Region) -> Mapping[str, Any]:
+    drafts = lookup("vllm_options", {}).get("speculative_config")
     return {"got": drafts} if drafts else {}
 
 
-def _unknown_key(given: Given, region: Region) -> Mapping[str, Any]:
-    kwargs = given("generation_kwargs", {})
+def _unknown_key(lookup: Given, region: Region) -> Mapping[str, Any]:
+    kwargs = lookup("generation_kwargs", {})
     unknown = [key for key in kwargs if key not in _HARMLESS_GENERATION_KEYS] if isinstance(kwargs, Mapping) else []
     return {"key": unknown[0], "got": kwargs[unknown[0]]} if unknown else {}
 
 
 _LOSS = (
-    Refusal(
-        setting="loss_type", must_be="an average", refused=_is("cispo"), example={"loss_type": "cispo"},
-        why="cispo is a region. Use loss_type='dapo' and region=trustrl.preset('cispo').",
-    ),
-    Refusal(
-        setting="loss_type", must_be="an average", refused=_is("sapo"), example={"loss_type": "sapo"},
-        why="sapo is a region. Use loss_type='grpo' and region=trustrl.preset('sapo').",
-    ),
-    Refusal(
-        setting="loss_type", must_be="an average", refused=_is("vespo"), example={"loss_type": "vespo"},
-        why="vespo is a region. Use loss_type='dapo' and region=trustrl.preset('vespo').",
+    *(
+        Refusal(
+            setting="loss_type", must_be="an average", example={"loss_type": preset},
+            refused=lambda got, lookup, region, preset=preset: got == preset,
+            why=f"{preset} is a region. Use loss_type={average!r} and region=trustrl.preset({preset!r}).",
+        )
+        for preset, average in _PRESETS.items()
     ),
     Refusal(
         setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", example={"loss_type": "mine"},
-        refused=lambda got, given, region: got not in {*REDUCTIONS, "cispo", "sapo", "vespo"},
+        refused=lambda got, lookup, region: got not in {*REDUCTIONS, *_PRESETS},
         why="With a region, loss_type chooses only the average.",
     ),
     Refusal(
         setting="loss_type", must_be="an average other than 'luspo' with TRL below 1.10",
-        refused=lambda got, given, region: got == "luspo" and given("trl", ()) < LUSPO_WITHOUT_PADDING,
+        refused=lambda got, lookup, region: got == "luspo" and lookup("trl", ()) < LUSPO_WITHOUT_PADDING,
         example={"loss_type": "luspo", "trl": (1, 9, 2)},
         why="Before TRL 1.10, luspo also averages over padding. Run `pip install \"trl>=1.10\"`.",
     ),
     Refusal(
         setting="loss_type", must_be="{fitting}", scope=PER_SEQUENCE, facts=_fitting, words={"fitting": "'grpo'"},
-        refused=lambda got, given, region: REDUCTIONS.get(got) is not region.needs().reduction,
+        refused=lambda got, lookup, region: REDUCTIONS.get(got) is not region.needs().reduction,
         example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
     ),
-    Refusal(
-        setting="importance_sampling_level", must_be="'token'", default="token", refused=other_than("token"),
-        example={"importance_sampling_level": "sequence"},
-        why="The region sets the level at which it decides. trustrl.preset('gspo') decides per sequence.",
+    fixed(
+        "importance_sampling_level", "'token'",
+        "The region sets the level at which it decides. trustrl.preset('gspo') decides per sequence.",
+        "sequence", "token",
     ),
-    Refusal(
-        setting="epsilon", must_be="left at 0.2", default=0.2, refused=other_than(0.2), example={"epsilon": 0.3},
-        why=_BOUND,
-    ),
-    Refusal(
-        setting="epsilon_high", must_be="left at None", refused=other_than(None), example={"epsilon_high": 0.28},
-        why=_BOUND,
-    ),
-    Refusal(setting="delta", must_be="left at None", refused=other_than(None), example={"delta": 2.0}, why=_BOUND),
+    fixed("epsilon", "left at 0.2", _BOUND, 0.3, 0.2),
+    fixed("epsilon_high", "left at None", _BOUND, 0.28),
+    fixed("delta", "left at None", _BOUND, 2.0),
     Refusal(
         setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},
-        refused=lambda got, given, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
+        refused=lambda got, lookup, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
     ),
-    Refusal(
-        setting="off_policy_mask_threshold", must_be="None", refused=other_than(None),
-        example={"off_policy_mask_threshold": 0.5},
-        why="It is a second region. Use region=trustrl.OPSM(max_drift=...), which drops the same sequences.",
+    fixed(
+        "off_policy_mask_threshold", "None",
+        "It is a second region. Use region=trustrl.OPSM(max_drift=...), which drops the same sequences.", 0.5,
     ),
-    Refusal(
-        setting="use_liger_kernel", must_be="False", refused=_truthy, example={"use_liger_kernel": True}, why=_LIGER,
-    ),
-    Refusal(setting="use_liger_loss", must_be="False", refused=_truthy, example={"use_liger_loss": True}, why=_LIGER),
+    switch("use_liger_kernel", _LIGER),
+    switch("use_liger_loss", _LIGER),
 )  # fmt: skip
 
 _ANCHORS = (
     Refusal(
         setting="behavior", must_be="'sampler' when vLLM generates", example={**_VLLM, "behavior": "trainer"},
-        refused=lambda got, given, region: got == "trainer" and given("use_vllm", False),
+        refused=lambda got, lookup, region: got == "trainer" and lookup("use_vllm", False),
         why="vLLM's log-probs are already recorded. To anchor on the trainer's log-probs instead, set "
         "anchor='proximal' on the region.",
     ),
     Refusal(
         setting="vllm_importance_sampling_correction", must_be="False", scope=ON_SAMPLER,
-        refused=lambda got, given, region: got and given("use_vllm", False),
+        refused=lambda got, lookup, region: got and lookup("use_vllm", False),
         example={**_VLLM, "vllm_importance_sampling_correction": True},
         why="This region already corrects for the sampler mismatch (π'/μ); TRL's correction would apply it twice. "
         "Regions with anchor='proximal' may keep TRL's correction.",
     ),
     Refusal(
         setting="behavior", must_be="'trainer' when transformers generates", scope=ON_SAMPLER,
-        refused=lambda got, given, region: (
-            got == "sampler" and not given("use_vllm", False) and not _samples_itself(given)
+        refused=lambda got, lookup, region: (
+            got == "sampler" and not lookup("use_vllm", False) and not _samples_itself(lookup)
         ),
         example={"behavior": "sampler"},
         why="transformers does not record log-probs, and {region} is anchored on them. behavior='trainer' records the "
@@ -187,26 +170,26 @@ _ANCHORS = (
     ),
     Refusal(
         setting="region", must_be="on a top-K support", scope=EXACT,
-        refused=lambda got, given, region: region.needs().projects,
+        refused=lambda got, lookup, region: region.needs().projects,
         example={}, preset="troll", region={"support": "full"},
         why="A projection of the whole vocabulary needs its logits. Use support='topk'.",
     ),
     Refusal(
         setting="region", must_be="a Top-K or Binary one", scope=EXACT_ON_SAMPLER,
-        refused=lambda got, given, region: given("behavior", "") == "sampler", example=_VLLM, preset="dppo-full-tv",
+        refused=lambda got, lookup, region: lookup("behavior", "") == "sampler", example=_VLLM, preset="dppo-full-tv",
         why="Samplers do not record their whole distribution. Regions with anchor='proximal' can be exact.",
     ),
     Refusal(
         setting="vllm_options", must_be="None without a colocated vLLM",
-        refused=lambda got, given, region: (
-            bool(got) and not (given("use_vllm", False) and given("vllm_mode", "colocate") == "colocate")
+        refused=lambda got, lookup, region: (
+            bool(got) and not (lookup("use_vllm", False) and lookup("vllm_mode", "colocate") == "colocate")
         ),
         example={"vllm_options": {"dtype": "bfloat16"}},
         why="Set the options of a vLLM server on its command line.",
     ),
     Refusal(
         setting="vllm_options['speculative_config']", must_be="left out", facts=_drafts,
-        refused=lambda got, given, region: bool(_drafts(given, region)) and given("vllm_on_cpu", False),
+        refused=lambda got, lookup, region: bool(_drafts(lookup, region)) and lookup("vllm_on_cpu", False),
         example={**_VLLM, "vllm_on_cpu": True, "vllm_options": {"speculative_config": {"method": "ngram"}}},
         why=DRAFTS_ON_CPU,
     ),
@@ -216,7 +199,7 @@ _SAMPLING = (
     *(
         Refusal(
             setting=name, must_be=str(whole), default=whole,
-            refused=lambda got, given, region, whole=whole: got != whole and not _records_kept(given),
+            refused=lambda got, lookup, region, whole=whole: got != whole and not _records_kept(lookup),
             example={name: example},
             why="μ would be renormalized over the kept tokens and π would not. Both are where the kept ids are "
             "recorded: by a colocated vLLM or a rollout_func, with TRL 1.15 or newer.",
@@ -225,28 +208,22 @@ _SAMPLING = (
     ),
     Refusal(
         setting="top_p, top_k and min_p", must_be="left at their defaults", scope=EXACT,
-        refused=lambda got, given, region: truncated(given), facts=lambda given, region: {"got": "others"},
+        refused=lambda got, lookup, region: truncated(lookup), facts=lambda lookup, region: {"got": "others"},
         example={**_VLLM, "top_p": 0.9}, preset="dppo-full-tv", region={"anchor": "proximal"},
         why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
         "region.",
     ),
     Refusal(
         setting="vllm_importance_sampling_correction", must_be="False with top_p, top_k, or min_p",
-        refused=lambda got, given, region: got and given("use_vllm", False) and truncated(given),
+        refused=lambda got, lookup, region: got and lookup("use_vllm", False) and truncated(lookup),
         example={**_VLLM, "top_p": 0.9, "vllm_importance_sampling_correction": True}, region={"anchor": "proximal"},
         why="TRL's correction divides a probability of the whole vocabulary by one of the kept ids.",
     ),
-    Refusal(
-        setting="repetition_penalty", must_be="1.0", default=1.0, refused=other_than(1.0),
-        example={"repetition_penalty": 1.1}, why=PENALISED,
-    ),
-    Refusal(
-        setting="vllm_structured_outputs_regex", must_be="None", refused=other_than(None),
-        example={"vllm_structured_outputs_regex": "[0-9]+"}, why=TRUNCATED,
-    ),
+    fixed("repetition_penalty", "1.0", PENALISED, 1.1, 1.0),
+    fixed("vllm_structured_outputs_regex", "None", TRUNCATED, "[0-9]+"),
     Refusal(
         setting="generation_kwargs[{key!r}]", must_be="left out", facts=_unknown_key, words={"key": "..."},
-        refused=lambda got, given, region: bool(_unknown_key(given, region)),
+        refused=lambda got, lookup, region: bool(_unknown_key(lookup, region)),
         example={"generation_kwargs": {"suppress_tokens": [5]}},
         why="It may change the distribution that tokens are drawn from, and the trainer cannot see it. Set the "
         "temperature with TRL's own setting.",
@@ -258,8 +235,8 @@ SETTINGS = (*_LOSS, *_ANCHORS, *_SAMPLING)
 MODEL = (
     Refusal(
         setting="The model's output layer", must_be="a plain linear layer",
-        refused=lambda got, given, region: (
-            got is not None and (given("trl", ()) >= OLDEST_FUSED or VOCABULARY.holds(region.needs()))
+        refused=lambda got, lookup, region: (
+            got is not None and (lookup("trl", ()) >= OLDEST_FUSED or VOCABULARY.holds(region.needs()))
         ),
         example={"The model's output layer": "LoraLinear"},
         why="TRL 1.15 and newer, and Top-K, TROLL, and exact regions, read its weight and would miss the part that an "
@@ -267,13 +244,13 @@ MODEL = (
     ),
     Refusal(
         setting="router_aux_loss_coef", must_be="0", default=0, scope=VOCABULARY_OR_TRUNCATED,
-        refused=lambda got, given, region: bool(got) and _reads_vocabulary(given, region),
+        refused=lambda got, lookup, region: bool(got) and _reads_vocabulary(lookup, region),
         example={"router_aux_loss_coef": 0.001}, preset="dppo-topk-tv",
         why="trustrl's own output layer, which reads more than the sampled token, does not compute router losses.",
     ),
     Refusal(
         setting="DeepSpeed's ZeRO stage", must_be="below 3", default=0, scope=VOCABULARY_OR_TRUNCATED,
-        refused=lambda got, given, region: got >= 3 and _reads_vocabulary(given, region),
+        refused=lambda got, lookup, region: got >= 3 and _reads_vocabulary(lookup, region),
         example={"DeepSpeed's ZeRO stage": 3}, preset="dppo-topk-tv",
         why="trustrl reads the output layer, which stage 3 shards. Use FSDP2.",
     ),
@@ -282,8 +259,8 @@ MODEL = (
 SERVER = (
     Refusal(
         setting="The vLLM server's logprobs_mode", must_be="'processed_logprobs'", default="processed_logprobs",
-        refused=lambda got, given, region: not describes_the_draw(
-            logprobs_kind(got), temperature=given("temperature", 1.0), truncated=truncated(given)
+        refused=lambda got, lookup, region: not describes_the_draw(
+            logprobs_kind(got), temperature=lookup("temperature", 1.0), truncated=truncated(lookup)
         ),
         example={"The vLLM server's logprobs_mode": "raw_logprobs", "temperature": 0.7},
         why="At a temperature other than 1, raw log-probs are not those that vLLM samples from. Restart it with "
@@ -294,29 +271,24 @@ SERVER = (
 ASYNC = (
     Refusal(
         setting="region", must_be="one on the sampled token", scope=VOCABULARY,
-        refused=lambda got, given, region: True, facts=lambda given, region: {"got": region.kind},
+        refused=lambda got, lookup, region: True, facts=lambda lookup, region: {"got": region.kind},
         example={}, preset="dppo-topk-tv",
         why="AsyncGRPOTrainer's rollout worker requests only the sampled token's log-prob. Use a binary divergence, or "
         "TrustRegionGRPOTrainer.",
     ),
     Refusal(
         setting="region.anchor", must_be="'behavior'", scope=ON_TRAINER,
-        refused=lambda got, given, region: True, facts=lambda given, region: {"got": "proximal"},
+        refused=lambda got, lookup, region: True, facts=lambda lookup, region: {"got": "proximal"},
         example={}, preset="minirl",
         why="AsyncGRPOTrainer makes no forward pass at the weights that sampled, so π' is not recorded.",
     ),
     Refusal(
         setting="region", must_be="defined for an average over tokens", scope=PER_SEQUENCE,
-        refused=lambda got, given, region: True, facts=lambda given, region: {"got": region.kind},
+        refused=lambda got, lookup, region: True, facts=lambda lookup, region: {"got": region.kind},
         example={}, preset="gspo", why="AsyncGRPOTrainer averages over the tokens of a batch.",
     ),
-    Refusal(
-        setting="epsilon", must_be="left at 0.2", default=0.2, refused=other_than(0.2), example={"epsilon": 0.3},
-        why=_BOUND,
-    ),
-    Refusal(
-        setting="epsilon_high", must_be="None", refused=other_than(None), example={"epsilon_high": 0.28}, why=_BOUND,
-    ),
+    fixed("epsilon", "left at 0.2", _BOUND, 0.3, 0.2),
+    fixed("epsilon_high", "None", _BOUND, 0.28),
     *(row for row in _SAMPLING if row.setting in ("top_p", "top_k", "min_p", "repetition_penalty")),
 )  # fmt: skip
 """Rows about `AsyncGRPOTrainer`, which is not a `GRPOTrainer` and has other settings."""

@@ -3,7 +3,6 @@
 Imports neither torch nor verl: `trustrl plan` reads the same rows as the adapter.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from trustrl.config.axes import Region
@@ -13,11 +12,13 @@ from trustrl.engines.refusals.rows import (
     DRAFTS_ON_CPU,
     EXACT,
     ON_SAMPLER,
-    PER_SEQUENCE,
     VOCABULARY,
     Given,
     Refusal,
     Scope,
+    average_per_sequence,
+    fixed,
+    is_set,
     other_than,
     plain_sampling,
 )
@@ -52,23 +53,17 @@ _THEIR_BOUNDS = {
 }  # fmt: skip
 
 
-def fitting_reductions(region: Region) -> list[str]:
-    """Returns the `loss_agg_mode`s that work with the region."""
-    needed = region.needs().reduction
-    return [name for name, reduction in REDUCTIONS.items() if needed is None or reduction is needed]
+def _too_few_ids(most: int, lookup: Given, region: Region) -> bool:
+    return lookup(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(lookup, region)
 
 
-def _too_few_ids(most: int, given: Given, region: Region) -> bool:
-    return given(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(given, region)
-
-
-def _rollout_settings_decide(given: Given) -> bool:
+def _rollout_settings_decide(lookup: Given) -> bool:
     """Returns whether the agent loop draws with the settings of `rollout`. A loop of the user's may pass others."""
-    return given(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
+    return lookup(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
 
 
-def _in_bypass_mode(value: Any, given: Given, region: Region) -> bool:
-    return value is not None and given(f"{CORRECTION}.bypass_mode", False)
+def _in_bypass_mode(value: Any, lookup: Given, region: Region) -> bool:
+    return value is not None and lookup(f"{CORRECTION}.bypass_mode", False)
 
 
 def _bypassed(name: str, done: str) -> Refusal:
@@ -88,7 +83,7 @@ TRAINER = (
         setting="trainer.use_v1",
         must_be="True",
         why="verl's legacy trainer replaces loss_mode in bypass mode, so the region would not act.",
-        refused=lambda v1, given, region: not v1,
+        refused=lambda v1, lookup, region: not v1,
         default=True,
         example={"trainer.use_v1": False},
     ),
@@ -99,8 +94,8 @@ TRAINER = (
             why=f"verl's {what} trainer is built on its legacy trainer, which replaces loss_mode in bypass mode, so "
             "the region would not act. Use verl's main_ppo with trainer.v1.trainer_mode=separate_async"
             f"{more}.",
-            refused=lambda group, given, region: group is not None,
-            facts=lambda given, region: {"got": "settings"},
+            refused=lambda group, lookup, region: group is not None,
+            facts=lambda lookup, region: {"got": "settings"},
             example={group: example},
         )
         for group, what, more, example in (
@@ -117,26 +112,14 @@ TRAINER = (
 """Rows about verl's trainer."""
 
 ACTOR_LOSS = (
-    Refusal(
-        setting=f"{ACTOR}.loss_agg_mode",
-        must_be="{fitting}",
-        why="{region}'s gradient is defined per sequence.",
-        refused=lambda mode, given, region: mode not in fitting_reductions(region),
-        default="token-mean",
-        scope=PER_SEQUENCE,
-        facts=lambda given, region: {"fitting": " or ".join(fitting_reductions(region))},
-        words={"fitting": "seq-mean-token-mean", "region": "GSPO"},
-        example={f"{ACTOR}.loss_agg_mode": "token-mean"},
-        preset="gspo",
-    ),
+    average_per_sequence(f"{ACTOR}.loss_agg_mode", REDUCTIONS, "seq-mean-token-mean", "token-mean", "token-mean"),
     *(
-        Refusal(
-            setting=f"{ACTOR}.{name}",
-            must_be=f"left at {default}",
-            why="It belongs to verl's own losses. Set a region's bounds in policy_loss.region.",
-            refused=other_than(default),
-            default=default,
-            example={f"{ACTOR}.{name}": 2 * default},
+        fixed(
+            f"{ACTOR}.{name}",
+            f"left at {default}",
+            "It belongs to verl's own losses. Set a region's bounds in policy_loss.region.",
+            2 * default,
+            default,
         )
         for name, default in _THEIR_BOUNDS.items()
     ),
@@ -157,7 +140,7 @@ SAMPLER_RECORD = (
         setting=f"{ROLLOUT}.calculate_log_probs",
         must_be="True",
         why="Without it the sampler does not record log-probs.",
-        refused=lambda recorded, given, region: not recorded,
+        refused=lambda recorded, lookup, region: not recorded,
         default=False,
         scope=ON_SAMPLER,
         example={f"{ROLLOUT}.calculate_log_probs": False},
@@ -168,7 +151,7 @@ SAMPLER_RECORD = (
             must_be=PROCESSED,
             why="Raw log-probs are those before temperature, penalties and truncation, which each request may set. "
             "They are not those of the distribution that the sampler draws from.",
-            refused=lambda mode, given, region: logprobs_kind(mode) == "raw",
+            refused=lambda mode, lookup, region: logprobs_kind(mode) == "raw",
             default=PROCESSED,
             scope=ON_SAMPLER,
             example={setting: "raw_logprobs"},
@@ -183,7 +166,7 @@ SAMPLER_DISTRIBUTION = (
         setting="distillation.enabled",
         must_be="False",
         why="Distillation uses the same fields that carry the sampler's distribution.",
-        refused=lambda on, given, region: bool(on),
+        refused=is_set,
         default=False,
         scope=VOCABULARY,
         example={"distillation.enabled": True},
@@ -194,10 +177,10 @@ SAMPLER_DISTRIBUTION = (
         must_be="{loop}",
         why="verl's own loop does not record the sampler's most probable ids or kept ids. `python -m "
         "trustrl.engines.verl` sets the loop that does.",
-        refused=lambda loop, given, region: loop in RECORDING and bool(recorded_ids(given, region)),
+        refused=lambda loop, lookup, region: loop in RECORDING and bool(recorded_ids(lookup, region)),
         default="single_turn_agent",
         scope=RECORDED_IDS,
-        facts=lambda given, region: {"loop": RECORDING[given(AGENT_LOOP, "single_turn_agent")]},
+        facts=lambda lookup, region: {"loop": RECORDING[lookup(AGENT_LOOP, "single_turn_agent")]},
         words={"loop": " or ".join(RECORDING.values())},
         example={AGENT_LOOP: "tool_agent"},
         preset="dppo-topk-tv",
@@ -207,7 +190,7 @@ SAMPLER_DISTRIBUTION = (
         must_be="vllm",
         why="trustrl does not read the ids of SGLang or TensorRT-LLM. Use vllm, or a region on the sampled token "
         "without top_p and top_k.",
-        refused=lambda name, given, region: name in ("sglang", "trtllm") and bool(recorded_ids(given, region)),
+        refused=lambda name, lookup, region: name in ("sglang", "trtllm") and bool(recorded_ids(lookup, region)),
         scope=RECORDED_IDS,
         example={f"{ROLLOUT}.name": "sglang"},
         preset="dppo-topk-tv",
@@ -217,7 +200,7 @@ SAMPLER_DISTRIBUTION = (
         must_be="False",
         why="verl starts other servers for separate prefill and decode, which do not return ids. Use a region on the "
         "sampled token without top_p and top_k.",
-        refused=lambda on, given, region: bool(on) and bool(recorded_ids(given, region)),
+        refused=lambda on, lookup, region: bool(on) and bool(recorded_ids(lookup, region)),
         default=False,
         scope=RECORDED_IDS,
         example={f"{ROLLOUT}.disaggregation.enabled": True},
@@ -230,7 +213,7 @@ SAMPLER_DISTRIBUTION = (
         refused=_too_few_ids,
         default=VLLM_MAX_LOGPROBS,
         scope=RECORDED_IDS,
-        facts=lambda given, region: {"k": recorded_ids(given, region)},
+        facts=lambda lookup, region: {"k": recorded_ids(lookup, region)},
         words={"k": "K, and policy_loss.max_kept + 1"},
         example={f"{ROLLOUT}.name": "vllm", MAX_LOGPROBS: 10},
         preset="dppo-topk-tv",
@@ -244,7 +227,7 @@ SAMPLING = (
         must_be="set with top_p, top_k or min_p",
         why="The kept ids must be recorded, so that π is renormalized over the same tokens as μ. `python -m "
         "trustrl.engines.verl` sets it.",
-        refused=lambda kept, given, region: kept is None and truncated(given),
+        refused=lambda kept, lookup, region: kept is None and truncated(lookup),
         example={f"{ROLLOUT}.top_p": 0.9},
     ),
     Refusal(
@@ -252,8 +235,8 @@ SAMPLING = (
         must_be="null without top_p, top_k and min_p",
         why="The sampler keeps the whole vocabulary. An agent loop of your own may truncate its requests, and may set "
         "it.",
-        refused=lambda kept, given, region: (
-            kept is not None and not truncated(given) and _rollout_settings_decide(given)
+        refused=lambda kept, lookup, region: (
+            kept is not None and not truncated(lookup) and _rollout_settings_decide(lookup)
         ),
         example={MAX_KEPT: 1024},
     ),
@@ -262,7 +245,7 @@ SAMPLING = (
         must_be="null",
         why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
         "region, or set rollout.top_p=1 and rollout.top_k=-1.",
-        refused=lambda kept, given, region: kept is not None,
+        refused=lambda kept, lookup, region: kept is not None,
         scope=EXACT,
         example={MAX_KEPT: 1024, f"{ROLLOUT}.top_p": 0.9},
         preset="dppo-full-tv",
@@ -273,7 +256,7 @@ SAMPLING = (
             setting=f"{CORRECTION}.{name}",
             must_be="null with top_p, top_k or min_p",
             why="verl would compare a probability of the whole vocabulary with one of the kept ids.",
-            refused=lambda got, given, region: got is not None and truncated(given),
+            refused=lambda got, lookup, region: got is not None and truncated(lookup),
             example={f"{CORRECTION}.{name}": "token", f"{ROLLOUT}.top_p": 0.9, MAX_KEPT: 1024},
             region={"anchor": "proximal"},
         )
@@ -284,7 +267,7 @@ SAMPLING = (
         setting=f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config",
         must_be="absent",
         why=DRAFTS_ON_CPU,
-        refused=lambda drafts, given, region: bool(drafts) and given(f"{ROLLOUT}.name", None) == "vllm_cpu",
+        refused=lambda drafts, lookup, region: bool(drafts) and lookup(f"{ROLLOUT}.name", None) == "vllm_cpu",
         example={
             f"{ROLLOUT}.name": "vllm_cpu",
             f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
@@ -304,10 +287,3 @@ ROWS = (
     *SAMPLING,
 )
 """Every row, in the order of the check."""
-
-WORKING: Mapping[str, Any] = {
-    f"{ROLLOUT}.calculate_log_probs": True,
-    f"{ACTOR}.strategy": "fsdp2",
-    AGENT_LOOP: "trustrl_single_turn_agent",
-}
-"""Settings that work with every preset that verl supports. Each row's `example` changes one of them."""

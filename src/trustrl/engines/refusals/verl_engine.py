@@ -27,15 +27,15 @@ def _where_vocabulary_is_read(
         refused: Returns whether a value is refused.
         on: The engine's strategy; None for every one.
     """
-    return lambda got, given, region: (
+    return lambda got, lookup, region: (
         refused(got)
-        and (VOCABULARY.holds(region.needs()) or given(MAX_KEPT, None) is not None)
-        and on in (None, given(f"{ACTOR}.strategy", None))
+        and (VOCABULARY.holds(region.needs()) or lookup(MAX_KEPT, None) is not None)
+        and on in (None, lookup(f"{ACTOR}.strategy", None))
     )
 
 
 def _on_megatron(refused: Callable[[Any], bool]) -> Callable[[Any, Given, Region], bool]:
-    return lambda got, given, region: refused(got) and given(f"{ACTOR}.strategy", None) == "megatron"
+    return lambda got, lookup, region: refused(got) and lookup(f"{ACTOR}.strategy", None) == "megatron"
 
 
 ENGINE = (
@@ -109,9 +109,9 @@ ENGINE = (
         setting="region.anchor",
         must_be="proximal",
         why="{region} needs the anchor's whole distribution, and a sampler records only some of its ids.",
-        refused=lambda anchor, given, region: True,
+        refused=lambda anchor, lookup, region: True,
         scope=EXACT_ON_SAMPLER,
-        facts=lambda given, region: {"got": "behavior"},
+        facts=lambda lookup, region: {"got": "behavior"},
         example={},
         preset="dppo-full-tv",
     ),
@@ -119,7 +119,7 @@ ENGINE = (
         setting=f"{ACTOR}.strategy",
         must_be="fsdp2, veomni or megatron",
         why="{region} keeps a copy of the whole output layer, which FSDP1 shards.",
-        refused=lambda strategy, given, region: strategy not in ("fsdp2", "veomni", "megatron"),
+        refused=lambda strategy, lookup, region: strategy not in ("fsdp2", "veomni", "megatron"),
         default="fsdp",
         scope=EXACT,
         example={f"{ACTOR}.strategy": "fsdp"},

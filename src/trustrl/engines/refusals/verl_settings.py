@@ -23,34 +23,34 @@ VLLM_MAX_LOGPROBS = 20
 """The largest number of ids that vLLM returns by default."""
 
 
-def settings_needed(given: Given, region: Region) -> dict[str, Any]:
+def settings_needed(lookup: Given, region: Region) -> dict[str, Any]:
     """Returns the settings that the region needs and that still have verl's values, with the values to set.
 
     Every region gets the recording loop: it records the version of the weights and the turn of each token.
     """
     wanted: dict[str, Any] = {}
-    if truncated(given) and given(MAX_KEPT, None) is None:
+    if truncated(lookup) and lookup(MAX_KEPT, None) is None:
         wanted[MAX_KEPT] = sampler_fields.MAX_KEPT
-        if given(f"{LOSS}._target_", THEIR_LOSS) == THEIR_LOSS:
+        if lookup(f"{LOSS}._target_", THEIR_LOSS) == THEIR_LOSS:
             wanted[f"{LOSS}._target_"] = OUR_LOSS
-    loop = given(AGENT_LOOP, "single_turn_agent")
+    loop = lookup(AGENT_LOOP, "single_turn_agent")
     if loop in RECORDING:  # for every region: the loop records versions too
         wanted[AGENT_LOOP] = RECORDING[loop]
-    num_ids = recorded_ids(lambda path, default: wanted.get(path, given(path, default)), region)
-    on_vllm = given(f"{ROLLOUT}.name", None) == "vllm"
-    if on_vllm and given(MAX_LOGPROBS, None) is None and num_ids > VLLM_MAX_LOGPROBS:
+    num_ids = recorded_ids(lambda path, default: wanted.get(path, lookup(path, default)), region)
+    on_vllm = lookup(f"{ROLLOUT}.name", None) == "vllm"
+    if on_vllm and lookup(MAX_LOGPROBS, None) is None and num_ids > VLLM_MAX_LOGPROBS:
         wanted[MAX_LOGPROBS] = num_ids
     return wanted
 
 
-def truncated(given: Given) -> bool:
+def truncated(lookup: Given) -> bool:
     """Returns whether tokens are drawn from a part of the vocabulary."""
-    return is_truncated(lambda name: given(f"{ROLLOUT}.{name}", None))
+    return is_truncated(lambda name: lookup(f"{ROLLOUT}.{name}", None))
 
 
-def recorded_ids(given: Given, region: Region) -> int:
+def recorded_ids(lookup: Given, region: Region) -> int:
     """Returns how many ids the sampler must return at each token; 0 if the sampled one is enough."""
     needs = region.needs()
     topk = needs.topk if SAMPLER_TOPK.holds(needs) else 0
-    kept = given(MAX_KEPT, None)
+    kept = lookup(MAX_KEPT, None)
     return topk if kept is None else max(topk, kept + 1)

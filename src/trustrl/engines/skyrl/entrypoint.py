@@ -22,6 +22,7 @@ def main() -> None:
 
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith(OVERRIDE)]
     config = make_config(algorithm_cls=RegionAlgorithmConfig).from_cli_overrides(arguments)
+    # Before Ray starts: `initialize_ray` carries the losses that are registered by then.
     register()
     check_settings(config)
     main_base.validate_cfg(config)

@@ -132,10 +132,10 @@ def registered() -> tuple[str, ...]:
     """
     known = ppo_utils.PolicyLossRegistry.list_available()
     for name in names():
-        found = ppo_utils.PolicyLossRegistry.get(name) if name in known else None
-        if found != RegionLoss(name):
+        loss = ppo_utils.PolicyLossRegistry.get(name) if name in known else None
+        if loss != RegionLoss(name):
             raise EngineError(
-                f"SkyRL's policy loss {name!r} must be trustrl's, got {found!r}. Call {__package__}.register() in the "
+                f"SkyRL's policy loss {name!r} must be trustrl's, got {loss!r}. Call {__package__}.register() in the "
                 "process that starts Ray."
             )
     return tuple(names())
@@ -148,6 +148,7 @@ def _check_seams() -> None:
     for name, expected in {"register": ("name", "func"), "get": ("name",), "list_available": ()}.items():
         seam.require_parameters(ppo_utils.PolicyLossRegistry, name, expected)
     loss, mask = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[1, 1], [1, 0]])
+    # SkyRL has divided the advantages already: with a mean, each gradient would be divided twice.
     if not torch.equal(ppo_utils.reduce_loss(loss, mask), torch.tensor(7.0)):
         raise EngineError(
             "SkyRL's reduce_loss must be the sum over tokens in the loss, and it is not. Install a version listed in "

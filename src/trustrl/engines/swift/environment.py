@@ -34,22 +34,22 @@ def settings() -> Settings:
         ConfigError: If a variable is missing or invalid.
         UnknownNameError: If no preset has the name in `TRUSTRL_REGION`.
     """
-    given = os.environ
-    if not given.get(REGION):
+    variables = os.environ
+    if not variables.get(REGION):
         raise ConfigError(
             f"{REGION} must be set with `import trustrl.engines.swift`, got nothing. Set it to a preset's name, such "
             "as dppo-binary-tv, in the environment or under ENV in ms-swift's YAML file."
         )
-    behavior, metrics = given.get(BEHAVIOR) or "sampler", given.get(METRICS) or "core"
+    behavior, metrics = variables.get(BEHAVIOR) or "sampler", variables.get(METRICS) or "core"
     one_of(BEHAVIOR, behavior, ("sampler", "trainer"))
     check_choice(metrics, METRICS)
-    checks = given.get(STARTUP_CHECKS) or "on"
+    checks = variables.get(STARTUP_CHECKS) or "on"
     one_of(STARTUP_CHECKS, checks, ("on", "off"))
-    share = given.get(DROPPED) or str(MAX_DROPPED_SHARE)
+    share = variables.get(DROPPED) or str(MAX_DROPPED_SHARE)
     try:
         number = float(share)
     except ValueError:
         raise ConfigError(f"{DROPPED} must be a share in (0, 1], got {share!r}.") from None
     return Settings(
-        region_given(given[REGION], REGION), cast(Behavior, behavior), cast(Choice, metrics), checks == "on", number
+        region_given(variables[REGION], REGION), cast(Behavior, behavior), cast(Choice, metrics), checks == "on", number
     )

@@ -1,14 +1,15 @@
 """ms-swift's `GRPOTrainer` with a region.
 
 Seam:     `_compute_loss_and_metrics(model, model_inputs, grpo_batch)`, `_prepare_batch_inputs(samples)`, and
-          `_get_per_token_logps_and_entropies(model, ...)`, which all call super()
+          `_get_per_token_logps_and_entropies(model, ...)`, which all call super(). For Top-K regions, also the model's
+          `forward`, which takes one more keyword and returns the vocabulary with the logits
 Switch:   `import trustrl.engines.swift` in a file for `--external_plugins`, and the variable `TRUSTRL_REGION`
 Borrowed: everything else. `LossSeamMixin` runs ms-swift's own loss with advantages of 0 and a ratio of 1, so its
           reduction, its KL to the reference and its other terms stay ms-swift's
-Added:    `trustrl_version` and, for Top-K regions, `trustrl_topk`, as attributes of a rollout's `GRPOBatch`. The K ids
-          and the loss hold tokens in the loss only
+Added:    `trustrl_version` and, for Top-K regions, `trustrl_topk` and `trustrl_logp`, as attributes of a rollout's
+          `GRPOBatch`. The K ids and the loss hold tokens in the loss only
 Anchors:  μ is `rollout_per_token_logps`, which vLLM recorded; π' is `old_per_token_logps`, which ms-swift computes for
-          every rollout
+          every rollout. Top-K regions take π' and π from trustrl's read: ms-swift's have the dtype of the logits
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
+from trustrl.engines.common.logits_forward import AskingModel, LogitsForward
 from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, require_seam
 from trustrl.engines.common.region_callback import RegionState
 from trustrl.engines.common.region_needs import by_trainer, sources
@@ -33,7 +35,6 @@ from trustrl.engines.common.vocabulary_read import Wanted, at_completions
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import OLDEST, REDUCTIONS, ROWS
 from trustrl.engines.swift import environment
-from trustrl.engines.swift.vocabulary import AskingModel
 from trustrl.errors import MissingDataError
 
 PACKAGE = "ms-swift"
@@ -64,6 +65,10 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         check_settings(kwargs["args"], chosen, kwargs["template"], model)
         super().__init__(*args, **kwargs)
         self._reads_topk = sources(self._needs, chosen.behavior, mismatch=False)[1] == "trainer"
+        if self._reads_topk:
+            model = self.accelerator.unwrap_model(self.model)
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            LogitsForward(base, float32_head=False)
         self._sampling = Sampling(
             logprobs="processed", temperature=self.temperature, truncated=False, engine="ms-swift"
         )
@@ -115,27 +120,28 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             return score(model, *args, **kwargs)
         inputs, rollout = args
         where = TokenPlaces.of_mask(self._in_loss(rollout))
-        asking = AskingModel(model, self._base(model), self._wanted(inputs, where, top_k=self._needs.topk))
-        found = score(asking, *args, **kwargs)
+        asking = AskingModel(model, self._wanted(inputs, where, top_k=self._needs.topk))
+        scores = score(asking, *args, **kwargs)
         (out,) = asking.outputs
         assert out.topk_ids is not None  # requested
         assert out.topk_logp is not None
+        rollout.trustrl_logp = out.log_probs
         rollout.trustrl_topk = TopK(out.topk_ids, out.topk_logp, of=self._needs.anchor, tail_logp=out.topk_tail_logp)
-        return found
+        return scores
 
     # ── seam 2: the loss ────────────────────────────────────────────────────────────────────────────────────────────
 
     def _compute_loss_and_metrics(self, model: Any, model_inputs: dict[str, Any], grpo_batch: Any) -> tuple[Any, ...]:
         in_loss = self._in_loss(grpo_batch)
         where = TokenPlaces.of_mask(in_loss)
-        compute, found = super()._compute_loss_and_metrics, {}
+        compute, swift_metrics = super()._compute_loss_and_metrics, {}
 
         def run(zero: Tensor) -> Tensor:
             # Without `old_per_token_logps`, ms-swift's ratio is exactly 1.
             loss, metrics = compute(
                 model, model_inputs, dataclasses.replace(grpo_batch, advantages=zero, old_per_token_logps=None)
             )
-            found.update(metrics)
+            swift_metrics.update(metrics)
             return loss
 
         parts = self._loss_parts(run, Capture(model, self._asking(model_inputs, grpo_batch, where)), in_loss)
@@ -150,9 +156,9 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         weights = parts.weights / later
         reduction = TokenWeights(where.of(weights), like=REDUCTIONS[self.loss_type])
         out = policy_loss(policy, rollout, self.region, reduction=reduction)
-        found.pop("clipping", None)  # computed from advantages of 0; the step's metrics have the region's
+        swift_metrics.pop("clipping", None)  # computed from advantages of 0; the step's metrics have the region's
         self._region_metrics.add(self, out, policy, rollout, weights)
-        return parts.others + out.loss * later, found
+        return parts.others + out.loss * later, swift_metrics
 
     def _in_loss(self, batch: Any) -> Tensor:
         """Returns the (B, T) mask of the tokens in the loss."""
@@ -171,25 +177,30 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
     def _policy_tokens(self, seen: Any, where: TokenPlaces) -> PolicyTokens:
         """Returns the policy's side of one micro-batch."""
         more: dict[str, Any] = {}
+        logp = where.of(seen.logp)
         if seen.output is not None:
+            # ms-swift's own are rounded to the dtype of the logits, and would not fit those at the K ids.
+            logp = seen.output.log_probs
             more = {"topk_logp": seen.output.gathered_logp, "tail_logp": seen.output.tail_logp}
             if seen.output.topk_ids is not None:
                 more["topk"] = TopK(seen.output.topk_ids, seen.output.topk_logp, of=self._needs.anchor)
         more["entropy"] = None if seen.entropy is None else where.of(seen.entropy)
-        return PolicyTokens(logp=where.of(seen.logp), version=self.state.global_step, sampling=self._sampling, **more)
+        return PolicyTokens(logp=logp, version=self.state.global_step, sampling=self._sampling, **more)
 
     def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, where: TokenPlaces) -> RolloutTokens:
         """Returns the rollout's side of one micro-batch."""
         version = getattr(batch, "trustrl_version", None)
-        behavior, proximal = batch.rollout_per_token_logps, batch.old_per_token_logps
+        recorded = (batch.rollout_per_token_logps, batch.old_per_token_logps)
+        behavior, proximal = (None if logp is None else where.of(logp) for logp in recorded)
+        proximal = getattr(batch, "trustrl_logp", proximal)
         if self._settings.behavior == "trainer":  # with both, the metrics would report a mismatch of 0
             behavior = proximal if "behavior" in self._needs.anchors else None
             proximal = proximal if "proximal" in self._needs.anchors else None
         return RolloutTokens(
             advantage=where.of_rows(batch.advantages),
             in_loss=torch.ones_like(where.row, dtype=torch.bool),
-            behavior_logp=None if behavior is None else where.of(behavior),
-            proximal_logp=None if proximal is None else where.of(proximal),
+            behavior_logp=behavior,
+            proximal_logp=proximal,
             token_ids=where.of(inputs["input_ids"][:, -where.shape[1] :]),
             sequence_ids=where.row,
             topk=getattr(batch, "trustrl_topk", None),
@@ -209,14 +220,10 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             )
         own = self._needs.topk if self._needs.fills else 0
         wanted = self._wanted(inputs, where, gather_ids=anchor.ids, top_k=own)
-        return lambda model: AskingModel(model, self._base(model), wanted)
+        return lambda model: AskingModel(model, wanted)
 
     def _wanted(self, inputs: dict[str, Any], where: TokenPlaces, **more: Any) -> Wanted:
         return at_completions(inputs["input_ids"], where, temperature=self.temperature, **more)
-
-    def _base(self, model: Any) -> Any:
-        found = self.accelerator.unwrap_model(model)
-        return found.get_base_model() if hasattr(found, "get_base_model") else found
 
 
 def check_settings(args: Any, chosen: environment.Settings, template: Any, model: Any) -> None:
@@ -242,8 +249,8 @@ def check_settings(args: Any, chosen: environment.Settings, template: Any, model
     }
 
     def given(name: str, default: Any = None) -> Any:
-        found = facts[name] if name in facts else getattr(args, name, None)
-        return default if found is None else found
+        value = facts[name] if name in facts else getattr(args, name, None)
+        return default if value is None else value
 
     rows.check(ROWS, given, chosen.region)
 

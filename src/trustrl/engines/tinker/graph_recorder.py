@@ -51,8 +51,8 @@ def _one_graph(function: Callable[..., Any], names: tuple[str, ...], length: int
     recorder = _Recorder(inputs, what)
     with recorder:
         loss, metrics = function(inputs)
-    found = {name: recorder.node(value) for name, value in metrics.items()}
-    recorder.graph.output((recorder.node(loss), found))
+    nodes = {name: recorder.node(value) for name, value in metrics.items()}
+    recorder.graph.output((recorder.node(loss), nodes))
     recorder.graph.eliminate_dead_code()
     recorder.graph.lint()
     return recorder.graph

@@ -17,12 +17,12 @@ from trustrl.config.axes import Region, reads_ages
 from trustrl.config.terms import SequenceMeanTokenMean, TokenSum, TokenWeights
 from trustrl.config.validators import one_of
 from trustrl.core.clean import OnNonFinite, clean_tokens
+from trustrl.core.decision import decide
 from trustrl.core.diagnostics import rates
 from trustrl.core.losses import policy_terms
 from trustrl.core.metrics import Choice, check_choice, chosen
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.reductions import reduce_terms
-from trustrl.core.regions.dispatch import decide
 from trustrl.core.sequences import Sequences
 from trustrl.engines.common.sampled_loss import SampledLoss
 from trustrl.engines.tinker.graph_recorder import recorded
@@ -153,6 +153,7 @@ def loss_hook(
             in_loss=in_loss,
             sequence_ids=ids,
         )
+        # tinker adds up the data, so an average over tokens must be in the weights.
         weights = torch.ones_like(inputs["policy"])
         if average == "sequence-mean":
             counts = torch.zeros(len(rows)).index_add(0, ids, in_loss.float()).clamp(min=1)
@@ -217,15 +218,15 @@ def _row(i: int, datum: Any, logprobs: Tensor) -> dict[str, Tensor]:
         )
     row = {"policy": logprobs}
     for key in ("advantages", "mask", *KEYS.values()):
-        given = datum.loss_fn_inputs.get(key)
-        if given is None and key in KEYS.values():
+        values = datum.loss_fn_inputs.get(key)
+        if values is None and key in KEYS.values():
             continue  # only some regions read it
-        if given is None:
+        if values is None:
             raise MissingDataError(
                 f'data[{i}].loss_fn_inputs["{key}"] must be given, got None. Give one number for each target token; '
                 "mask is 1 on sampled tokens and 0 elsewhere."
             )
-        row[key] = given.to_torch()
+        row[key] = values.to_torch()
         if row[key].shape != logprobs.shape:
             raise RecordError(
                 f'data[{i}].loss_fn_inputs["{key}"] must have shape {tuple(logprobs.shape)}, as target_tokens, got '

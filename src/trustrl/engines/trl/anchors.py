@@ -118,15 +118,15 @@ class AnchorRecorder:
         if self._sampling.truncated:
             added["trustrl_kept"] = kept = kept_columns(sampled, rollout)
             logp = None  # TRL's are those of the whole vocabulary
-        found: dict[str, Tensor] = {}
+        distribution: dict[str, Tensor] = {}
         if shared is not None:
-            found = self._distribution(shared, rollout)
+            distribution = self._distribution(shared, rollout)
         elif self.distribution_from == "trainer" or (wanted and logp is None):
-            logp, found = self._forward(model, rollout, rows, kept)
+            logp, distribution = self._forward(model, rollout, rows, kept)
         added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
         if self.distribution_from == "sampler":
-            found = topk_rows(sampled, rollout, self.needs.topk)
-        return added | {f"trustrl_{name}": where.split(x) for name, x in found.items()}
+            distribution = topk_rows(sampled, rollout, self.needs.topk)
+        return added | {f"trustrl_{name}": where.split(x) for name, x in distribution.items()}
 
     def _from_sampler(self, rollout: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the sampler's recorded log-probs. trustrl never replaces them."""
@@ -191,8 +191,8 @@ class AnchorRecorder:
         masks = in_loss_of(rollout).split([where.shape[0] for where in asking.places])
         chosen = [where.of(mask) for where, mask in zip(asking.places, masks, strict=True)]  # TRL scores tools' tokens
         passes = list(zip(asking.outputs, chosen, strict=True))
-        found = {name: torch.cat([getattr(out, name)[mask] for out, mask in passes]) for name in names}
-        return {name: x.int() if name == "topk_ids" else x for name, x in found.items()}
+        fields = {name: torch.cat([getattr(out, name)[mask] for out, mask in passes]) for name in names}
+        return {name: x.int() if name == "topk_ids" else x for name, x in fields.items()}
 
     def _forward_within(
         self, model: Any, rollout: dict[str, Any], score: Score, kept: list[KeptColumn]
@@ -243,6 +243,7 @@ def rollout_tokens(
             of=needs.anchor,
             tail_logp=packed("trustrl_topk_tail_logp"),
         )
+    # With truncated sampling TRL's log-probs do not serve: they are those of the whole vocabulary.
     proximal = packed("trustrl_proximal_logp")
     return RolloutTokens(
         advantage=where.of_rows(inputs["advantages"]),

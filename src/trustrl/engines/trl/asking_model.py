@@ -44,6 +44,7 @@ class AskingModel:
                 "the sampled token such as trustrl.preset('dppo-binary-tv')."
             )
         where, wanted = self._wanted(kwargs["labels"])
+        # A keyword of the model's own forward: the hooks of DDP, FSDP and PEFT run. Opaque: none of them casts it.
         kwargs[KEYWORD] = Opaque(wanted)
         output = self._model(*args, **kwargs)
         self.places.append(where)

@@ -127,26 +127,27 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
                 f"AsyncGRPOTrainer's batches must carry {', '.join(missing)}, and they do not. Install a TRL version "
                 "listed in trustrl's documentation."
             )
+        # TRL's loss makes the only forward pass. Its result is discarded; the region reads the pass's log-probs.
         seen = _CapturingModel(unrounded(model))
         theirs = {name: x for name, x in inputs.items() if name != VERSION}
         super().compute_loss(seen, theirs, return_outputs, num_items_in_batch)
         selected = inputs["token_index"] >= 0
-        at = inputs["token_index"][selected]
+        positions = inputs["token_index"][selected]
         policy = PolicyTokens(
-            logp=seen.output.log_probs.flatten()[at],
-            entropy=seen.output.entropy.detach().flatten()[at],
+            logp=seen.output.log_probs.flatten()[positions],
+            entropy=seen.output.entropy.detach().flatten()[positions],
             version=self._weights_version,
         )
         rollout = RolloutTokens(
             behavior_logp=inputs["old_log_probs"][selected],
             advantage=inputs["advantages"][selected],
-            in_loss=torch.ones_like(at, dtype=torch.bool),
+            in_loss=torch.ones_like(positions, dtype=torch.bool),
             sequence_ids=inputs["segment_id"][selected],
             version=inputs[VERSION][selected],
         )
         per_rank = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1.0)
         factor = 1 / per_rank / self.current_gradient_accumulation_steps
-        weights = factor.to(torch.float32).expand(at.shape)
+        weights = factor.to(torch.float32).expand(positions.shape)
         self._check_first_loss(policy, rollout)
         out = policy_loss(
             policy,
@@ -159,6 +160,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         self._log_region()
         if not self.aux_loss_enabled:
             return out.loss
+        # TRL's own loss had this term, and it was discarded.
         balance = self.router_aux_loss_coef * seen.output.aux_loss
         return out.loss + balance / self.current_gradient_accumulation_steps
 
@@ -181,13 +183,13 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
             return
         total, self._region_sums = self._region_sums.total(None), StepSums()
         assert total is not None  # this micro-batch is in it
-        found = rates(total)
-        self._region_check.check(found, total)
-        found = chosen(found, self._logged)
+        region_metrics = rates(total)
+        self._region_check.check(region_metrics, total)
+        region_metrics = chosen(region_metrics, self._logged)
         tokens = max(float(total.added["tokens"]), 1.0)
         names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
-        found |= {f"{CLIP}{name}": float(total.added[key]) / tokens for name, key in names.items()}
-        for name, value in found.items():
+        region_metrics |= {f"{CLIP}{name}": float(total.added[key]) / tokens for name, key in names.items()}
+        for name, value in region_metrics.items():
             metrics[name].append(value)
 
 
@@ -236,7 +238,7 @@ def _with_versions(collate: Callable[[list[Any]], dict[str, Any]]) -> Callable[[
     def collated(examples: list[Any]) -> dict[str, Any]:
         batch = collate(examples)
         (packed,) = examples
-        of_row = [torch.tensor([one["old_log_probs"].version for one in row.samples]) for row in packed]
+        of_row = [torch.tensor([sample["old_log_probs"].version for sample in row.samples]) for row in packed]
         batch[VERSION] = torch.stack(
             [versions[segments] for versions, segments in zip(of_row, batch["segment_id"], strict=True)]
         )

@@ -39,5 +39,5 @@ class TrlMetrics:
             own = torch.stack(self._policy_losses).unsqueeze(0)
             self._policy_losses.clear()
             logged = trainer._metrics[mode]["policy_loss"]
-            for at, value in enumerate(trainer.accelerator.gather(own).nanmean(0).tolist(), start=-own.shape[1]):
-                logged[at] += value
+            for index, value in enumerate(trainer.accelerator.gather(own).nanmean(0).tolist(), start=-own.shape[1]):
+                logged[index] += value

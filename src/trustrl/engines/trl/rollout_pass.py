@@ -26,12 +26,13 @@ class RolloutPass:
     def run(self, score: Score, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Calls TRL's own method."""
         length = kwargs.get("logits_to_keep", args[2] if len(args) > 2 else None)
+        # Only the policy's first pass is shared: TRL scores the reference model with the same method.
         if not self._recorder.shares_trls_pass or model is not self._model or self._asking or length is None:
             return score(model, *args, **kwargs)
         self._asking = self._recorder.asking(model, length)
-        found = score(self._asking, *args, **kwargs)
-        self._logp = found[0]
-        return found
+        result = score(self._asking, *args, **kwargs)
+        self._logp = result[0]
+        return result
 
     def outputs(self, rollout: dict[str, Any]) -> AskingModel | None:
         """Returns the outputs of the pass if it made TRL's `old_per_token_logps`, and not a reference's."""

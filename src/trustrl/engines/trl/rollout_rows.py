@@ -85,8 +85,8 @@ class RolloutRows:
         more: dict[str, Any] = {}
         if rewards is not None:
             here = rewards[first : first + on_rank][chosen].detach().cpu()
-            given = [_known(row) for row in here.tolist()]
-            more["rewards"] = [dict(zip(trainer.reward_func_names, row, strict=True)) for row in given]
+            scores = [_known(row) for row in here.tolist()]
+            more["rewards"] = [dict(zip(trainer.reward_func_names, row, strict=True)) for row in scores]
             more["reward"] = _known(_total(here, trainer.reward_weights.cpu()))
         if inputs is not None and "task_id" in inputs[0]:
             more["task_id"] = [str(inputs[row]["task_id"]) for row in chosen]
@@ -97,9 +97,9 @@ class RolloutRows:
         return SequenceRows(
             sequence=ids[chosen].tolist(),
             group=names[groups].tolist(),
-            prompt_tokens=[len(one) for one in prompts],
-            completion_tokens=[len(one) for one in completions],
-            stop_reason=["stop" if one and one[-1] in ends else "length" for one in completions],
+            prompt_tokens=[len(prompt) for prompt in prompts],
+            completion_tokens=[len(completion) for completion in completions],
+            stop_reason=["stop" if completion and completion[-1] in ends else "length" for completion in completions],
             replica=None if replicas is None else [replicas[row] for row in chosen],
             prompt=trainer.processing_class.batch_decode(prompts, skip_special_tokens=False),
             completion=trainer.processing_class.batch_decode(completions, skip_special_tokens=True),

@@ -91,8 +91,8 @@ def kept_columns(rows: SampledRows, rollout: dict[str, Any]) -> list[KeptColumn]
         MissingDataError: If the sampler did not record them.
     """
     in_loss = in_loss_of(rollout).cpu().numpy()
-    found = rows.kept if rows.kept is not None else [_kept_of(values) for values in rows.logp or []]
-    columns = [column_of(row) for row in found] or [column_of([])] * len(in_loss)
+    kept = rows.kept if rows.kept is not None else [_kept_of(values) for values in rows.logp or []]
+    columns = [column_of(row) for row in kept] or [column_of([])] * len(in_loss)
     if len(columns) != len(in_loss):
         raise RecordError(f"{KEPT} must have one entry per completion, got {len(columns)} for {len(in_loss)}.")
     require_kept(columns, in_loss, f"A rollout_func returns them as {KEPT!r}. Or sample with top_p=1.0.")
@@ -107,18 +107,18 @@ def expert_rows(rows: SampledRows, rollout: dict[str, Any]) -> list[Tensor]:
     Raises:
         MissingDataError: If vLLM's answers carry no routing.
     """
-    values = [((row, t), x) for row, found in enumerate(rows.logp or []) for t, x in enumerate(found)]
+    values = [((row, t), x) for row, row_values in enumerate(rows.logp or []) for t, x in enumerate(row_values)]
     sampled = [(place, x) for place, x in values if isinstance(x, RecordedLogprob)]
-    found = {place: x.source.experts[x.position] for place, x in sampled if x.source.experts is not None}
-    if not found or len(found) < len(sampled):
+    routing = {place: x.source.experts[x.position] for place, x in sampled if x.source.experts is not None}
+    if not routing or len(routing) < len(sampled):
         raise MissingDataError(
             "vLLM must return the routed experts of each token, got none. Generate through trainer.vllm_generation, "
             "or set recording.experts=False."
         )
-    missing = np.full_like(next(iter(found.values())), -1)
+    missing = np.full_like(next(iter(routing.values())), -1)
     experts: list[Tensor] = []
     for row, mask in enumerate(in_loss_of(rollout).cpu().numpy()):
-        chosen = [found.get((row, t), missing) for t in mask.nonzero()[0].tolist()]
+        chosen = [routing.get((row, t), missing) for t in mask.nonzero()[0].tolist()]
         table = np.stack(chosen) if chosen else np.empty((0, len(missing)))
         experts.append(torch.from_numpy(table.astype(np.int16)).to(rollout["completion_ids"].device))
     return experts

@@ -33,13 +33,13 @@ def is_truncated(settings: Any) -> bool:
 
 
 @contextmanager
-def colocated_options(settings: Any, *, asked: Asked, given: dict[str, Any] | None) -> Iterator[None]:
+def colocated_options(settings: Any, *, asked: Asked, user_options: dict[str, Any] | None) -> Iterator[None]:
     """Makes TRL build a colocated vLLM with the options that the region and this machine need, while active.
 
     Args:
         settings: TRL's `GRPOConfig`, or None.
         asked: The data to record at each token.
-        given: The user's own options.
+        user_options: Options for vLLM that the user passes.
 
     Raises:
         ConfigError: If routed experts are wanted, and the sampler is not a colocated vLLM.
@@ -62,9 +62,10 @@ def colocated_options(settings: Any, *, asked: Asked, given: dict[str, Any] | No
             f"The environment must set {', '.join(missing)} before vLLM is imported on a CPU, and it does not. "
             f"Start with `{prefix} python ...`."
         )
-    options = {**cpu_options(), **(given or {})}
+    options = {**cpu_options(), **(user_options or {})}
     most = max(asked.top_k, asked.max_kept + 1)
     if most > VLLM_DEFAULT_MAX_LOGPROBS:
+        # vLLM refuses requests for more ids than this.
         options.setdefault("max_logprobs", most)
     if asked.experts:
         from trustrl.engines.vllm.routed_experts import routing_options
@@ -158,6 +159,7 @@ def record_while_decoding(generation: Any, asked: Asked) -> None:
     k, kwargs = asked.top_k, generation.generation_kwargs or {}
     max_kept = asked.max_kept
     if max_kept and generation.mode == "colocate":
+        # Requests ask for one id more than may be kept, and the vocabulary must have it.
         max_kept = min(max_kept, generation.llm.llm_engine.model_config.get_vocab_size() - 1)
     parameters = recording(k, max_kept=max_kept, more=kwargs.get("extra_args"))
     generation.logprobs = parameters["logprobs"]
@@ -169,8 +171,9 @@ def record_while_decoding(generation: Any, asked: Asked) -> None:
 
     def recorded(*args: Any, **more: Any) -> Any:
         prompts, completions, logp, ids = generate(*args, **more)
-        found = zip(completions, ids, logp, strict=True)
-        sources = [DecodedLogprobs.from_lists(*row, k) for row in found]
+        rows = zip(completions, ids, logp, strict=True)
+        sources = [DecodedLogprobs.from_lists(*row, k) for row in rows]
+        # One entry at each position: TRL takes the first, which would be the most probable id and not the sampled one.
         values = [[[position] for position in source.values()] for source in sources]
         own = [[[token] for token in completion] for completion in completions]
         return prompts, completions, values, own

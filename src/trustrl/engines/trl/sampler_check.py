@@ -88,5 +88,5 @@ def _beginning(rollout: dict[str, Any], turn: int, room: int) -> tuple[list[list
 
 
 def _gap(rollout: dict[str, Any], row: int, scored: torch.Tensor) -> torch.Tensor:
-    at = in_loss_of(rollout)[row, : len(scored)].cpu()
-    return (rollout[RECORDED][row][: len(scored)].cpu() - scored).abs()[at]
+    mask = in_loss_of(rollout)[row, : len(scored)].cpu()
+    return (rollout[RECORDED][row][: len(scored)].cpu() - scored).abs()[mask]

@@ -101,6 +101,7 @@ class StockRecord:
             "_generate_and_score_completions": self._rollout, "_calculate_rewards": self._rewards,
             "_compute_loss": self._loss, "_get_per_token_logps_and_entropies": self._logps,
         }  # fmt: skip
+        # On this trainer alone, so that TRL's class and other trainers stay as they are.
         for name, replacement in replacements.items():
             theirs = getattr(self._trainer, name)
             setattr(self._trainer, name, functools.wraps(theirs)(functools.partial(replacement, theirs)))
@@ -138,11 +139,11 @@ class StockRecord:
         return loss
 
     def _logps(self, theirs: Callable[..., tuple[Any, ...]], model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        found = theirs(model, *args, **kwargs)
+        result = theirs(model, *args, **kwargs)
         if model is self._model:  # not the reference model, and not a rollout
-            logp, entropy = found[0].detach(), found[1]
+            logp, entropy = result[0].detach(), result[1]
             self._seen.append(Seen(logp, None if entropy is None else entropy.detach(), None))
-        return found
+        return result
 
     def _add(self, inputs: dict[str, Any], seen: Seen) -> None:
         """Adds one micro-batch, and ends the step with its last one."""

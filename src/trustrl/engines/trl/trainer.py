@@ -132,7 +132,7 @@ class TrustRegionMixin(LossSeamMixin):
             max_kept=max_kept if truncated else 0,
             experts=recording is not None and recording.experts,
         )
-        with sampler.colocated_options(settings, asked=self._asked, given=vllm_options):
+        with sampler.colocated_options(settings, asked=self._asked, user_options=vllm_options):
             super().__init__(*args, **kwargs)
         check_settings(self.args, region, behavior, **more)
         base = _base_model(self.model)
@@ -201,6 +201,7 @@ class TrustRegionMixin(LossSeamMixin):
         return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        # TRL may score the rollout with the policy itself. That pass then returns the anchor's distribution too.
         self._rollout_pass = RolloutPass(self.model, self._recorder)
         try:
             rollout = super()._generate_and_score_completions(inputs)
@@ -369,6 +370,7 @@ def _check_seams(trainer: type, *, vocabulary: bool) -> None:
         )
     overrides.require_unpatched(trainer, TrustRegionMixin)
     scored = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
+    # TRL has no registry of losses. Its private methods drift, so few are overridden and their parameters are checked.
     require_seam(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"), scored)
     seam.require_parameters(GRPOTrainer, "_generate_and_score_completions", ("self", "inputs"))
 

@@ -30,11 +30,11 @@ def check_settings(args: Any, region: Region, behavior: Behavior, **more: Any) -
     on_cpu = bool(more.get("vllm_options")) and sampler.on_cpu()
     facts = {"behavior": behavior, "region": region, "trl": seam.version_of("trl"), "vllm_on_cpu": on_cpu, **more}
 
-    def given(name: str, default: Any = None) -> Any:
-        found = facts[name] if name in facts else getattr(args, name, None)
-        return default if found is None else found
+    def setting(name: str, default: Any = None) -> Any:
+        value = facts[name] if name in facts else getattr(args, name, None)
+        return default if value is None else value
 
-    rows.check(SETTINGS, given, region)
+    rows.check(SETTINGS, setting, region)
 
 
 def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> None:
@@ -70,5 +70,6 @@ def check_first_loss(policy: PolicyTokens, rollout: RolloutTokens, anchor: Ancho
     if logp is None or rollout.version is None:
         return
     recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
-    at = rollout.in_loss & (rollout.version == policy.version)
-    check_initial_ratio(policy.logp, logp, at, recorded_by, "startup_checks=False")
+    # Tokens of earlier weights differ from the policy, and should.
+    mask = rollout.in_loss & (rollout.version == policy.version)
+    check_initial_ratio(policy.logp, logp, mask, recorded_by, "startup_checks=False")

@@ -7,7 +7,8 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
 
-from trustrl.core import steps, vocabulary_impl
+from trustrl.core import vocabulary_impl
+from trustrl.core.impl import choice
 from trustrl.engines.verl.verl_config import check_settings, fill_in
 
 VARIABLE = "VERL_USE_EXTERNAL_MODULES"
@@ -24,12 +25,13 @@ def main(config: DictConfig) -> None:
     for path, value in fill_in(config).items():
         print(f"trustrl: set {path}={value}, which the region needs", file=sys.stderr)
     check_settings(config)
+    # verl logs a failing entry point at DEBUG and trains without it, so the modules travel in the variable instead.
     modules = [name for name in os.environ.get(VARIABLE, "").split(",") if name]
     if MODULE not in modules:
         modules.append(MODULE)
     os.environ[VARIABLE] = ",".join(modules)
     # A Ray cluster that is already running has a separate environment.
-    for variable in (VARIABLE, vocabulary_impl.VARIABLE, steps.VARIABLE):
+    for variable in (VARIABLE, vocabulary_impl.VARIABLE, choice.VARIABLE):
         if variable in os.environ:
             path = f"ray_kwargs.ray_init.runtime_env.env_vars.{variable}"
             OmegaConf.update(config, path, os.environ[variable], force_add=True)

@@ -38,8 +38,8 @@ class RecordsTopK:
         """Runs verl's own loop, and records what its requests returned."""
         with rollout_pieces.collecting(*wanted(self.config), sampling_params) as collection:
             output = await super().run(sampling_params, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        for one in output if isinstance(output, list) else [output]:
-            one.extra_fields |= _recorded(one, collection)
+        for sequence in output if isinstance(output, list) else [output]:
+            sequence.extra_fields |= _recorded(sequence, collection)
         return output
 
 
@@ -48,20 +48,22 @@ def _recorded(output: Any, collection: rollout_pieces.Collection) -> dict[str, A
     try:
         placed = rollout_pieces.place(collection, output.prompt_ids, output.response_ids, output.response_mask)
     except Exception as error:
+        # Raised here, the error would only remove the sequence, and verl would train on the others.
         logger.exception("trustrl could not record a sequence; the next training step will raise")
-        found: dict[str, Any] = {FAULT: f"{type(error).__name__}: {error}"}
+        fields: dict[str, Any] = {FAULT: f"{type(error).__name__}: {error}"}
         if collection.k:
             shape = (len(output.response_ids), collection.k)
-            found[SAMPLED_IDS] = torch.full(shape, NOT_SCORED, dtype=torch.int32)
-            found[SAMPLED_LOGP] = torch.zeros(shape)
-        return found
-    found = {REQUESTS: placed.requests, REPLICA: placed.replica}
+            # The rows of a batch are stacked, so a sequence that failed has these fields too.
+            fields[SAMPLED_IDS] = torch.full(shape, NOT_SCORED, dtype=torch.int32)
+            fields[SAMPLED_LOGP] = torch.zeros(shape)
+        return fields
+    fields = {REQUESTS: placed.requests, REPLICA: placed.replica}
     if collection.k:
-        found[SAMPLED_IDS] = torch.from_numpy(placed.topk_ids)
-        found[SAMPLED_LOGP] = torch.from_numpy(placed.topk_logp)
+        fields[SAMPLED_IDS] = torch.from_numpy(placed.topk_ids)
+        fields[SAMPLED_LOGP] = torch.from_numpy(placed.topk_logp)
     if collection.max_kept:
-        found |= dict(zip((KEPT_IDS, KEPT_COUNTS), column_of(placed.kept), strict=True))
-    return found
+        fields |= dict(zip((KEPT_IDS, KEPT_COUNTS), column_of(placed.kept), strict=True))
+    return fields
 
 
 def wanted(config: Any) -> tuple[int, int]:

@@ -121,14 +121,14 @@ def _check_scored(ids: Any, data: Any) -> None:
 
 def _faults(data: Any) -> list[str]:
     """Returns the reasons why agent loops could not record sequences of this batch."""
-    return sorted({one[FAULT] for one in extra_fields(data) if FAULT in one})
+    return sorted({extra[FAULT] for extra in extra_fields(data) if FAULT in extra})
 
 
 def extra_fields(data: Any) -> list[dict[str, Any]]:
     """Returns each sequence's `extra_fields`; empty ones for the samples that verl pads batches with."""
     extra = data.get("extra_fields", None)
     known = extra.tolist() if hasattr(extra, "tolist") else extra or [None] * len(data["response_mask"])
-    return [one if isinstance(one, dict) else {} for one in known]
+    return [fields if isinstance(fields, dict) else {} for fields in known]
 
 
 def _lengths(data: Any) -> list[int]:
@@ -197,13 +197,13 @@ def sequence_versions(data: Any, sent: Mapping[int, int]) -> Tensor | None:
     Returns:
         The versions, or None if a sequence has none, or was drawn by several.
     """
-    found: list[int] = []
-    for one in extra_fields(data):
-        first, last = one.get("min_global_steps"), one.get("max_global_steps")
+    row_versions: list[int] = []
+    for extra in extra_fields(data):
+        first, last = extra.get("min_global_steps"), extra.get("max_global_steps")
         if first is None or first != last:
             return None
-        found.append(_steps_before(int(first), sent) + 1)
-    return torch.tensor(found)
+        row_versions.append(_steps_before(int(first), sent) + 1)
+    return torch.tensor(row_versions)
 
 
 def _steps_before(version: int, sent: Mapping[int, int]) -> int:
@@ -221,7 +221,7 @@ def kept(data: Any) -> dict[str, Tensor]:
         MissingDataError: If the sampler did not record them.
     """
     mask = data["response_mask"]
-    columns = [_kept_column(one, length) for one, length in zip(extra_fields(data), _lengths(data), strict=True)]
+    columns = [_kept_column(extra, length) for extra, length in zip(extra_fields(data), _lengths(data), strict=True)]
     advice = "Start the run with `python -m trustrl.engines.verl`, or set rollout.top_p=1 and rollout.top_k=-1."
     require_kept(columns, padded(mask).bool().cpu().numpy(), advice)
     fields = {KEPT_IDS: [column.ids for column in columns], KEPT_COUNTS: [column.counts for column in columns]}
@@ -251,10 +251,10 @@ def kept_ids(data: Any) -> Tensor:
 
 def logps(data: Any, tokens: TokenPlaces, *, bypass: bool, truncated: bool) -> dict[str, Tensor]:
     """Returns both anchors' log-probs of N tokens of one micro-batch, as far as they are known."""
-    found = {"behavior_logp": data.get("rollout_log_probs", None), "proximal_logp": data.get("trustrl_logp", None)}
-    if found["proximal_logp"] is None and not (bypass or truncated):
-        found["proximal_logp"] = data["old_log_probs"]
-    return {name: taken(x, tokens) for name, x in found.items() if x is not None}
+    recorded = {"behavior_logp": data.get("rollout_log_probs", None), "proximal_logp": data.get("trustrl_logp", None)}
+    if recorded["proximal_logp"] is None and not (bypass or truncated):
+        recorded["proximal_logp"] = data["old_log_probs"]
+    return {name: taken(x, tokens) for name, x in recorded.items() if x is not None}
 
 
 def topk(needs: Needs, data: Any, tokens: TokenPlaces) -> TopK:
@@ -275,28 +275,29 @@ def record(worker: Any, data: Any, *, distribution: bool) -> dict[str, Tensor]:
         data: This rank's part of the batch.
         distribution: Whether the region needs more than log-probs.
     """
+    # The marks of this pass must not reach verl's own updates.
     copy = data.clone(recurse=False)
     tu.assign_non_tensor(copy, compute_loss=False, calculate_entropy=False, **{PASS: "record"} if distribution else {})
     with _own_outputs(worker.engine) as outputs:
         worker.infer_batch(copy)
-    found = {name: x.to(data["response_mask"].device) for name, x in outputs.items()}
-    if distribution or not found:
-        return {name: x for name, x in found.items() if name.startswith("trustrl_")}
-    return {"trustrl_logp": like_responses(no_padding_2_padding(found["log_probs"], data), data)}
+    results = {name: x.to(data["response_mask"].device) for name, x in outputs.items()}
+    if distribution or not results:
+        return {name: x for name, x in results.items() if name.startswith("trustrl_")}
+    return {"trustrl_logp": like_responses(no_padding_2_padding(results["log_probs"], data), data)}
 
 
 @contextmanager
 def _own_outputs(engine: Any) -> Iterator[dict[str, Any]]:
     """Collects the model's outputs on this rank. verl returns them only on one rank of a model-parallel group."""
-    run, found = engine.infer_batch, {}
+    run, outputs = engine.infer_batch, {}
 
     def infer_batch(*args: Any, **kwargs: Any) -> Any:
         out = run(*args, **kwargs)
-        found.update(out.get("model_output", {}))  # empty on all but the last pipeline stage
+        outputs.update(out.get("model_output", {}))  # empty on all but the last pipeline stage
         return out
 
     engine.infer_batch = infer_batch
     try:
-        yield found
+        yield outputs
     finally:
         del engine.infer_batch

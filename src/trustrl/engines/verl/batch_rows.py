@@ -55,7 +55,7 @@ def sequence_rows(data: Any, sequences: Tensor, chosen: list[int], model: Any) -
             break
     extra = [extra_fields(data)[row].get("reward_extra_info", {}) for row in chosen]
     if any(extra):
-        more["rewards"] = [_numbers(one) for one in extra]
+        more["rewards"] = [_numbers(info) for info in extra]
     uid, task = _column(data, "uid"), _tasks(data)
     ends = _end_ids(model)
     tokenizer = model.tokenizer
@@ -68,10 +68,12 @@ def sequence_rows(data: Any, sequences: Tensor, chosen: list[int], model: Any) -
         replica=[servers[row] for row in chosen],
         group=None if uid is None else [_group(uid[row]) for row in chosen],
         task_id=None if task is None else [task[row] for row in chosen],
-        prompt_tokens=[len(one) for one in prompts],
-        completion_tokens=[len(one) for one in responses],
+        prompt_tokens=[len(prompt) for prompt in prompts],
+        completion_tokens=[len(response) for response in responses],
         advantage=_advantages(data, chosen),
-        stop_reason=["stop" if one and one[-1] in ends else "length" for one in responses] if ends else None,
+        stop_reason=["stop" if response and response[-1] in ends else "length" for response in responses]
+        if ends
+        else None,
         **more,
     )
 
@@ -101,10 +103,10 @@ def _ids(data: Any, name: str, rows: Iterable[int]) -> list[list[int]]:
 
 def _column(data: Any, name: str) -> list[Any] | None:
     """Returns a field that is not a tensor, one value per sequence."""
-    found = data.get(name, None)
-    if found is None:
+    values = data.get(name, None)
+    if values is None:
         return None
-    return found.tolist() if hasattr(found, "tolist") else list(found)
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _tasks(data: Any) -> list[str | None] | None:
@@ -112,7 +114,7 @@ def _tasks(data: Any) -> list[str | None] | None:
     sources, infos = _column(data, "data_source"), _column(data, "extra_info")
     if sources is None:
         return None
-    indices = [one.get("index") if isinstance(one, dict) else None for one in infos or [None] * len(sources)]
+    indices = [info.get("index") if isinstance(info, dict) else None for info in infos or [None] * len(sources)]
     return [str(a) if b is None else f"{a}/{b}" for a, b in zip(sources, indices, strict=True)]
 
 
@@ -123,12 +125,12 @@ def _numbers(info: dict[str, Any]) -> dict[str, float]:
 def _advantages(data: Any, chosen: list[int]) -> list[float | None]:
     """Returns the advantage of each sequence; None if it differs between the tokens."""
     advantages, in_loss = padded(data["advantages"]), padded(data["response_mask"]).bool()
-    found = [advantages[row][in_loss[row]] for row in chosen]
-    return [float(x[0]) if len(x) and bool((x == x[0]).all()) else None for x in found]
+    sequences = [advantages[row][in_loss[row]] for row in chosen]
+    return [float(x[0]) if len(x) and bool((x == x[0]).all()) else None for x in sequences]
 
 
 def _end_ids(model: Any) -> set[int]:
     """Returns the ids that end a response."""
-    given = [getattr(source, "eos_token_id", None) for source in (model.generation_config, model.tokenizer)]
-    every = [one for ends in given for one in (ends if isinstance(ends, list) else [ends])]
-    return {one for one in every if one is not None}
+    eos_ids = [getattr(source, "eos_token_id", None) for source in (model.generation_config, model.tokenizer)]
+    every = [token_id for ends in eos_ids for token_id in (ends if isinstance(ends, list) else [ends])]
+    return {token_id for token_id in every if token_id is not None}

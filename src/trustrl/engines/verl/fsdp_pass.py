@@ -37,6 +37,7 @@ class FSDPPass(VocabularyPass):
         refuse_adapted_head(self._model)
         self._forward = VocabularyForward(self._model, float32_head=False)
         theirs = FSDPEngineWithLMHead.prepare_model_outputs
+        # Once per process: a second replacement would wrap the first.
         if not hasattr(theirs, _MARK):
             FSDPEngineWithLMHead.prepare_model_outputs = _reading(theirs)
 
@@ -56,6 +57,7 @@ class FSDPPass(VocabularyPass):
         if self._engine.use_ulysses_sp:
             mine, here = _slice(where, pad_size)
             request = wanted.at(mine, lambda last_hidden: last_hidden[0, here])
+        # FSDP2 casts floating tensors in arguments to the model's dtype, also inside named tuples. This hides them.
         inputs[KEYWORD] = Opaque(request)
 
         def read(output: VocabularyOutput) -> dict[str, Tensor]:
@@ -75,8 +77,8 @@ class FSDPPass(VocabularyPass):
             # verl's gather scales the gradient for FSDP's mean over ranks.
             return self._engine._gather_and_unpad_packed(laid_out, pad_size)[where.packed]
 
-        found = {name: everywhere(x) for name, x in output.items() if name != "kept_ids"}
-        return VocabularyOutput(kept_ids=wanted.kept_ids, **found)
+        results = {name: everywhere(x) for name, x in output.items() if name != "kept_ids"}
+        return VocabularyOutput(kept_ids=wanted.kept_ids, **results)
 
 
 def _reading(theirs: Any) -> Any:

@@ -128,6 +128,7 @@ def token_weights(response_mask: Tensor, loss_agg_mode: str, global_batch_info: 
     `agg_loss` is linear, so c_t is its derivative.
     """
     tracked = torch.zeros(response_mask.shape, device=response_mask.device, requires_grad=True)
+    # The loss may run where gradients are off.
     with torch.enable_grad():
         total = core_algos.agg_loss(
             loss_mat=tracked, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **global_batch_info
@@ -164,10 +165,10 @@ def registered() -> tuple[str, ...]:
         EngineError: If a loss is missing or has been replaced.
     """
     for name, loss in _REGISTERED.items():
-        found = _found(name)
-        if found is not loss:
+        entry = _found(name)
+        if entry is not loss:
             raise EngineError(
-                f"verl's policy loss {name!r} must be trustrl's, got {found!r}. Something registered it again after "
+                f"verl's policy loss {name!r} must be trustrl's, got {entry!r}. Something registered it again after "
                 f"{__package__} was imported."
             )
     return tuple(_REGISTERED)
@@ -185,12 +186,13 @@ def _check_seams() -> None:
     for name in ("register_policy_loss", "get_policy_loss_fn"):
         seam.require_parameters(core_algos, name, ("name",))
     seam.require_parameters(core_algos, "compute_policy_loss_vanilla", CALLED_WITH)
-    found = tuple(inspect.signature(core_algos.agg_loss).parameters)
-    if not {"loss_mat", "loss_mask", "loss_agg_mode"} <= set(found):
+    names = tuple(inspect.signature(core_algos.agg_loss).parameters)
+    if not {"loss_mat", "loss_mask", "loss_agg_mode"} <= set(names):
         raise EngineError(
-            f"verl's agg_loss must take loss_mat, loss_mask and loss_agg_mode, got {found}. Install a verl version "
+            f"verl's agg_loss must take loss_mat, loss_mask and loss_agg_mode, got {names}. Install a verl version "
             "listed in trustrl's documentation."
         )
+    # Checked with numbers: parameters alone do not tell that a reduction is linear, and `token_weights` relies on it.
     loss, mask = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[True, True], [True, False]])
     for mode in REDUCTIONS:
         theirs = core_algos.agg_loss(loss_mat=loss, loss_mask=mask, loss_agg_mode=mode)

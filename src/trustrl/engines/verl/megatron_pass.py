@@ -91,29 +91,30 @@ class MegatronPass(VocabularyPass):
                 f"verl must lay out tokens as {tuple(states.shape[:2])}, as its model did, got {tuple(numbers.shape)}. "
                 "Install a verl version listed in trustrl's documentation."
             )
-        at = (numbers >= 0).nonzero(as_tuple=True)
+        cells = (numbers >= 0).nonzero(as_tuple=True)
         wanted = self._wanted(self._what, where, batch)
         self._current = where, wanted.kept_ids
-        if len(at[0]):
-            wanted = wanted.at(numbers[at], where.states)
+        if len(cells[0]):
+            wanted = wanted.at(numbers[cells], where.states)
         else:  # one ignored row: ranks take part in the same collectives, and hidden states keep their gradient
-            at = (at[0].new_zeros(1), at[1].new_zeros(1))
+            cells = (cells[0].new_zeros(1), cells[1].new_zeros(1))
             wanted = _ignored_row(wanted)
         assert self._weight is not None
         weight, start = _words(self._weight, self._engine)
         group = parallel_state.get_tensor_model_parallel_group()
         shard = VocabShard(group, start, reduce_hidden_gradient=not self._last.output_layer.sequence_parallel)
         # Megatron's `Float16Module` converts whatever its model returns to float32, as it would logits.
-        chosen = states[at].to(weight.dtype)
-        found = read_vocabulary(chosen, Head(weight), wanted, rollout_head=self._rollout_head, shard=shard)
+        chosen = states[cells].to(weight.dtype)
+        results = read_vocabulary(chosen, Head(weight), wanted, rollout_head=self._rollout_head, shard=shard)
         return {
-            _FOUND + name: x.new_zeros((*numbers.shape, *x.shape[1:])).index_put(at, x)
-            for name, x in found.items()
+            _FOUND + name: x.new_zeros((*numbers.shape, *x.shape[1:])).index_put(cells, x)
+            for name, x in results.items()
             if name != "kept_ids"
         }
 
     def _token_numbers(self, where: Places, batch: Any, data_format: str) -> Tensor:
         """Returns which of the N tokens in the loss each of this rank's states predicts, or −1, in verl's layout."""
+        # verl's own packing lays the numbers out, so its layout is not repeated here. They start at 1: it pads with 0.
         numbers = where.packed.new_zeros(where.num_packed)
         numbers[where.packed] = torch.arange(1, len(where.packed) + 1, device=numbers.device)
         nested = torch.nested.nested_tensor_from_jagged(numbers, where.offsets)
@@ -135,8 +136,8 @@ class MegatronPass(VocabularyPass):
         if self._what is None:
             return self._outputs(output, data)
         where, kept_ids = self._current  # of the micro-batch that was just processed
-        found = {name.removeprefix(_FOUND): x.values()[where.packed] for name, x in output.items()}
-        return self._results(self._what, VocabularyOutput(**found, kept_ids=kept_ids), where, data)
+        results = {name.removeprefix(_FOUND): x.values()[where.packed] for name, x in output.items()}
+        return self._results(self._what, VocabularyOutput(**results, kept_ids=kept_ids), where, data)
 
 
 def warn_of_padding(engine: Any) -> None:

@@ -78,6 +78,7 @@ def _row_and_column(x: Any) -> tuple[Tensor, Tensor]:
     """Returns the row of each value of a nested tensor, and its place there."""
     offsets, count = x.offsets(), len(x.values())
     rows = torch.arange(len(offsets) - 1, device=offsets.device)
+    # With `output_size`, torch does not wait for the sum of the lengths.
     row = torch.repeat_interleave(rows, offsets.diff(), output_size=count)
     return row, torch.arange(count, device=offsets.device) - offsets[row]
 
@@ -101,6 +102,7 @@ def padded(x: Any) -> Tensor:
     column = torch.arange(_longest(x), device=lengths.device)
     if not len(values):
         return values.new_zeros(len(lengths), len(column))
+    # Places past the end of a row read some value of another, which `where` removes.
     index = (x.offsets()[:-1].unsqueeze(1) + column).clamp(max=len(values) - 1)
     return torch.where(column < lengths.unsqueeze(1), values[index], values.new_zeros(()))
 
@@ -118,13 +120,13 @@ def check_rows(x: Any, data: Any) -> None:
     """
     if not x.is_nested:
         return
-    found, lengths = x.offsets().diff(), data["responses"].offsets().diff()
-    wrong = padded(data["response_mask"]).bool().any(-1) & (found != lengths)
+    rows, lengths = x.offsets().diff(), data["responses"].offsets().diff()
+    wrong = padded(data["response_mask"]).bool().any(-1) & (rows != lengths)
     if wrong.any():
         row = int(wrong.nonzero()[0])
         raise EngineError(
             "The sampler's distribution must have one row for each response token, got "
-            f"{int(found[row])} rows for {int(lengths[row])} tokens. Record it with one of trustrl's agent loops."
+            f"{int(rows[row])} rows for {int(lengths[row])} tokens. Record it with one of trustrl's agent loops."
         )
 
 

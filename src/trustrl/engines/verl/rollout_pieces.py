@@ -57,8 +57,8 @@ class Collection:
         """Compares the parameters of one request with those that verl gave the loop."""
         compared = [shaping] if self.max_kept else [shaping, truncating]
         for parameters in compared:
-            given, now = parameters(self.sampling_params.get), parameters(asked.get)
-            names = [name for name in {**given, **now} if given.get(name) != now.get(name)]
+            expected, now = parameters(self.sampling_params.get), parameters(asked.get)
+            names = [name for name in {**expected, **now} if expected.get(name) != now.get(name)]
             self.unseen |= {name: asked.get(name) for name in names}
 
 
@@ -82,6 +82,7 @@ class Placed(NamedTuple):
     """The ids that truncation kept at each token; empty where it did not run."""
 
 
+# Context variables, because verl runs many loops as tasks of one thread.
 _CURRENT: ContextVar[Collection | None] = ContextVar("rollout_pieces", default=None)
 _SERVER: ContextVar[str | None] = ContextVar("server", default=None)
 
@@ -175,6 +176,7 @@ def place(collection: Collection, prompt_ids: list[int], response_ids: list[int]
     for piece in collection.pieces:
         start = len(piece.prompt_ids) - len(prompt_ids)
         rows = min(len(piece.token_ids), length - start)
+        # A request of another response that the same loop made.
         if start < 0 or rows <= 0 or sequence[: len(piece.prompt_ids)] != piece.prompt_ids:
             continue
         if response_ids[start : start + rows] != piece.token_ids[:rows]:
@@ -218,9 +220,9 @@ def _refuse_unseen(unseen: Mapping[str, float | None]) -> None:
 def _topk_of(piece: Piece, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first K of the server's ids and log-probs at the first tokens of a piece."""
     if piece.topk is None or piece.topk[0].shape[-1] < k or len(piece.topk[0]) != len(piece.token_ids):
-        found = None if piece.topk is None else piece.topk[0].shape
+        shape = None if piece.topk is None else piece.topk[0].shape
         raise MissingDataError(
-            f"The sampler must return its {k} most probable ids at each of {len(piece.token_ids)} tokens, got {found}. "
+            f"The sampler must return its {k} most probable ids at each of {len(piece.token_ids)} tokens, got {shape}. "
             "Start the run with `python -m trustrl.engines.verl`, which installs a server that does."
         )
     return piece.topk[0][:rows, :k], piece.topk[1][:rows, :k]

@@ -36,27 +36,27 @@ def about(worker: Any, loss: str, *, observed: bool = False) -> dict[str, Any]:
         loss: The name of its policy loss.
         observed: Whether the recorded region only observes, and verl's own loss trains.
     """
-    given = reader(_CONFIG.get() or {})
+    setting = reader(_CONFIG.get() or {})
     engine, model = worker.engine_config, worker.model_config
     settings = {
-        "sampler": given("rollout.name", None),
+        "sampler": setting("rollout.name", None),
         "loss": loss,
         "strategy": engine.strategy,
-        "completions_per_prompt": given("rollout.n", None),
+        "completions_per_prompt": setting("rollout.n", None),
         "learning_rate": getattr(worker.optimizer_config, "lr", None),
-        "seed": given("rollout.seed", None),
+        "seed": setting("rollout.seed", None),
     }
     return {
         "engine": {"name": "verl", "version": metadata.version("verl"), "settings": settings},
         "model": getattr(model, "path", None),
         "tokenizer": getattr(model, "tokenizer_path", None),
-        "dtypes": {"trainer": _forward_dtype(worker), "sampler": given("rollout.dtype", None)},
-        "sampling": {name: given(f"rollout.{name}", None) for name in ("temperature", "top_p", "top_k", "min_p")},
+        "dtypes": {"trainer": _forward_dtype(worker), "sampler": setting("rollout.dtype", None)},
+        "sampling": {name: setting(f"rollout.{name}", None) for name in ("temperature", "top_p", "top_k", "min_p")},
         "region_role": "observed" if observed else None,
     }
 
 
 def _forward_dtype(worker: Any) -> str | None:
     """Returns the dtype of the trainer's forward pass: FSDP's mixed precision, or Megatron's setting."""
-    found = getattr(worker.engine, "_autocast_dtype", None) or getattr(worker.engine_config, "dtype", None)
-    return None if found is None else str(found).removeprefix("torch.")
+    dtype = getattr(worker.engine, "_autocast_dtype", None) or getattr(worker.engine_config, "dtype", None)
+    return None if dtype is None else str(dtype).removeprefix("torch.")

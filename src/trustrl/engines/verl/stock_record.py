@@ -60,10 +60,10 @@ class StockRecord:
 
     def loss(self, theirs: Any, *, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
         """Runs verl's loss of one micro-batch, and records what it got."""
-        found = theirs(model_output=model_output, data=data, dp_group=dp_group)
+        result = theirs(model_output=model_output, data=data, dp_group=dp_group)
         if SEQUENCE in data.keys() and "log_probs" in model_output:  # noqa: SIM118 - a TensorDict
             self._add(model_output, data)
-        return found
+        return result
 
     def _add(self, model_output: Any, data: Any) -> None:
         tokens = every_response_token(data)

@@ -102,10 +102,10 @@ def recording_of(policy_loss: Any) -> Recording | None:
         ConfigError: If its settings are invalid, or ask for routed experts.
         UnknownNameError: If a trigger is not registered.
     """
-    given = policy_loss.get("recording", None)
-    if given is None:
+    settings = policy_loss.get("recording", None)
+    if settings is None:
         return None
-    recording = Recording.of(given)
+    recording = Recording.of(settings)
     if recording.experts:
         raise ConfigError(
             "policy_loss.recording.experts must be False on verl, got True. verl carries routed experts to Megatron "
@@ -144,17 +144,17 @@ def check_settings(config: Mapping[str, Any]) -> Region:
     Raises:
         ConfigError: If a setting is refused; names the setting and the fix.
     """
-    given = reader(config)
-    policy_loss = given(LOSS, {})
+    setting = reader(config)
+    policy_loss = setting(LOSS, {})
     region = region_of(policy_loss.get("loss_mode"), policy_loss)
     recording_of(policy_loss)
     metrics_of(policy_loss)
-    check(ROWS, given, region)
-    epochs, mini_batch = given(f"{ACTOR}.ppo_epochs", 1), given(f"{ACTOR}.ppo_mini_batch_size", 1)
+    check(ROWS, setting, region)
+    epochs, mini_batch = setting(f"{ACTOR}.ppo_epochs", 1), setting(f"{ACTOR}.ppo_mini_batch_size", 1)
     if by_trainer(region.needs(), "sampler"):
         warn_if_it_cannot_act(
             region,
-            updates_per_batch=epochs * given("data.train_batch_size", mini_batch) / mini_batch,
+            updates_per_batch=epochs * setting("data.train_batch_size", mini_batch) / mini_batch,
             remedy=f"Set {ACTOR}.ppo_mini_batch_size below data.train_batch_size or {ACTOR}.ppo_epochs above 1, or "
             "anchor the region on the sampler with region.anchor=behavior.",
         )
@@ -170,11 +170,11 @@ def fill_in(config: Any) -> dict[str, Any]:
     Returns:
         The settings that were set, with their values.
     """
-    given = reader(config)
-    policy_loss = given(LOSS, {})
+    setting = reader(config)
+    policy_loss = setting(LOSS, {})
     if not is_region_name(policy_loss.get("loss_mode", "")):
         return {}
-    wanted = settings_needed(given, region_of(policy_loss.get("loss_mode"), policy_loss))
+    wanted = settings_needed(setting, region_of(policy_loss.get("loss_mode"), policy_loss))
     for path, value in wanted.items():
         OmegaConf.update(config, path, value, force_add=True)
     return wanted
@@ -193,9 +193,9 @@ def check_engine(region: Region, policy_loss: Any, engine: Any, model: Any) -> N
         ConfigError: If a setting is refused; names the setting and the fix.
     """
     actor = {"strategy": engine.strategy, "policy_loss": policy_loss, "megatron": engine}
-    given = {"use_fused_kernels": engine.use_fused_kernels, "mtp": getattr(model, "mtp", None)}
-    given["lora"] = getattr(model, "lora", None)
-    check(ENGINE, reader({ACTOR.split(".")[0]: {"actor": actor, "model": given}}), region)
+    model_settings = {"use_fused_kernels": engine.use_fused_kernels, "mtp": getattr(model, "mtp", None)}
+    model_settings["lora"] = getattr(model, "lora", None)
+    check(ENGINE, reader({ACTOR.split(".")[0]: {"actor": actor, "model": model_settings}}), region)
 
 
 def install_check() -> None:

@@ -67,6 +67,7 @@ class RecordingServer(vLLMHttpServer):
             extra_args = getattr(sampling_params, "extra_args", None)
             if not is_asked(extra_args):
                 return generate(prompt, sampling_params, request_id, *args, **more)
+            # Here, because verl's method has just overwritten `logprobs`.
             for name, value in recording_parameters(extra_args).items():
                 setattr(sampling_params, name, value)
             return kept(generate(prompt, sampling_params, request_id, *args, **more), request_id)

@@ -53,11 +53,11 @@ class VocabularyPass(ABC):
             needs: The region's needs.
             truncated: Whether tokens are drawn from a part of the vocabulary.
         """
-        found = getattr(engine.prepare_model_inputs, "__self__", None)
-        if not isinstance(found, cls):
+        owner = getattr(engine.prepare_model_inputs, "__self__", None)
+        if not isinstance(owner, cls):
             return cls(engine, needs, truncated=truncated)
-        found.needs, found.truncated = needs, truncated
-        return found
+        owner.needs, owner.truncated = needs, truncated
+        return owner
 
     @abstractmethod
     def remember_head(self) -> None:
@@ -133,13 +133,13 @@ class VocabularyPass(ABC):
             where: The tokens.
             data: The micro-batch.
         """
-        found = {"log_probs": where.as_model_output(output.log_probs)}
+        fields = {"log_probs": where.as_model_output(output.log_probs)}
         if tu.get_non_tensor_data(data=data, key="calculate_entropy", default=False):
-            found["entropy"] = where.as_model_output(output.entropy)
+            fields["entropy"] = where.as_model_output(output.entropy)
         if what == "record":
-            return found | self._recorded(output, where.tokens, data)
+            return fields | self._recorded(output, where.tokens, data)
         self._seen = self._seen_by_loss(what, output, where.tokens, data)
-        return found
+        return fields
 
     def _is_anchor(self, what: str) -> bool:
         """Returns whether the distribution of this pass is the region's anchor as well as the policy."""
@@ -188,6 +188,7 @@ class VocabularyPass(ABC):
         if self.needs.topk and self.needs.fills:
             policy["topk"] = TopK(output.topk_ids, output.topk_logp, of=self.needs.anchor)
         if self.needs.full:
+            # Policy and anchor are the same pass in the first update, so they do not differ.
             zero = torch.zeros_like(policy["entropy"])
             tv, kl = (zero, zero) if same else (output.tv, output.kl)
             policy["full_divergence"] = FullDivergence(tv=tv, kl=kl, of=self.needs.anchor)

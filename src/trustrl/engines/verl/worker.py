@@ -25,7 +25,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
 from trustrl.config.axes import Needs, Region, reads_ages
-from trustrl.config.loading import config_to_dict
 from trustrl.core.diagnostics import rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
@@ -43,6 +42,7 @@ from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording
 from trustrl.engines.verl.vocabulary_pass import VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
 from trustrl.recording import Recorder, Recording
+from trustrl.regions.loading import config_to_dict
 
 
 class RegionWorker(TrainingWorker):
@@ -112,6 +112,7 @@ class RegionWorker(TrainingWorker):
             import_module("trustrl.engines.verl.megatron_pass").warn_of_padding(self.engine)
         self._stock = None
         self._recorder = self._recorder_of(recording_of(policy_loss) or self._asked(config), policy_loss)
+        # verl's loss runs inside: its KL and entropy terms and the names of its metrics would be lost without it.
         super().set_loss_fn(functools.partial(self._loss, loss_fn))
 
     def _recorder_of(
@@ -184,15 +185,19 @@ class RegionWorker(TrainingWorker):
         out = super().train_mini_batch(data)
         summed = self._step.total(self.engine.get_data_parallel_group())
         total = None if summed is None else on_host(summed)
-        found = {} if total is None else rates(total)
+        region_metrics = {} if total is None else rates(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
         if total is not None:
-            self._check.check(found, total)
-            found = chosen(found, self._metrics) | clip_metrics(total) | self._replicas.check(total, self._num_steps)
+            self._check.check(region_metrics, total)
+            region_metrics = (
+                chosen(region_metrics, self._metrics)
+                | clip_metrics(total)
+                | self._replicas.check(total, self._num_steps)
+            )
         if out is not None:
             metrics = tu.get(out, "metrics")
-            tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in found.items()}})
+            tu.assign_non_tensor(out, metrics={**metrics, **{name: [value] for name, value in region_metrics.items()}})
         return out
 
     def _record_anchor(self, data: Any) -> dict[str, Tensor]:
@@ -208,8 +213,8 @@ class RegionWorker(TrainingWorker):
         rows = first_update.rows_to_record(data, first, multiple)
         if not len(rows):
             return {}
-        found = anchors.record(self, tu.index_select_tensor_dict(data, rows), distribution=distribution)
-        return first_update.spread(found, rows, data)
+        fields = anchors.record(self, tu.index_select_tensor_dict(data, rows), distribution=distribution)
+        return first_update.spread(fields, rows, data)
 
     def _train_as_verl(self, data: Any) -> Any:
         """Runs verl's own updates with verl's own loss."""
@@ -254,6 +259,7 @@ class RegionWorker(TrainingWorker):
             before = region_settings.read_from_checkpoint(Path(local_path))
         out = super().load_checkpoint(local_path, *args, **kwargs)
         if local_path and (steps := re.findall(r"global_step_(\d+)", str(local_path))):
+            # verl does not tell its workers the step. The folder's name has it.
             self._num_steps = int(steps[-1])
         if self._region is not None and local_path:
             region_settings.warn_if_changed(before, config_to_dict(self._region), Path(local_path).parent.name)
@@ -348,6 +354,7 @@ def install() -> None:
         EngineError: If verl calls its workers in a way that this adapter does not support.
         ConfigError: If another package has already replaced the actor.
     """
+    # Checked on import, so that an unsupported verl fails at the start and not at its first step.
     seam.require_parameters(TrainingWorker, "set_loss_fn", ("self", "loss_fn"))
     for name in ("train_mini_batch", "train_batch", "infer_batch"):
         seam.require_parameters(TrainingWorker, name, ("self", "data"))
@@ -357,13 +364,13 @@ def install() -> None:
         "prepare_model_outputs",
         ("self", "output", "output_args", "micro_batch", "logits_processor_func"),
     )
-    given = ActorRolloutRefWorker.actor_worker_cls
-    if given is not TrainingWorker and not issubclass(given, RegionWorker):
+    worker_cls = ActorRolloutRefWorker.actor_worker_cls
+    if worker_cls is not TrainingWorker and not issubclass(worker_cls, RegionWorker):
         raise ConfigError(
-            f"ActorRolloutRefWorker.actor_worker_cls must be verl's own, got {given!r}, set by another package. "
+            f"ActorRolloutRefWorker.actor_worker_cls must be verl's own, got {worker_cls!r}, set by another package. "
             f"Derive that class from {RegionWorker.__module__}.RegionWorker."
         )
-    if given is TrainingWorker:
+    if worker_cls is TrainingWorker:
         seam.require_parameters(ActorRolloutRefWorker, "update_weights", ("self", "global_steps", "mode"))
         seam.require_parameters(ActorRolloutRefWorker, "init_model", ("self",))
         ActorRolloutRefWorker.actor_worker_cls = RegionWorker

@@ -63,6 +63,7 @@ class KeptIds:
 
     def __init__(self, max_kept: int) -> None:
         self.max_kept = max_kept
+        # Arrays that double, because a Python object for every number is what this module avoids.
         self._ids, self._ends, self._length = np.empty(64, np.int32), np.zeros(32, np.int64), 0
 
     def add(self, ids: np.ndarray, logp: np.ndarray) -> None:
@@ -245,6 +246,7 @@ def install() -> None:
     module: Any = import_module("vllm.v1.engine.logprobs")
     processor = module.LogprobsProcessor
     original = processor.from_new_request.__func__
+    # Installed before: vLLM loads plugins in every process, and trainers call this too.
     if hasattr(original, "processor"):
         return
     _check_seam(processor)
@@ -289,10 +291,10 @@ def _check_seam(processor: Any) -> None:
     import_error = "Install a vllm version listed in trustrl's documentation."
     wanted = {"from_new_request": ["tokenizer", "request"], "_update_sample_logprobs": ["self", "logprobs_lists"]}
     for name, parameters in wanted.items():
-        found = list(inspect.signature(getattr(processor, name)).parameters) if hasattr(processor, name) else None
-        if found != parameters:
+        names = list(inspect.signature(getattr(processor, name)).parameters) if hasattr(processor, name) else None
+        if names != parameters:
             raise EngineError(
-                f"vLLM's LogprobsProcessor.{name} must have the parameters {parameters}, got {found}. {import_error}"
+                f"vLLM's LogprobsProcessor.{name} must have the parameters {parameters}, got {names}. {import_error}"
             )
     lists = list(import_module("vllm.v1.outputs").LogprobsLists._fields)[:3]
     if lists != ["logprob_token_ids", "logprobs", "sampled_token_ranks"]:

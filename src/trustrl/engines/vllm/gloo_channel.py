@@ -162,10 +162,10 @@ def require_loopback(address: str) -> None:
 def _loopback(address: str) -> bool:
     """Returns whether every address that a name stands for is loopback. An empty name would mean every interface."""
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(address, None)} if address else set()
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(address, None)} if address else set()
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(str(one).partition("%")[0]).is_loopback for one in found)
+    return bool(addresses) and all(ipaddress.ip_address(str(ip).partition("%")[0]).is_loopback for ip in addresses)
 
 
 def _family(address: str) -> socket.AddressFamily:

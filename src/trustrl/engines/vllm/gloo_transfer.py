@@ -216,6 +216,7 @@ class GlooSender(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
                 _raise_if_failed(call)  # otherwise this waits for a sampler that has failed
                 self._channel.send(tensor)
         self.client.finish_weight_update(weight_version)
+        # vLLM keeps prefixes that were computed with the weights before.
         self.client.reset_prefix_cache()
 
     def shutdown(self) -> None:

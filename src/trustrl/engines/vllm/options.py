@@ -61,10 +61,10 @@ def extra_llm_options(**options: Any) -> Iterator[None]:
         )
     built = 0
 
-    def llm(*args: Any, **given: Any) -> Any:
+    def llm(*args: Any, **arguments: Any) -> Any:
         nonlocal built
         built += 1
-        return original(*args, **_merged(given, options))
+        return original(*args, **_merged(arguments, options))
 
     builder.LLM = llm
     try:
@@ -79,17 +79,17 @@ def extra_llm_options(**options: Any) -> Iterator[None]:
         )
 
 
-def _merged(given: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _merged(arguments: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Returns both sets of arguments. Raises if they differ, unless TRL's value is None."""
     for name, value in extra.items():
-        known = given.get(name)
+        known = arguments.get(name)
         if known is None or known == value or (name == "gpu_memory_utilization" and on_cpu()):
             continue
         raise ConfigError(
             f"extra_llm_options({name}=...) must be {known!r}, as TRL passes it, got {value!r}. "
             "Set it in the trainer's own arguments (their names begin with vllm_), or leave it out here."
         )
-    return {**given, **extra}
+    return {**arguments, **extra}
 
 
 def cpu_options(*, dtype: str = "float32", kv_cache_memory_bytes: int = 1 << 28) -> dict[str, Any]:

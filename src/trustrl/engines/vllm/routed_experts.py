@@ -49,9 +49,9 @@ def record_routing(llm: Any) -> None:
     def recorded(*args: Any, **kwargs: Any) -> Any:
         outputs = generate(*args, **kwargs)
         for output in outputs:
-            for one in output.outputs:
-                if isinstance(one.logprobs, DecodedLogprobs):
-                    one.logprobs.experts = at_tokens(one)
+            for completion in output.outputs:
+                if isinstance(completion.logprobs, DecodedLogprobs):
+                    completion.logprobs.experts = at_tokens(completion)
         return outputs
 
     llm.generate = recorded
@@ -88,14 +88,14 @@ def at_tokens(completion: Any) -> np.ndarray:
     Raises:
         EngineError: If vLLM returned too few rows.
     """
-    found, wanted = completion.routed_experts, len(completion.token_ids)
-    if found is None or len(found) < wanted:
-        got = None if found is None else len(found)
+    rows, wanted = completion.routed_experts, len(completion.token_ids)
+    if rows is None or len(rows) < wanted:
+        got = None if rows is None else len(rows)
         raise EngineError(
             f"vLLM must return the experts of each of {wanted} sampled tokens, got {got} rows. Build it with "
             f"{OPTION}=True, or set recording.experts=False."
         )
-    return np.asarray(found[len(found) - wanted :]).astype(np.int16).reshape(wanted, -1)
+    return np.asarray(rows[len(rows) - wanted :]).astype(np.int16).reshape(wanted, -1)
 
 
 def fill_on_cpu(llm: Any) -> None:
@@ -146,10 +146,10 @@ class _CpuRouting:
         @functools.wraps(execute)
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._step.clear()
-            found = execute(scheduler_output, *args, **kwargs)
+            result = execute(scheduler_output, *args, **kwargs)
             if self._step and scheduler_output.num_scheduled_tokens:
                 self._assign(runner.input_batch, scheduler_output.num_scheduled_tokens)
-            return found
+            return result
 
         runner.execute_model = execute_model
 
@@ -172,9 +172,9 @@ class _CpuRouting:
         """Returns the rows of a request since its last call: all tokens but the newest, which was not run yet."""
         known, end = self._rows[request.request_id], request.num_tokens - 1
         sent = self._sent.get(request.request_id, 0)
-        found = [known[position] for position in range(sent, end) if position in known]
+        rows = [known[position] for position in range(sent, end) if position in known]
         self._sent[request.request_id] = end
-        return np.stack(found) if found else None
+        return np.stack(rows) if rows else None
 
     def request_finished(self, request: Any) -> None:
         """Deletes the rows of a request."""

@@ -65,6 +65,7 @@ def begin_reload(model: nn.Module) -> None:
     for method in _expert_methods(model) if on_cpu() else []:
         if method.moe_kernel is not None:
             setattr(method, _KERNEL, method.moe_kernel)
+            # vLLM packs experts only while the layer has no kernel.
             method.moe_kernel = None
 
 
@@ -77,6 +78,7 @@ def end_reload(model: nn.Module, model_config: Any) -> None:
         if method.moe_kernel is None:  # this layer received no new weights, and its packed ones are restored
             method.moe_kernel = before
     for head in tied_heads(model) if on_cpu() else []:
+        # A tied head is not loaded by itself, and would multiply by its packed copy of the weights before.
         head.quant_method.process_weights_after_loading(head)
 
 

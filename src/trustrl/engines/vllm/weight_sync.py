@@ -52,8 +52,10 @@ class SamplerSync:
         """
         start = time.perf_counter()
         if self._reloads:
+            # TRL's plain `load_weights` fails on weights that vLLM has packed for the CPU.
             with reloaded(model_runner_of(self._generation.llm)):
                 self._inner()
+            # Cached prefixes were computed with the weights before this sync.
             forget_prefixes(self._generation.llm)
         else:
             self._inner()

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trustrl.files import lines_of, open_regular, parsed_json, read_regular
 from trustrl.runs.part import Part
 from trustrl.runs.readers.files import Fault, Files, json_lines
 from trustrl.runs.readers.wandb_offline import STEPS, by_step
-from trustrl.untrusted_files import lines_of, open_regular, parsed_json, read_regular
 
 NAME = "exported history"
 LOOKS_FOR = "*.csv, *.json or *.jsonl with a column step, _step, Step or train/global_step"
@@ -19,8 +19,8 @@ _STEP = (*STEPS, "step", "Step", "global_step")
 def read(files: Files) -> list[Part]:
     """Returns the history, if the path is such a file or the folder has exactly one."""
     candidates = files.matching("*.csv", "*.json", "*.jsonl")
-    found = [part for file in candidates if (part := history(files, file, Part(source=NAME))) is not None]
-    return found if len(found) == 1 else []
+    parts = [part for file in candidates if (part := history(files, file, Part(source=NAME))) is not None]
+    return parts if len(parts) == 1 else []
 
 
 def history(files: Files, file: Path, part: Part) -> Part | None:
@@ -32,12 +32,12 @@ def history(files: Files, file: Path, part: Part) -> Part | None:
         if isinstance(row, Fault):
             part.faults.append(row.text)
             continue
-        at, entry = row
+        row_number, entry = row
         key = next((name for name in _STEP if name in entry), None) if isinstance(entry, Mapping) else None
         if key is None:
             if not kept:
                 return None  # a table of something else
-            part.faults.append(f"{short}, row {at}: no step; left out")
+            part.faults.append(f"{short}, row {row_number}: no step; left out")
             continue
         kept.append({**entry, "_step": entry[key]} if key not in STEPS else dict(entry))
         kept[-1].pop(key if key not in STEPS else "", None)
@@ -52,11 +52,14 @@ def _csv(file: Path, short: str) -> Iterator[tuple[int, dict[str, Any]] | Fault]
     try:
         with open_regular(file) as opened:
             lines = (line.decode("utf-8", errors="replace") for line in lines_of(opened))
-            for at, row in enumerate(csv.DictReader(lines), 2):
+            for row_number, row in enumerate(csv.DictReader(lines), 2):
                 if None in row or None in row.values():
-                    yield Fault(f"{short}, row {at}: not as many values as columns; left out")
+                    yield Fault(f"{short}, row {row_number}: not as many values as columns; left out")
                     continue
-                yield at, {name.rpartition(" - ")[2]: _number(value) for name, value in row.items() if value != ""}
+                yield (
+                    row_number,
+                    {name.rpartition(" - ")[2]: _number(value) for name, value in row.items() if value != ""},
+                )
     except (OSError, csv.Error) as error:
         yield Fault(f"{short}: {error}; the rest is left out")
 
@@ -71,16 +74,16 @@ def _number(text: Any) -> Any:
 def _json(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
     """Yields the rows of a JSON file: a list of objects, or an object of columns."""
     try:
-        found = parsed_json(read_regular(file))
+        content = parsed_json(read_regular(file))
     except OSError as error:
         yield Fault(f"{short}: {error.strerror}; left out")
         return
     except ValueError as error:
         yield Fault(f"{short}: not valid JSON ({str(error)[:60]}); left out")
         return
-    if isinstance(found, dict) and all(isinstance(column, Mapping) for column in found.values()):
-        found = _from_columns(found)  # as pandas.DataFrame.to_json writes it
-    yield from enumerate(found if isinstance(found, list) else [], 1)
+    if isinstance(content, dict) and all(isinstance(column, Mapping) for column in content.values()):
+        content = _from_columns(content)  # as pandas.DataFrame.to_json writes it
+    yield from enumerate(content if isinstance(content, list) else [], 1)
 
 
 def _from_columns(columns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

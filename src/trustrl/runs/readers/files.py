@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
-from trustrl.untrusted_files import leads_out, lines_of, open_regular, parsed_json, read_regular
+from trustrl.files import leads_out, lines_of, open_regular, parsed_json, read_regular
 
 DEEPEST = 5
 """Levels of folders that are searched."""
@@ -110,16 +110,16 @@ def chosen_name(files: Files, names: Sequence[str], several: str) -> str | None:
     return names[0] if names else None
 
 
-def chosen_file(files: Files, found: Sequence[Path], what: str) -> Path | None:
+def chosen_file(files: Files, paths: Sequence[Path], what: str) -> Path | None:
     """Returns the only file, or None.
 
     Raises:
         ConfigError: If there are several.
     """
-    if len(found) > 1:
-        names = ", ".join(map(files.short, found[:5]))
-        raise ConfigError(f"RUN must be one run, got {files.root}, which has {len(found)} {what}. Pass one: {names}.")
-    return found[0] if found else None
+    if len(paths) > 1:
+        names = ", ".join(map(files.short, paths[:5]))
+        raise ConfigError(f"RUN must be one run, got {files.root}, which has {len(paths)} {what}. Pass one: {names}.")
+    return paths[0] if paths else None
 
 
 def first_line(error: Exception) -> str:
@@ -138,14 +138,14 @@ def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
     """Yields the number and value of each line of JSON, or a fault for a line that is damaged or truncated."""
     try:
         with open_regular(file) as opened:
-            for at, line in enumerate(lines_of(opened), 1):
+            for line_number, line in enumerate(lines_of(opened), 1):
                 if not line.strip():
                     continue
                 try:
-                    yield at, parsed_json(line)
+                    yield line_number, parsed_json(line)
                 except ValueError:
                     end = "the last line is truncated" if not line.endswith(b"\n") else "not valid JSON"
-                    yield Fault(f"{short}, line {at}: {end}; left out")
+                    yield Fault(f"{short}, line {line_number}: {end}; left out")
     except OSError as error:
         yield Fault(f"{short}: {error.strerror}; left out")
 
@@ -153,12 +153,12 @@ def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
 def json_object(file: Path, short: str) -> dict[str, Any] | Fault:
     """Returns the object in a JSON file, or a fault."""
     try:
-        found = parsed_json(read_regular(file))
+        content = parsed_json(read_regular(file))
     except OSError as error:
         return Fault(f"{short}: {error.strerror}; left out")
     except ValueError:
         return Fault(f"{short}: not valid JSON; left out")
-    return found if isinstance(found, dict) else Fault(f"{short}: not a JSON object; left out")
+    return content if isinstance(content, dict) else Fault(f"{short}: not a JSON object; left out")
 
 
 def opening(file: Path, size: int = 65536) -> bytes:

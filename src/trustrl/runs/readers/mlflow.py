@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trustrl.files import read_regular
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers import sqlite_files
 from trustrl.runs.readers.files import Files, chosen_name, files_of, first_line, opening
 from trustrl.runs.run import Status
-from trustrl.untrusted_files import read_regular
 
 NAME = "MLflow store"
 LOOKS_FOR = "mlflow.db, or meta.yaml with metrics/ and params/"
@@ -46,18 +46,18 @@ def _database(files: Files, file: Path) -> Part:
     try:
         with sqlite_files.opened(file) as connection:
             runs = connection.execute("select run_uuid, name, status from runs where lifecycle_stage = 'active'")
-            found = {f"{name or uuid}": (uuid, status) for uuid, name, status in runs}
-            name = chosen_name(files, list(found), f"{files.short(file)} has several runs")
+            choices = {f"{name or uuid}": (uuid, status) for uuid, name, status in runs}
+            name = chosen_name(files, list(choices), f"{files.short(file)} has several runs")
             if name is None:
                 return part
-            part.name, (uuid, status) = name, found[name]
+            part.name, (uuid, status) = name, choices[name]
             part.status = _STATUS.get(str(status), "unknown")
             params |= connection.execute("select key, value from params where run_uuid = ?", (uuid,))
             query = "select key, value, step, is_nan from metrics where run_uuid = ? order by timestamp"
             for key, value, step, is_nan in connection.execute(query, (uuid,)):
-                if (at := step_number(step)) is not None:
+                if (whole_step := step_number(step)) is not None:
                     lost = is_nan or not isinstance(value, (int, float)) or abs(value) > _LARGEST
-                    points.add(at, {str(key): math.nan if lost else value})
+                    points.add(whole_step, {str(key): math.nan if lost else value})
     except sqlite_files.DAMAGE as error:
         part.faults.append(f"{files.short(file)}: {first_line(error)}; the rest is left out")
     _take(part, points, params, files.short(file))
@@ -88,19 +88,19 @@ def _folder(files: Files, folder: Path) -> Part:
     part, points, params, about = Part(source=NAME), Points(), dict[str, Any](), _about(folder)
     part.name, part.status = about.get("run_name"), _STATUS.get(about.get("status", ""), "unknown")
     listed = [folder / name for name in files_of(folder).names]
-    for file in (one for one in listed if one.parent == folder / "params"):
+    for file in (path for path in listed if path.parent == folder / "params"):
         params[file.name] = opening(file).decode("utf-8", errors="replace")
-    for file in (one for one in listed if one.is_relative_to(folder / "metrics")):
+    for file in (path for path in listed if path.is_relative_to(folder / "metrics")):
         name = file.relative_to(folder / "metrics").as_posix()
         *lines, torn = _text(file, files, part).split("\n")
         part.faults += [f"{files.short(file)}: the last line is truncated; left out"] * bool(torn)
-        for at, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             try:
                 _, value, text = line.split(" ")[:3]  # the time comes first
                 if (step := step_number(float(text))) is None:
                     raise ValueError(text)
                 points.add(step, {name: float(value)})
             except ValueError:
-                part.faults.append(f"{files.short(file)}, line {at}: not a time, a value and a step; left out")
+                part.faults.append(f"{files.short(file)}, line {line_number}: not a time, a value and a step; left out")
     _take(part, points, params, files.short(folder))
     return part

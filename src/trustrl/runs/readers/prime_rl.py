@@ -28,18 +28,18 @@ def read(files: Files) -> list[Part]:
     logs = [file for file in files.matching("metrics.jsonl") if opening(file, 64).startswith(b'{"step": ')]
     if not traces and not (logs and b'"time": ' in opening(logs[0], 64)):
         return []
-    found: list[Part] = []
+    parts: list[Part] = []
     for file in logs:
         if (part := exports.history(files, file, Part(source=NAME, engine="prime-rl"))) is not None:
-            found.append(part)
+            parts.append(part)
     if traces:
         part = Part(source=NAME, engine="prime-rl", completions=lambda: _completions(traces))
         kind = "trained" if effective else "all"
         part.found.append(f"episodes ({kind}) of {counted(len(traces), 'step')} in rollouts")
-        found.append(part)
-    for part in found:
+        parts.append(part)
+    for part in parts:
         part.row_is = "batch"
-    return found
+    return parts
 
 
 def _completions(traces: Sequence[Path]) -> Iterator[Completion]:
@@ -65,7 +65,7 @@ def _branches(trace: Mapping[str, Any], step: int, about: Mapping[str, Any]) -> 
     """Yields a completion for each leaf of the graph of messages."""
     nodes = [node if isinstance(node, Mapping) else {} for node in trace.get("nodes") or ()]
     inner = {node.get("parent") for node in nodes}
-    rewards = {str(name): _reward(one) for name, one in (trace.get("rewards") or {}).items()}
+    rewards = {str(name): _reward(entry) for name, entry in (trace.get("rewards") or {}).items()}
     known = [reward for reward in rewards.values() if reward is not None]
     for leaf in range(len(nodes)):
         if leaf in inner:
@@ -73,7 +73,7 @@ def _branches(trace: Mapping[str, Any], step: int, about: Mapping[str, Any]) -> 
         path = _path(nodes, leaf)
         ids = [token for node in path for token in _sampled(node)]
         logps = [logp for node in path for logp in node.get("logprobs") or ()]
-        credits = [one for node in path for one in node.get("advantages") or ()]
+        credits = [credit for node in path for credit in node.get("advantages") or ()]
         whole = bool(ids) and len(ids) == len(logps)
         yield Completion(
             step=step, prompt=_text(path, sampled=False), text=_text(path, sampled=True), rewards=rewards,
@@ -84,19 +84,19 @@ def _branches(trace: Mapping[str, Any], step: int, about: Mapping[str, Any]) -> 
         )  # fmt: skip
 
 
-def _reward(one: Any) -> float | None:
-    if not isinstance(one, Mapping):
-        return number(one)
-    score, weight = number(one.get("score")), number(one.get("weight", 1.0))
+def _reward(entry: Any) -> float | None:
+    if not isinstance(entry, Mapping):
+        return number(entry)
+    score, weight = number(entry.get("score")), number(entry.get("weight", 1.0))
     return None if score is None or weight is None else score * weight
 
 
 def _path(nodes: Sequence[Mapping[str, Any]], leaf: int) -> list[Mapping[str, Any]]:
     path: list[Mapping[str, Any]] = []
-    at: Any = leaf
-    while isinstance(at, int) and 0 <= at < len(nodes) and len(path) <= len(nodes):
-        path.append(nodes[at])
-        at = nodes[at].get("parent")
+    index: Any = leaf
+    while isinstance(index, int) and 0 <= index < len(nodes) and len(path) <= len(nodes):
+        path.append(nodes[index])
+        index = nodes[index].get("parent")
     return path[::-1]
 
 

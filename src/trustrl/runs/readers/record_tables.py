@@ -78,17 +78,17 @@ def settings(folder: str) -> dict[str, Any]:
     Raises:
         RecordError: If run.json is damaged, or a newer trustrl wrote it.
     """
-    found = read_run(folder)
-    if found is None:
+    run = read_run(folder)
+    if run is None:
         return {}
-    engine, dtypes, sampling = (found[name] or {} for name in ("engine", "dtypes", "sampling"))
+    engine, dtypes, sampling = (run[name] or {} for name in ("engine", "dtypes", "sampling"))
     more = engine.get("settings")
     more = more if isinstance(more, dict) else {}
     return {
         **{name: more.get(name) for name in _ENGINE},
-        "region": None if found.get("region_role") == "observed" else found["region"],
+        "region": None if run.get("region_role") == "observed" else run["region"],
         "engine": engine.get("name"), "engine_version": engine.get("version"),
-        "model": found["tokenizer"] or found["model"], "trainer_dtype": dtypes.get("trainer"),
+        "model": run["tokenizer"] or run["model"], "trainer_dtype": dtypes.get("trainer"),
         "sampler_dtype": dtypes.get("sampler"),
         **{name: sampling.get(name) for name in ("temperature", "top_p", "top_k", "min_p")},
     }  # fmt: skip

@@ -29,7 +29,7 @@ def read(files: Files) -> list[Part]:
     paths = files.matching("rollout_data/*.pt", "*/rollout_data/*.pt", "rollout_*.pt", "*/rollout_*.pt")
     if len(files.names) == 1:
         paths = files.matching("*.pt")
-    paths = sorted((one for one in paths if "eval_" not in one.stem), key=lambda file: stamped(file.stem))
+    paths = sorted((path for path in paths if "eval_" not in path.stem), key=lambda file: stamped(file.stem))
     part = Part(source=NAME, engine="slime", row_is="batch")
     whole = [file for file in paths if zipfile.is_zipfile(file)]
     part.faults = [f"{files.short(file)}: not a complete torch file; left out" for file in paths if file not in whole]
@@ -43,9 +43,9 @@ def _completions(paths: Sequence[Path]) -> Iterator[Completion]:
     torch = need("torch", extra="models")
     for file in paths:
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-            samples = found["samples"]
-            rollout = int(found["rollout_id"])
+            dump = torch.load(file, map_location="cpu", weights_only=True)
+            samples = dump["samples"]
+            rollout = int(dump["rollout_id"])
         except Exception as error:  # torch raises errors of many types for a damaged file
             warnings.warn(f"{file.name}: {first_line(error)}; left out", TrustRLWarning, stacklevel=2)
             continue
@@ -71,5 +71,5 @@ def _completion(sample: Mapping[str, Any], rollout: int) -> Completion:
 
 
 def _list(values: Any) -> list[Any]:
-    found = values.tolist() if hasattr(values, "tolist") else values
-    return list(found) if isinstance(found, (list, tuple)) else []
+    items = values.tolist() if hasattr(values, "tolist") else values
+    return list(items) if isinstance(items, (list, tuple)) else []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from trustrl.untrusted_files import open_regular
+from trustrl.files import open_regular
 
 DAMAGE = (sqlite3.Error, UnicodeDecodeError, OverflowError)
 """Errors that SQLite raises for a damaged file."""

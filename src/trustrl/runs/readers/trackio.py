@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingPackageError
+from trustrl.files import open_regular, parsed_json
 from trustrl.optional_imports import need
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers import sqlite_files, trl_completions
 from trustrl.runs.readers.files import Files, chosen_name, first_line
-from trustrl.untrusted_files import open_regular, parsed_json
 
 NAME = "Trackio database"
 LOOKS_FOR = "<project>.db of Trackio"
@@ -26,13 +26,13 @@ def read(files: Files) -> list[Part]:
     Raises:
         ConfigError: If no run is named and there are several, or the named run is not there.
     """
-    found: list[Part] = []
+    parts: list[Part] = []
     for file in files.matching("*.db", "*/*.db"):
         if {"metrics", "configs"} <= sqlite_files.tables(file):
-            found.append(_read(files, file, _database))
-    if not found and len(files.names) == 1:
-        found = [_read(files, file, _exported) for file in files.matching("*.parquet") if _is_export(file)]
-    return found
+            parts.append(_read(files, file, _database))
+    if not parts and len(files.names) == 1:
+        parts = [_read(files, file, _exported) for file in files.matching("*.parquet") if _is_export(file)]
+    return parts
 
 
 def _read(files: Files, file: Path, rows_of: Any) -> Part:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingPackageError, TrustRLWarning
+from trustrl.files import open_regular, read_regular
 from trustrl.optional_imports import need
 from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
 from trustrl.runs.readers.files import Files, first_line, stamped
 from trustrl.runs.run import Completion, Row
-from trustrl.untrusted_files import open_regular, read_regular
 
 NAME = "TRL completions"
 LOOKS_FOR = "completions/completions_*.parquet"
@@ -79,14 +79,14 @@ def _is_validation(step: int, state: Part) -> bool:
 
     TRL stores the samples of an evaluation under the same name, and again at updates on an earlier batch.
     """
-    evaluated = max((at for at in state.evaluated if at <= step), default=-1)
+    evaluated = max((evaluation_step for evaluation_step in state.evaluated if evaluation_step <= step), default=-1)
     sampled = max((row["step"] for row in state.rows if "reward" in row and row["step"] <= step), default=-1)
     return evaluated >= max(sampled, 0)
 
 
 def _summed_rewards(rows: Sequence[Row]) -> list[str] | None:
     """Returns the reward functions if their logged means add up to the logged reward in every row, else None."""
-    names = sorted({found[1] for row in rows for name in row if (found := _MEAN.fullmatch(name))})
+    names = sorted({match[1] for row in rows for name in row if (match := _MEAN.fullmatch(name))})
     logged = [row for row in rows if row.get("reward") is not None]
     for row in logged:
         means = [row[key] for name in names if row.get(key := f"rewards/{name}/mean") is not None]
@@ -138,8 +138,8 @@ def _completions(paths: Sequence[Path], names: Sequence[str] | None) -> Iterator
             continue
         before = now
         size = _size(rows)
-        for at, row in enumerate(rows):
-            yield _completion({"step": stamped(file.stem), **row}, f"{at // size}", names)
+        for index, row in enumerate(rows):
+            yield _completion({"step": stamped(file.stem), **row}, f"{index // size}", names)
 
 
 def _size(rows: Sequence[Mapping[str, Any]]) -> int:
@@ -168,7 +168,7 @@ def _text(value: Any) -> str | None:
         return value
     if not isinstance(value, list):
         return None
-    parts = [(one.get("role"), one.get("content")) for one in value if isinstance(one, Mapping)]
+    parts = [(message.get("role"), message.get("content")) for message in value if isinstance(message, Mapping)]
     if len(parts) == 1:
         return parts[0][1] if isinstance(parts[0][1], str) else str(parts[0][1])
     return "\n".join(f"{role}: {content}" for role, content in parts)

@@ -52,10 +52,10 @@ def _state(files: Files) -> list[Part]:
 
 def _take(part: Part, state: Mapping[str, Any], short: str) -> None:
     points = Points()
-    for at, entry in enumerate(state["log_history"]):
+    for index, entry in enumerate(state["log_history"]):
         step = step_number(entry.get("step")) if isinstance(entry, dict) else None
         if step is None:
-            part.faults.append(f"{short}, log_history[{at}]: not an object with a step; left out")
+            part.faults.append(f"{short}, log_history[{index}]: not an object with a step; left out")
             continue
         points.add(step, {name: value for name, value in entry.items() if name != "step"})
         if isinstance(entry.get("train_runtime"), (int, float)):
@@ -97,5 +97,5 @@ def _card(part: Part, folder: Path) -> None:
     """Adds the versions that the model card names."""
     text = opening(folder / "README.md").decode("utf-8", errors="replace")
     for name, pattern in (("engine_version", _VERSION), ("model", _MODEL)):
-        if found := pattern.search(text):
-            part.settings[name] = found[1]
+        if match := pattern.search(text):
+            part.settings[name] = match[1]

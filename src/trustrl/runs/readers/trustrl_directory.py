@@ -6,16 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import RecordError, TrustRLError
+from trustrl.files import LARGEST_TOML, open_regular, parsed_toml, read_regular
 from trustrl.recording import storage
 from trustrl.recording.record_files import RECORDS, named_numbers, parts_in
-from trustrl.runner.directory import RunDirectory
-from trustrl.runner.grid import LAST_WORDS
-from trustrl.runner.run_rows import check_file, checked_result, checked_rows
 from trustrl.runs.part import Part, counted
 from trustrl.runs.readers import record_tables
 from trustrl.runs.readers.files import Fault, Files, json_object, last_lines
 from trustrl.runs.run import Status
-from trustrl.untrusted_files import LARGEST_TOML, open_regular, parsed_toml, read_regular
+from trustrl.runs.run_directory import LAST_WORDS, StoredRun, check_file, checked_result, checked_rows
 
 NAME = "trustrl run directory"
 LOOKS_FOR = "recipe.toml"
@@ -37,13 +35,13 @@ def read(files: Files) -> list[Part]:
         RecordError: If the recipe, the result, or a complete line of the metrics cannot be read.
     """
     folder = files.root
-    if not files.matching("recipe.toml") and not any(one.startswith("recipe.toml: ") for one in files.faults):
+    if not files.matching("recipe.toml") and not any(fault.startswith("recipe.toml: ") for fault in files.faults):
         return []
     recipe = _recipe(folder)
-    directory = RunDirectory(folder)
-    rows, evaluations = (checked_rows(directory, name) for name in ("metrics", "evaluation"))
-    result = checked_result(directory)
-    status, words = _ending(folder, finished=directory.finished)
+    stored = StoredRun(folder)
+    rows, evaluations = (checked_rows(stored, name) for name in ("metrics", "evaluation"))
+    result = checked_result(stored)
+    status, words = _ending(folder, finished=stored.finished)
     part = Part(
         source=NAME, name=str(recipe.get("name", "run")), rows=rows, evaluations=evaluations, recipe=recipe,
         status=status, last_words=words, seconds=result.get("seconds"), settings=_settings(recipe, files),
@@ -78,21 +76,21 @@ def _torn(folder: Path, name: str) -> bool:
 
 
 def _settings(recipe: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, (table, key) in _SETTINGS.items():
         values = recipe.get(table)
         if isinstance(values, Mapping) and values.get(key) is not None:
-            found[name] = values[key]
-    if isinstance(updates := found.get("updates_per_batch"), bool) or not isinstance(updates, int) or updates < 1:
-        found["updates_per_batch"] = 1
+            settings[name] = values[key]
+    if isinstance(updates := settings.get("updates_per_batch"), bool) or not isinstance(updates, int) or updates < 1:
+        settings["updates_per_batch"] = 1
     if isinstance(recipe.get("region"), Mapping):
-        found["region"] = dict(recipe["region"])
+        settings["region"] = dict(recipe["region"])
     if files.matching("environment.json"):
         environment = json_object(files.root / "environment.json", "environment.json")
         packages = {} if isinstance(environment, Fault) else environment.get("packages")
         if isinstance(packages, Mapping):
-            found["engine_version"] = packages.get(str(found.get("engine")))
-    return found
+            settings["engine_version"] = packages.get(str(settings.get("engine")))
+    return settings
 
 
 def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
@@ -108,8 +106,8 @@ def records_in(files: Files) -> list[Part]:
     """Returns the folders of token records: the folder itself, or `records` inside it."""
     here = any(named_numbers(name) for name in files.names)  # another trainer's folder may have other Parquet files
     folders = [*([files.root] if here else []), storage.inside(files.root, RECORDS)]
-    counts = {one: len(parts_in(one)) for one in folders}
-    return [_records(str(one), files.short(one), num) for one, num in counts.items() if num]
+    counts = {folder: len(parts_in(folder)) for folder in folders}
+    return [_records(str(folder), files.short(folder), num) for folder, num in counts.items() if num]
 
 
 def _records(folder: str, short: str, num_files: int) -> Part:

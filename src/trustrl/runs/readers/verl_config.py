@@ -3,11 +3,11 @@
 from typing import Any
 
 from trustrl.errors import MissingPackageError
+from trustrl.files import bounded, read_regular
 from trustrl.optional_imports import need
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.readers.files import Files
-from trustrl.untrusted_files import bounded, read_regular
 
 NAME = "hydra configuration"
 LOOKS_FOR = ".hydra/config.yaml"
@@ -17,7 +17,7 @@ LARGEST = 4_000_000
 def read(files: Files) -> list[Part]:
     """Returns the settings of the configuration, if it is verl's."""
     patterns = (".hydra/config.yaml", "*/.hydra/config.yaml", "*/*/.hydra/config.yaml", "*/*/*/.hydra/config.yaml")
-    found: list[Part] = []
+    parts: list[Part] = []
     for file in files.matching(*patterns, *(["config.yaml"] if len(files.names) == 1 else [])):
         part = Part(source=NAME)
         short = files.short(file)
@@ -32,8 +32,8 @@ def read(files: Files) -> list[Part]:
             if part.engine is None:
                 continue
             part.found.append(f"settings in {short}")
-        found.append(part)
-    return found
+        parts.append(part)
+    return parts
 
 
 def _loaded(text: bytes) -> dict[Any, Any]:
@@ -45,9 +45,9 @@ def _loaded(text: bytes) -> dict[Any, Any]:
     """
     yaml = need("yaml", extra="verl")
     try:
-        found = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, UnicodeError) as error:
         raise ValueError(f"not valid YAML ({type(error).__name__})") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("not a table")
-    return bounded(found)
+    return bounded(content)

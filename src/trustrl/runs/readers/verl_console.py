@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trustrl.files import bounded, lines_of, open_regular
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points
 from trustrl.runs.readers.files import Files, opening
-from trustrl.untrusted_files import bounded, lines_of, open_regular
+from trustrl.runs.run_directory import LAST_WORDS
 
 NAME = "verl console log"
 LOOKS_FOR = "*.log, *.txt or *.out with lines `step:1 - ...`"
 
-LAST_WORDS = 5
 LONGEST_CONFIG = 2_000_000
 """Characters of a printed configuration that are parsed."""
 
@@ -32,8 +32,8 @@ def read(files: Files) -> list[Part]:
     candidates = files.matching("*.log", "*.txt", "*.out", "*/*.log", "*/*.txt", "*/*.out")
     if len(files.names) == 1 and not candidates:
         candidates = files.matching("*")
-    found = [part for file in candidates if _may_be(file) and (part := _read(files, file)) is not None]
-    return sorted(found, key=lambda part: -part.size)
+    parts = [part for file in candidates if _may_be(file) and (part := _read(files, file)) is not None]
+    return sorted(parts, key=lambda part: -part.size)
 
 
 def _may_be(file: Path) -> bool:
@@ -86,9 +86,9 @@ def _plain(line: str) -> tuple[str, str]:
 def _values(text: str) -> Iterator[tuple[str, float]]:
     """Yields the metrics of a line. The last value may be followed by other output without a space."""
     for item in text.split(" - "):
-        if found := _VALUE.match(item):
+        if match := _VALUE.match(item):
             try:
-                yield found[1], float(found[2])
+                yield match[1], float(match[2])
             except ValueError:
                 continue
 
@@ -114,7 +114,7 @@ class _Config:
     def parsed(self) -> dict[Any, Any]:
         """Returns the dict, or an empty one. Only literals are evaluated."""
         try:
-            found = bounded(ast.literal_eval("".join(self._lines)) if self._lines else {})
+            literal = bounded(ast.literal_eval("".join(self._lines)) if self._lines else {})
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return literal if isinstance(literal, dict) else {}

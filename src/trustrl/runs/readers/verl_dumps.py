@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import TrustRLWarning
+from trustrl.files import open_regular
 from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
 from trustrl.runs.readers.files import Fault, Files, json_lines, opening, stamped
 from trustrl.runs.run import Completion, Row
-from trustrl.untrusted_files import open_regular
 
 NAME = "verl dumps"
 LOOKS_FOR = "<step>.jsonl with input, output and score, in trainer.rollout_data_dir"
@@ -31,12 +31,12 @@ def read(files: Files) -> list[Part]:
     for file in files.matching(*patterns):
         if file.stem.isdecimal():
             folders[file.parent].append(file)
-    found: list[Part] = []
+    parts: list[Part] = []
     for folder, dumps in sorted(folders.items()):
         dumps.sort(key=lambda file: stamped(file.stem))
         if any(map(_is_dump, dumps)):
-            found.append(_validation(files, dumps) if _validates(folder, dumps) else _rollouts(files, dumps))
-    return found
+            parts.append(_validation(files, dumps) if _validates(folder, dumps) else _rollouts(files, dumps))
+    return parts
 
 
 def _is_dump(file: Path) -> bool:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from trustrl.files import parsed_json
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers.files import Fault, Files, json_lines, opening
-from trustrl.untrusted_files import parsed_json
 
 NAME = "verl file logger"
 LOOKS_FOR = "*.jsonl with step and data, the file of VERL_FILE_LOGGER_PATH"
@@ -16,8 +16,8 @@ def read(files: Files) -> list[Part]:
 
     verl truncates the file when a run is resumed, so several files may belong to one run.
     """
-    found = [_read(files, file) for file in files.matching("*.jsonl", "*/*.jsonl", "*/*/*.jsonl") if is_log(file)]
-    return sorted(found, key=lambda part: -part.size)
+    parts = [_read(files, file) for file in files.matching("*.jsonl", "*/*.jsonl", "*/*/*.jsonl") if is_log(file)]
+    return sorted(parts, key=lambda part: -part.size)
 
 
 def is_log(file: Path) -> bool:
@@ -38,11 +38,11 @@ def _read(files: Files, file: Path) -> Part:
         if isinstance(line, Fault):
             part.faults.append(line.text)
             continue
-        at, entry = line
+        line_number, entry = line
         step = step_number(entry.get("step")) if isinstance(entry, dict) else None
         data = entry.get("data") if isinstance(entry, dict) else None
         if step is None or not isinstance(data, dict):
-            part.faults.append(f"{short}, line {at}: not an object with step and data; left out")
+            part.faults.append(f"{short}, line {line_number}: not an object with step and data; left out")
             continue
         points.add(step, data)
     part.take(points, short)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trustrl.files import open_regular, parsed_json
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
 from trustrl.runs.readers import wire
 from trustrl.runs.readers.files import Fault, Files, chosen_file
-from trustrl.untrusted_files import open_regular, parsed_json
 
 NAME = "W&B offline run"
 LOOKS_FOR = "run-*.wandb"
@@ -63,8 +63,8 @@ def by_step(history: list[dict[str, Any]]) -> Points:
     points = Points()
     key = next((key for key in STEPS if any(step_number(row.get(key)) is not None for row in history)), None)
     last = 0
-    for at, row in enumerate(history):
-        own = step_number(row.get(key)) if key else at
+    for index, row in enumerate(history):
+        own = step_number(row.get(key)) if key else index
         last = last if own is None else own
         points.add(last, {name: value for name, value in row.items() if name not in STEPS and name[:1] != "_"})
     return points
@@ -106,33 +106,33 @@ class _Run:
 
 def _history(data: bytes) -> dict[str, Any]:
     """Returns the metrics of a HistoryRecord; nested keys are joined with a slash."""
-    found = _items(data, 1)
+    metrics = _items(data, 1)
     for number, _, value in wire.fields(data):
         if number == 2:
             steps = [wire.signed(step) for number, _, step in wire.fields(wire.raw(value)) if number == 1]
-            found.setdefault("_step", steps[-1] if steps else 0)
-    return found
+            metrics.setdefault("_step", steps[-1] if steps else 0)
+    return metrics
 
 
 def _items(data: bytes, field: int) -> dict[str, Any]:
     """Returns key and value of each item: key is field 1, nested_key field 2, value_json field 16, numbers 5 and 6."""
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for number, _, value in wire.fields(data):
         if number != field:
             continue
-        keys, one = list[str](), None
+        keys, payload = list[str](), None
         for part, kind, content in wire.fields(wire.raw(value)):
             if part in (1, 2):
                 keys.append(wire.text(content))
             elif part == 16:
-                one = _parsed(wire.text(content))
+                payload = _parsed(wire.text(content))
             elif part == 5 and kind == wire.VARINT:
-                one = wire.signed(content)
+                payload = wire.signed(content)
             elif part == 6:
-                one = wire.double(content)
-        for key, inner in _leaves("/".join(filter(None, keys)), one):
-            found[key] = inner
-    return found
+                payload = wire.double(content)
+        for key, inner in _leaves("/".join(filter(None, keys)), payload):
+            items[key] = inner
+    return items
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -146,13 +146,13 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _parsed(text: str) -> Any:
     try:
-        found = parsed_json(text)
+        value = parsed_json(text)
     except ValueError:
         return None
     return (
-        {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(found, found)
-        if isinstance(found, str)
-        else found
+        {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.get(value, value)
+        if isinstance(value, str)
+        else value
     )
 
 
@@ -161,13 +161,13 @@ def records(file: Path, short: str) -> Iterator[bytes | Fault]:
     try:
         with open_regular(file) as opened:
             kept: list[bytes] = []
-            at = 0
+            offset = 0
             while block := opened.read(BLOCK):
-                start = 7 if at == 0 else 0
-                if at == 0 and not block.startswith(_HEADER):
+                start = 7 if offset == 0 else 0
+                if offset == 0 and not block.startswith(_HEADER):
                     yield Fault(f"{short}: not a W&B log; left out")
                     return
-                for piece in _pieces(block, start, f"{short}: the block at byte {at:,}"):
+                for piece in _pieces(block, start, f"{short}: the block at byte {offset:,}"):
                     if isinstance(piece, Fault):
                         yield piece
                         kept = []
@@ -180,29 +180,29 @@ def records(file: Path, short: str) -> Iterator[bytes | Fault]:
                     if kind in (_FULL, _LAST) and kept:
                         yield b"".join(kept)
                         kept = []
-                at += len(block)
+                offset += len(block)
             if kept:
                 yield Fault(f"{short}: the last record is truncated; left out")
-            if at == 0:
+            if offset == 0:
                 yield Fault(f"{short}: empty")
     except OSError as error:
         yield Fault(f"{short}: {error.strerror}; left out")
 
 
-def _pieces(block: bytes, at: int, where: str) -> Iterator[tuple[int, bytes] | Fault]:
+def _pieces(block: bytes, offset: int, where: str) -> Iterator[tuple[int, bytes] | Fault]:
     """Yields kind and data of each piece in a block; ends at the first that is damaged."""
-    while at + 7 <= len(block):
-        check, size, kind = struct.unpack_from("<IHB", block, at)
+    while offset + 7 <= len(block):
+        check, size, kind = struct.unpack_from("<IHB", block, offset)
         if kind == 0 and size == 0 and check == 0:
             return  # padding
-        data = block[at + 7 : at + 7 + size]
+        data = block[offset + 7 : offset + 7 + size]
         if len(data) < size:
             yield Fault(f"{where} is truncated; the rest of it is left out")
             return
-        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or zlib.crc32(block[at + 6 : at + 7 + size]) != check:
-            yield Fault(f"{where} has a wrong checksum at {at:,}; the rest of it is left out")
+        if kind not in (_FULL, _FIRST, _MIDDLE, _LAST) or zlib.crc32(block[offset + 6 : offset + 7 + size]) != check:
+            yield Fault(f"{where} has a wrong checksum at {offset:,}; the rest of it is left out")
             return
         yield kind, data
-        at += 7 + size
-    if at < len(block) < BLOCK:
+        offset += 7 + size
+    if offset < len(block) < BLOCK:
         yield Fault(f"{where} is truncated; the rest of it is left out")

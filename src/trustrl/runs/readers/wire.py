@@ -21,27 +21,27 @@ def fields(message: bytes) -> Iterator[tuple[int, int, Value]]:
         >>> list(fields(b"\x08\x96\x01\x12\x02hi"))
         [(1, 0, 150), (2, 2, b'hi')]
     """
-    at, end = 0, len(message)
-    while at < end:
-        key, at = varint(message, at)
+    offset, end = 0, len(message)
+    while offset < end:
+        key, offset = varint(message, offset)
         number, kind = key >> 3, key & 7
         if number == 0:
             raise ValueError("a field has number 0")
         if kind == VARINT:
-            value, at = varint(message, at)
+            value, offset = varint(message, offset)
             yield number, kind, value
             continue
         if kind == BYTES:
-            size, at = varint(message, at)
+            size, offset = varint(message, offset)
         else:
             size = {FIXED64: 8, FIXED32: 4}.get(kind, -1)
-        if size < 0 or at + size > end:
+        if size < 0 or offset + size > end:
             raise ValueError("a field is truncated or of an unknown kind")
-        yield number, kind, message[at : at + size]
-        at += size
+        yield number, kind, message[offset : offset + size]
+        offset += size
 
 
-def varint(message: bytes, at: int) -> tuple[int, int]:
+def varint(message: bytes, offset: int) -> tuple[int, int]:
     """Returns an integer of variable length, and the position after it.
 
     Raises:
@@ -49,13 +49,13 @@ def varint(message: bytes, at: int) -> tuple[int, int]:
     """
     value = 0
     for shift in range(0, 70, 7):
-        if at >= len(message):
+        if offset >= len(message):
             raise ValueError("an integer is truncated")
-        byte = message[at]
-        at += 1
+        byte = message[offset]
+        offset += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
-            return value & 0xFFFFFFFFFFFFFFFF, at
+            return value & 0xFFFFFFFFFFFFFFFF, offset
     raise ValueError("an integer is too long")
 
 
@@ -96,7 +96,7 @@ def double(value: Value) -> float:
     Raises:
         ValueError: If the field has another size.
     """
-    found = raw(value)
-    if len(found) not in (4, 8):
+    content = raw(value)
+    if len(content) not in (4, 8):
         raise ValueError("a number has neither 4 nor 8 bytes")
-    return struct.unpack("<f" if len(found) == 4 else "<d", found)[0]
+    return struct.unpack("<f" if len(content) == 4 else "<d", content)[0]

@@ -131,7 +131,7 @@ class AnchoredTokens:
         gap, scale = self._gap_and_scale
         surely = max(bound * (1 - _RELATIVE) - _ABSOLUTE, 0.0) / (1 + self._resolution)
         near = gap > scale * surely
-        at = near.nonzero().squeeze(1)
-        policy, anchor = (x.index_select(0, at) for x in (self._log_policy, self._log_anchor))
-        near[at] = binary_kl(policy, anchor, resolution=self._resolution).lower > bound
+        indices = near.nonzero().squeeze(1)
+        policy, anchor = (x.index_select(0, indices) for x in (self._log_policy, self._log_anchor))
+        near[indices] = binary_kl(policy, anchor, resolution=self._resolution).lower > bound
         return near

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trustrl.config.loading import config_to_dict
 from trustrl.errors import ConfigError, RecordError
 from trustrl.recording import storage
 from trustrl.recording.record_files import RECORDS, opened, part_files
 from trustrl.recording.storage import Place
+from trustrl.regions.loading import config_to_dict
 from trustrl.tools.audit.region_replay import Arm
 from trustrl.tools.audit.token_counts import BINS, PER_ARM, REPRODUCED, TokenCounts
 
@@ -32,7 +32,7 @@ def record_files(paths: Sequence[str | Path]) -> list[Place]:
         ConfigError: If a path does not exist, or an address has an unknown scheme.
         RecordError: If a path has no records, or a store cannot be read.
     """
-    found: dict[Place, None] = {}
+    places: dict[Place, None] = {}
     for path in map(storage.place, paths):
         try:
             if not (storage.is_folder(path) or storage.is_file(path)):
@@ -46,18 +46,18 @@ def record_files(paths: Sequence[str | Path]) -> list[Place]:
                 raise RecordError(f"`{path}`: this run has no records. Run it with records.sample=0.1.") from None
             raise
         for file in files:
-            found[Path(os.path.realpath(file)) if isinstance(file, Path) else file] = None  # resolve() refuses loops
-    return list(found)
+            places[Path(os.path.realpath(file)) if isinstance(file, Path) else file] = None  # resolve() refuses loops
+    return list(places)
 
 
 def recorded_regions(files: Sequence[Place]) -> list[dict[str, Any]]:
     """Returns the regions the files were recorded with, without duplicates. Reads only the file footers."""
-    found: list[dict[str, Any]] = []
+    regions: list[dict[str, Any]] = []
     for file in files:
         with opened(file) as (_, region):
-            if region is not None and region not in found:
-                found.append(region)
-    return found
+            if region is not None and region not in regions:
+                regions.append(region)
+    return regions
 
 
 def check_names(arms: Sequence[Arm]) -> None:
@@ -66,7 +66,7 @@ def check_names(arms: Sequence[Arm]) -> None:
     Raises:
         ConfigError: If a region has that name.
     """
-    if any(one.name == RECORDED for one in arms):
+    if any(arm.name == RECORDED for arm in arms):
         raise ConfigError(
             f"A region's name must not be {RECORDED!r}, which is reserved for the records. Choose another name."
         )
@@ -89,7 +89,7 @@ def audit_report(
         top: Number of token ids to list for each region.
         text_of: Function from a token id to printable text.
     """
-    names = [RECORDED, *(one.name for one in arms)]
+    names = [RECORDED, *(arm.name for arm in arms)]
     rows = {name: dict(zip(PER_ARM, row, strict=True)) for name, row in _rows(counted, "arms", names)}
     total = int(counted.counts["rows"])
     reproduced = dict(zip(REPRODUCED, counted.counts["reproduced"].tolist(), strict=True))
@@ -103,7 +103,7 @@ def audit_report(
         "reproduced": reproduced,
         "regions": {
             RECORDED: _region(rows[RECORDED], "recorded", "", None, total),
-            **{one.name: _region(rows[one.name], one.how, one.reason, one, total) for one in arms},
+            **{arm.name: _region(rows[arm.name], arm.how, arm.reason, arm, total) for arm in arms},
         },
         "agreement": _agreement(counted, names, [name for name in names if _comparable(name, rows, arms)]),
         "by": {name: _bins(counted, name, names) for name in BINS if f"by/{name}" in counted.counts},
@@ -120,11 +120,11 @@ def share(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def _region(count: Mapping[str, int], how: str, reason: str, given: Arm | None, total: int) -> dict[str, Any]:
-    if given is None and not count["rows"]:
+def _region(count: Mapping[str, int], how: str, reason: str, arm: Arm | None, total: int) -> dict[str, Any]:
+    if arm is None and not count["rows"]:
         how, reason = "left out", "no region decided when these records were written"
-    elif given is not None and how != "left out" and not count["rows"]:
-        wanted = " and ".join(f"{anchor}_logp" for anchor in sorted(given.region.needs().anchors))
+    elif arm is not None and how != "left out" and not count["rows"]:
+        wanted = " and ".join(f"{anchor}_logp" for anchor in sorted(arm.region.needs().anchors))
         how, reason = "left out", f"needs {wanted}, which these records do not have"
     elif how != "left out" and count["rows"] < total:
         reason = f"{reason}; " * bool(reason) + f"only {count['rows']} of {total} rows have the columns it reads"
@@ -135,7 +135,7 @@ def _region(count: Mapping[str, int], how: str, reason: str, given: Arm | None, 
     return {
         "how": how,
         "reason": reason,
-        "settings": None if given is None else config_to_dict(given.region),
+        "settings": None if arm is None else config_to_dict(arm.region),
         **{name: count[name] for name in ("rows", "measured", "signed", "stopped", "stopped_at_most")},
         "stopped_share": share(count["stopped"], count["signed"]),
         "stopped_share_at_most": share(count["stopped_at_most"], count["signed"]),
@@ -144,61 +144,61 @@ def _region(count: Mapping[str, int], how: str, reason: str, given: Arm | None, 
 
 
 def _comparable(name: str, rows: Mapping[str, Mapping[str, int]], arms: Sequence[Arm]) -> bool:
-    replayed = {RECORDED, *(one.name for one in arms if one.how == "replayed")}
+    replayed = {RECORDED, *(arm.name for arm in arms if arm.how == "replayed")}
     return name in replayed and bool(rows[name]["rows"])
 
 
 def _agreement(counted: TokenCounts, names: list[str], shown: list[str]) -> dict[str, dict[str, Any]]:
     tokens, first, both = counted.counts["pairs"].tolist()
-    at = {name: names.index(name) for name in shown}
-    found: dict[str, dict[str, Any]] = {}
-    for a, i in at.items():
-        found[a] = {}
-        for b, j in at.items():
+    indices = {name: names.index(name) for name in shown}
+    agreement: dict[str, dict[str, Any]] = {}
+    for a, i in indices.items():
+        agreement[a] = {}
+        for b, j in indices.items():
             either = first[i][j] + first[j][i] - both[i][j]
-            found[a][b] = {
+            agreement[a][b] = {
                 "tokens": tokens[i][j],
                 "same": share(tokens[i][j] - either + both[i][j], tokens[i][j]),
                 "stopped_by_both": both[i][j],
                 "stopped_by_either": either,
                 "overlap": share(both[i][j], either),
             }
-    return found
+    return agreement
 
 
 def _bins(counted: TokenCounts, name: str, names: Sequence[str]) -> dict[str, Any]:
     tokens, stopped = counted.counts[f"by/{name}"].tolist()
-    shown = [at for at in range(len(BINS[name]) + 1) if any(row[at] for row in tokens)]
+    shown = [index for index in range(len(BINS[name]) + 1) if any(row[index] for row in tokens)]
     return {
         "edges": list(BINS[name]),
         "bins": [
             {
-                "bin": label(name, at),
-                "at": at,
+                "bin": label(name, index),
+                "at": index,
                 "regions": {
-                    region: {"tokens": t[at], "stopped": s[at], "share": share(s[at], t[at])}
+                    region: {"tokens": t[index], "stopped": s[index], "share": share(s[index], t[index])}
                     for region, t, s in zip(names, tokens, stopped, strict=True)
                     if any(t)
                 },
             }
-            for at in shown
+            for index in shown
         ],
     }
 
 
-def label(name: str, at: int) -> str:
+def label(name: str, index: int) -> str:
     """Returns the label of a bin."""
     edges = BINS[name]
     if name == "advantage":
-        return ("A < 0", "A > 0")[at]
+        return ("A < 0", "A > 0")[index]
     if name == "probability":
-        if at == 0:
+        if index == 0:
             return f"below {edges[0]:g}"
-        return f"from {edges[at - 1]:g}" if at == len(edges) else f"{edges[at - 1]:g} to {edges[at]:g}"
-    first = 0 if at == 0 else int(edges[at - 1])
-    if at == len(edges):
+        return f"from {edges[index - 1]:g}" if index == len(edges) else f"{edges[index - 1]:g} to {edges[index]:g}"
+    first = 0 if index == 0 else int(edges[index - 1])
+    if index == len(edges):
         return f"from {first}"
-    last = int(edges[at]) - 1
+    last = int(edges[index]) - 1
     return f"{first}" if first == last else f"{first}-{last}"
 
 
@@ -208,13 +208,13 @@ def _top(
     if "ids" not in counted.counts:
         return {}
     seen, *stopped = counted.counts["ids"]
-    found = {}
+    tokens = {}
     for name, counts in zip(names, stopped, strict=True):
         most, ids = counts.sort(descending=True, stable=True)
-        found[name] = [
-            {"id": at, "stopped": count, "signed": int(seen[at]), "share": count / int(seen[at])}
-            | ({} if text_of is None else {"text": text_of(at)})
-            for at, count in zip(ids[:top].tolist(), most[:top].tolist(), strict=True)
+        tokens[name] = [
+            {"id": token_id, "stopped": count, "signed": int(seen[token_id]), "share": count / int(seen[token_id])}
+            | ({} if text_of is None else {"text": text_of(token_id)})
+            for token_id, count in zip(ids[:top].tolist(), most[:top].tolist(), strict=True)
             if count
         ]
-    return {name: rows for name, rows in found.items() if rows}
+    return {name: rows for name, rows in tokens.items() if rows}

@@ -33,29 +33,29 @@ def percent(share: float | None) -> str:
 
 def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Formats rows as aligned columns. The first row is the header, and the first `left` columns align left."""
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip()[:WIDTH])
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(report: Mapping[str, Any]) -> str:
     """Formats an audit for the terminal."""
     lines = [
         *wrapped(
-            f"{found['rows']:,} tokens × updates in {found['files']:,} files, {found['sequences']:,} sequences × "
-            f"updates; {found['signed']:,} tokens with A ≠ 0"
+            f"{report['rows']:,} tokens × updates in {report['files']:,} files, {report['sequences']:,} sequences × "
+            f"updates; {report['signed']:,} tokens with A ≠ 0"
         ),
-        *_reproduced(found),
-        *_masked(found),
-        *_agreement(found),
-        *_bins(found),
-        *_tokens(found),
+        *_reproduced(report),
+        *_masked(report),
+        *_agreement(report),
+        *_bins(report),
+        *_tokens(report),
     ]
     return "\n".join(lines)
 
@@ -64,9 +64,9 @@ def _name(name: str) -> str:
     return name if len(name) <= NAME else name[: NAME - 1] + "…"
 
 
-def _reproduced(found: Mapping[str, Any]) -> list[str]:
-    again = found["reproduced"]
-    kinds = ", ".join(str(region.get("kind")) for region in found["recorded"])
+def _reproduced(report: Mapping[str, Any]) -> list[str]:
+    again = report["reproduced"]
+    kinds = ", ".join(str(region.get("kind")) for region in report["recorded"])
     line = f"recorded with {printable(kinds, 60)}"
     if not again["rows"]:
         return [*wrapped(f"{line}, which cannot be replayed"), ""]
@@ -76,20 +76,20 @@ def _reproduced(found: Mapping[str, Any]) -> list[str]:
     return [*wrapped(line), ""]
 
 
-def _masked(found: Mapping[str, Any]) -> list[str]:
+def _masked(report: Mapping[str, Any]) -> list[str]:
     rows = [["region", "how", "masked", "share", "at most", "TV or KL outside", "inside", "undecided"]]
     notes = []
-    for name, one in found["regions"].items():
-        if one["reason"]:
-            notes += wrapped(f"{_name(name)}: {one['reason']}.")
-        if one["how"] == "left out":
+    for name, region in report["regions"].items():
+        if region["reason"]:
+            notes += wrapped(f"{_name(name)}: {region['reason']}.")
+        if region["how"] == "left out":
             continue
-        bounded = one["how"] == "bounded"
-        certificate = one["certificate"] or {}
+        bounded = region["how"] == "bounded"
+        certificate = region["certificate"] or {}
         rows.append(
             [
-                _name(name), one["how"], f"{one['stopped']:,}", percent(one["stopped_share"]),
-                percent(one["stopped_share_at_most"]) if bounded else "",
+                _name(name), region["how"], f"{region['stopped']:,}", percent(region["stopped_share"]),
+                percent(region["stopped_share_at_most"]) if bounded else "",
                 *(percent(certificate.get(key)) for key in ("outside", "inside", "undecided")),
             ]
         )  # fmt: skip
@@ -101,8 +101,8 @@ def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
-def _agreement(found: Mapping[str, Any]) -> list[str]:
-    names = list(found["agreement"])
+def _agreement(report: Mapping[str, Any]) -> list[str]:
+    names = list(report["agreement"])
     if len(names) < 2:
         return []
     lines = ["Agreement: share with the same verdict (above the diagonal), masked by both / by either (below)"]
@@ -111,7 +111,7 @@ def _agreement(found: Mapping[str, Any]) -> list[str]:
         rows = [["", *(f"{names.index(name) + 1}" for name in part)]]
         for i, a in enumerate(names):
             cells = [
-                "" if a == b else percent(found["agreement"][a][b]["same" if i < names.index(b) else "overlap"])
+                "" if a == b else percent(report["agreement"][a][b]["same" if i < names.index(b) else "overlap"])
                 for b in part
             ]
             rows.append([f"{i + 1:>2} {_name(a)}", *cells])
@@ -119,25 +119,25 @@ def _agreement(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _bins(found: Mapping[str, Any]) -> list[str]:
+def _bins(report: Mapping[str, Any]) -> list[str]:
     titles = {
         "probability": "probability", "position": "position", "age": "updates since sampled", "advantage": "advantage",
     }  # fmt: skip
-    names = [n for n, one in found["regions"].items() if one["how"] in ("recorded", "replayed", "bounded")]
-    lines = ["Masked share by bin" + (" (bounded regions: at least)" if _has_bounded(found) else "")]
+    names = [n for n, region in report["regions"].items() if region["how"] in ("recorded", "replayed", "bounded")]
+    lines = ["Masked share by bin" + (" (bounded regions: at least)" if _has_bounded(report) else "")]
     for start in range(0, len(names), BIN_COLUMNS):
         part = names[start : start + BIN_COLUMNS]
         rows = [["", "", *map(_short, part)]]
         for kind, title in titles.items():
-            for at, one in enumerate(found["by"].get(kind, {"bins": []})["bins"]):
-                cells = [percent(one["regions"].get(name, {"share": None})["share"]) for name in part]
-                rows.append([title if at == 0 else "", one["bin"], *cells])
+            for index, row in enumerate(report["by"].get(kind, {"bins": []})["bins"]):
+                cells = [percent(row["regions"].get(name, {"share": None})["share"]) for name in part]
+                rows.append([title if index == 0 else "", row["bin"], *cells])
         lines += [*table(rows, left=2), ""]
     return lines
 
 
-def _has_bounded(found: Mapping[str, Any]) -> bool:
-    return any(one["how"] == "bounded" for one in found["regions"].values())
+def _has_bounded(report: Mapping[str, Any]) -> bool:
+    return any(region["how"] == "bounded" for region in report["regions"].values())
 
 
 def _short(name: str, longest: int = 8) -> str:
@@ -146,13 +146,13 @@ def _short(name: str, longest: int = 8) -> str:
     return parts if len(parts) <= longest else parts[: longest - 1] + "…"
 
 
-def _tokens(found: Mapping[str, Any]) -> list[str]:
+def _tokens(report: Mapping[str, Any]) -> list[str]:
     rows = [["region", "most masked token ids: times masked (share of their tokens)"]]
-    for name, ids in found["tokens"].items():
+    for name, ids in report["tokens"].items():
         line = ""
-        for one in ids:
-            shown = f"'{one['text']}' " if "text" in one else ""
-            cell = f"{one['id']} {shown}{one['stopped']} ({percent(one['share'])})"
+        for token in ids:
+            shown = f"'{token['text']}' " if "text" in token else ""
+            cell = f"{token['id']} {shown}{token['stopped']} ({percent(token['share'])})"
             if line and len(line) + len(cell) + 2 > WIDTH - NAME - 4:
                 break
             line += f"{', ' * bool(line)}{cell}"

@@ -70,7 +70,7 @@ def count_records(
         MissingPackageError: If pyarrow or Ray is not installed.
     """
     validators.whole("--workers", workers, low=1)
-    groups = [list(files[at :: workers * GROUPS_PER_WORKER]) for at in range(workers * GROUPS_PER_WORKER)]
+    groups = [list(files[start :: workers * GROUPS_PER_WORKER]) for start in range(workers * GROUPS_PER_WORKER)]
     work = partial(_of_group, of=of, columns=tuple(columns))
     groups = [group for group in groups if group]
     if where == "ray":
@@ -103,8 +103,8 @@ def _in_processes(groups: list[list[Place]], work: Any, workers: int, kind: type
             with _interrupts_held_back():
                 parts = deque(pool.submit(_as_bytes, group, work) for group in groups)
             while parts:
-                found = parts.popleft().result()  # freed once merged, so that memory stays flat
-                yield None if found is None else kind.from_bytes(found)
+                data = parts.popleft().result()  # freed once merged, so that memory stays flat
+                yield None if data is None else kind.from_bytes(data)
         except BaseException:  # the remaining results are not needed
             for worker in set(active_children()) - others:
                 worker.terminate()
@@ -134,8 +134,8 @@ def _begin() -> None:
 
 
 def _as_bytes(files: Sequence[Place], work: Any) -> bytes | None:
-    found = work(files)
-    return None if found is None else found.to_bytes()
+    summary = work(files)
+    return None if summary is None else summary.to_bytes()
 
 
 def _on_ray(groups: list[list[Place]], work: Any, kind: type[S]) -> Iterator[S | None]:

@@ -22,9 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from trustrl.config.axes import AnchoredRegion, Needs, Region, TrustRegion, reads_ages
-from trustrl.config.loading import config_from_dict
-from trustrl.config.regions import DPPO, GSPO, IPO, PPO
+from trustrl.config.axes import Needs, Region, reads_ages
 from trustrl.config.statistics import (
     Anchor,
     BinaryKL,
@@ -38,13 +36,15 @@ from trustrl.config.statistics import (
     TopKTV,
 )
 from trustrl.core.clean import CleanTokens, clean_tokens
+from trustrl.core.decision import decide
 from trustrl.core.divergences import Interval, tv_limit
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.core.regions.decision import ratio_weight
-from trustrl.core.regions.dispatch import REGION_KINDS, decide
 from trustrl.core.sequences import Sequences
+from trustrl.core.weights import ratio_weight
 from trustrl.errors import TrustRLError
 from trustrl.recording import Piece
+from trustrl.regions.loading import config_from_dict
+from trustrl.regions.trust_region import TrustRegion
 from trustrl.tools.audit.anchored_tokens import AnchoredTokens, End, Measurement
 
 How = Literal["replayed", "bounded", "left out"]
@@ -124,7 +124,7 @@ def _how(region: Region, needs: Needs, mask: TrustRegion | None) -> tuple[How, s
 
 def token_mask(region: Region) -> TrustRegion | None:
     """Returns the region on the shared axes if it masks single tokens by a TV or a KL, else None."""
-    axes = _axes(region)
+    axes = region.axes()
     is_mask = (
         axes is not None
         and axes.action == "mask"
@@ -134,26 +134,13 @@ def token_mask(region: Region) -> TrustRegion | None:
     return axes if is_mask else None
 
 
-def _axes(region: Region) -> TrustRegion | None:
-    if not isinstance(region, AnchoredRegion):
-        return None
-    try:
-        return region if isinstance(region, TrustRegion) else region.axes()
-    except NotImplementedError:
-        return None
-
-
 def plain_mask(region: Region) -> TrustRegion | None:
     """Returns the region on the shared axes if its verdict only compares a shared measurement with a bound, else None.
 
-    Ages, a dual clip, a relaxed clip, and other regions' rules are left to the engine's `decide`.
+    Ages, and regions with rules that the shared axes do not cover, are left to the engine's `decide`.
     """
-    if type(region) not in (TrustRegion, DPPO, PPO, GSPO, IPO) or reads_ages(region):
-        return None
-    if isinstance(region, PPO) and (region.dual_clip is not None or region.relax_below is not None):
-        return None
-    axes = _axes(region)
-    if axes is None or axes.action not in ("mask", "clip"):
+    axes = region.axes()
+    if axes is None or reads_ages(region) or axes.action not in ("mask", "clip"):
         return None
     if isinstance(axes.statistic, SequenceRatio):
         return axes if axes.direction == "away" else None
@@ -206,19 +193,19 @@ class Replay:
         """
         tokens = self._tokens(Needs(anchors=frozenset({anchor}), anchor=anchor))
         lower, upper = tokens.interval("tv")
-        found = self._measured
-        if found is not None and found.anchor == anchor:
-            measured = found.above(found.upper)
-            upper = torch.minimum(upper, measured if found.is_tv else tv_limit(measured))
-            if found.is_tv:
-                lower = torch.maximum(lower, found.below(found.lower))
+        divergence = self._measured
+        if divergence is not None and divergence.anchor == anchor:
+            measured = divergence.above(divergence.upper)
+            upper = torch.minimum(upper, measured if divergence.is_tv else tv_limit(measured))
+            if divergence.is_tv:
+                lower = torch.maximum(lower, divergence.below(divergence.lower))
         return tokens, Interval(torch.minimum(lower, upper), upper)
 
-    def _replayed(self, tokens: AnchoredTokens, given: Arm) -> tuple[Tensor, Callable[[], Tensor]]:
+    def _replayed(self, tokens: AnchoredTokens, candidate: Arm) -> tuple[Tensor, Callable[[], Tensor]]:
         """Returns the tokens that the region masks, and a function that returns the weights."""
-        axes = given.plain
+        axes = candidate.plain
         if axes is None:
-            decision = decide(self._clean_tokens(given.needs), given.region)
+            decision = decide(self._clean_tokens(candidate.needs), candidate.region)
             return ~decision.keep, lambda: decision.weight
         statistic = axes.statistic
         assert statistic is not None
@@ -231,7 +218,7 @@ class Replay:
 
         def weight() -> Tensor:
             if axes.correction is not None:
-                return decide(self._clean_tokens(given.needs), given.region).weight
+                return decide(self._clean_tokens(candidate.needs), candidate.region).weight
             log_ratio = tokens.mean_log_ratio() if of_sequence else tokens.log_ratio
             return ratio_weight(log_ratio, max_ratio=axes.max_ratio)
 
@@ -276,16 +263,16 @@ class Replay:
         """Bounds the divergence over the anchor's top `rank` ids, or its upper end if `end` is "upper"."""
         is_tv = isinstance(axes.statistic, _TV)
         what: Measurement = "tv" if is_tv else "kl"
-        found = self._measured
-        if found is None or found.is_tv != is_tv or found.anchor != axes.anchor:
+        divergence = self._measured
+        if divergence is None or divergence.is_tv != is_tv or divergence.anchor != axes.anchor:
             return partial(tokens.above, what, "lower"), partial(tokens.above, what, "upper")
         lower, upper = tokens.interval(what)
-        if rank >= found.rank or end == "upper":
-            lower = torch.maximum(lower, found.below(found.lower))
-        if rank <= found.rank and end == "lower":
-            upper = torch.minimum(upper, found.above(found.lower))
-        elif rank >= found.rank:
-            upper = torch.minimum(upper, found.above(found.upper))
+        if rank >= divergence.rank or end == "upper":
+            lower = torch.maximum(lower, divergence.below(divergence.lower))
+        if rank <= divergence.rank and end == "lower":
+            upper = torch.minimum(upper, divergence.above(divergence.lower))
+        elif rank >= divergence.rank:
+            upper = torch.minimum(upper, divergence.above(divergence.upper))
         return lower.gt, upper.gt
 
 
@@ -320,7 +307,7 @@ def _arm_of(settings: str) -> Arm | None:
         region = config_from_dict(json.loads(settings))
     except (TrustRLError, TypeError):
         return None
-    return arm("recorded", region) if isinstance(region, Region) and region.kind in REGION_KINDS else None
+    return arm("recorded", region) if isinstance(region, Region) else None
 
 
 def _measured_by(recorded: Arm, columns: Mapping[str, Tensor]) -> _Measured | None:
@@ -344,7 +331,7 @@ def _rank(statistic: Any) -> float:
 
 
 def _stops(tokens: AnchoredTokens, axes: TrustRegion, above: Above) -> Tensor:
-    """Flags tokens that a mask on a distance stops, like `core.regions.dppo.mask_by`. Tokens with A = 0 are kept."""
+    """Flags tokens that a mask on a distance stops, like `leaving` and `outside`. Tokens with A = 0 are kept."""
     assert axes.statistic is not None
     low, high = axes.statistic.bounds
     if axes.direction == "away":

@@ -73,23 +73,23 @@ class TokenCounts:
         signed = measured & (columns["advantage"] != 0)
         masked = ~columns["kept"] if "kept" in columns else None
         recorded = None if masked is None else RegionVerdict(measured, masked, masked, None, None)
-        verdicts = [recorded, *(replay.verdict(one) for one in arms)]
-        there = torch.tensor([one is not None for one in verdicts])
+        verdicts = [recorded, *(replay.verdict(arm) for arm in arms)]
+        there = torch.tensor([verdict is not None for verdict in verdicts])
         nothing = torch.zeros_like(signed)
-        sets = TokenSets([signed, *(nothing if one is None else one.masked & signed for one in verdicts)])
+        sets = TokenSets([signed, *(nothing if verdict is None else verdict.masked & signed for verdict in verdicts)])
         overlaps = sets.overlaps()
         _, *masks = overlaps.diagonal().tolist()
         counts = {
             "rows": torch.tensor(len(piece)),
             "sequences": piece.run[-1] + 1,
             "signed": overlaps[0, 0],
-            "arms": torch.tensor([_of_arm(one, signed, num) for one, num in zip(verdicts, masks, strict=True)]),
+            "arms": torch.tensor([_of_arm(verdict, signed, num) for verdict, num in zip(verdicts, masks, strict=True)]),
             "pairs": _pairs(overlaps, there),
             "reproduced": _reproduced(piece, replay),
         }
         for name, place in _places(piece).items():
-            found = sets.by_bin(place, len(BINS[name]) + 1)
-            counts[f"by/{name}"] = torch.stack([found[:1] * there.unsqueeze(1), found[1:]])
+            histograms = sets.by_bin(place, len(BINS[name]) + 1)
+            counts[f"by/{name}"] = torch.stack([histograms[:1] * there.unsqueeze(1), histograms[1:]])
         if "token_id" in columns:
             counts["ids"] = _by_id(columns["token_id"], sets)
         return cls(counts)

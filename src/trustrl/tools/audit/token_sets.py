@@ -22,8 +22,8 @@ class TokenSets:
         if num <= _MAX_BITS:
             dtype = torch.uint8 if num <= 8 else torch.int32
             self._combination = torch.zeros(len(sets[0]), dtype=dtype)
-            for at, one in enumerate(sets):
-                self._combination |= one.to(dtype) << at
+            for bit, flags in enumerate(sets):
+                self._combination |= flags.to(dtype) << bit
             members = torch.arange(2**num) >> torch.arange(num).unsqueeze(1) & 1
         else:
             members, self._combination = torch.stack(list(sets)).unique(dim=1, return_inverse=True)
@@ -39,7 +39,7 @@ class TokenSets:
         """Returns the number of tokens of each set in each bin, from the bin of each token."""
         num = self._members.shape[1]
         if num * num_bins > max(len(place), 2**16):  # many bins, as for token ids: one histogram per set
-            found = [place.index_select(0, one.nonzero().squeeze(1)) for one in self._sets]
-            return torch.stack([torch.bincount(x, minlength=num_bins) for x in found])
+            places = [place.index_select(0, flags.nonzero().squeeze(1)) for flags in self._sets]
+            return torch.stack([torch.bincount(x, minlength=num_bins) for x in places])
         joint = torch.bincount(place.int() * num + self._combination, minlength=num_bins * num)
         return (self._members @ joint.view(num_bins, num).double().T).long()

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trustrl.config.regions import TROLL
 from trustrl.config.sampling_parameters import is_truncated
 from trustrl.config.statistics import Anchor, BinaryKL, BinaryTV, FullKL, FullTV, TopKKL, TopKTV
 from trustrl.core.divergences import tv_limit
 from trustrl.errors import ConfigError, RecordError
+from trustrl.files import finite
 from trustrl.recording import read_sequences, storage
 from trustrl.recording.record_files import RECORDS
 from trustrl.recording.storage import Place
-from trustrl.runner.directory import finite
 from trustrl.tools.audit import recorded_arm
 from trustrl.tools.bound.theorem import largest_max_tv, largest_sum_tv, max_form, sum_form
 from trustrl.tools.bound.update_sums import LARGEST, SUMS, Rewards, UpdateSums
@@ -66,8 +65,8 @@ def read_rewards(folder: Place) -> Sequences:
     """
     table = read_sequences(folder)
     rewards = {
-        at: reward
-        for at, reward in zip(table["sequence"].to_pylist(), table["reward"].to_pylist(), strict=True)
+        sequence: reward
+        for sequence, reward in zip(table["sequence"].to_pylist(), table["reward"].to_pylist(), strict=True)
         if reward is not None and math.isfinite(reward)
     }
     if not rewards:
@@ -77,32 +76,33 @@ def read_rewards(folder: Place) -> Sequences:
         )
     lengths = [length for length in table["completion_tokens"].to_pylist() if length is not None]
     ids = sorted(rewards)
-    known = Rewards(torch.tensor(ids), torch.tensor([rewards[at] for at in ids], dtype=torch.float64))
+    known = Rewards(torch.tensor(ids), torch.tensor([rewards[sequence] for sequence in ids], dtype=torch.float64))
     return Sequences(known, max(lengths, default=0))
 
 
-def threshold(given: float | None, regions: Sequence[Mapping[str, Any]]) -> Threshold:
+def threshold(delta: float | None, regions: Sequence[Mapping[str, Any]]) -> Threshold:
     """Returns the ball to report on: the given TV, the recorded region's bound, or else DPPO's published TV."""
-    if given is not None:
-        return Threshold(given, None, "--delta")
+    if delta is not None:
+        return Threshold(delta, None, "--delta")
     for settings in regions:
-        found = recorded_arm(settings)
-        if found is None:
+        arm = recorded_arm(settings)
+        if arm is None:
             continue
-        statistic = None if found.mask is None else found.mask.statistic
-        bound = found.region.bound if isinstance(found.region, TROLL) else max(statistic.bounds) if statistic else None
+        statistic = None if arm.mask is None else arm.mask.statistic
+        ball = getattr(arm.region, "bound", None) if arm.needs.projects else None
+        bound = max(statistic.bounds) if statistic else ball
         if bound is None or math.isinf(bound):
             continue
         if isinstance(statistic, (BinaryTV, TopKTV, FullTV)):
             return Threshold(bound, None, "the recorded region")
-        if isinstance(found.region, TROLL) or isinstance(statistic, (BinaryKL, TopKKL, FullKL)):
+        if ball is not None or isinstance(statistic, (BinaryKL, TopKKL, FullKL)):
             tv = float(tv_limit(torch.tensor(bound, dtype=torch.float64)))
             return Threshold(tv, bound, "the recorded region, by Pinsker's inequality")
     return Threshold(max(BinaryTV().bounds), None, "the published threshold of DPPO")
 
 
 def bound_report(
-    found: UpdateSums,
+    update_sums: UpdateSums,
     sequences: Sequences,
     ball: Threshold,
     *,
@@ -114,42 +114,44 @@ def bound_report(
     """Returns the surrogate, both penalties and the bound for every update.
 
     Args:
-        found: Sums over all files.
+        update_sums: Sums over all files.
         sequences: Rewards of the run.
-        ball: Threshold that `found` was counted with.
+        ball: Threshold that `update_sums` was counted with.
         horizon: T, the largest number of tokens of a completion; by default the largest recorded one.
         reward_range: Lowest and highest reward that the reward function can return; by default the recorded ones.
         sampling: Sampling settings in run.json.
-        anchor: Log-probs that `found` reads as μ's.
+        anchor: Log-probs that `update_sums` reads as μ's.
 
     Raises:
         ConfigError: If a recorded completion is longer than the horizon, or a recorded reward is out of range.
         RecordError: If no sequence counts.
     """
-    total = dict(zip(SUMS, found.sums.sum(0).tolist(), strict=True))
+    total = dict(zip(SUMS, update_sums.sums.sum(0).tolist(), strict=True))
     if not total["sequences"]:
         raise RecordError(
             f"The records must have sequences with rewards and without faulty tokens, got none: "
             f"{total['unrewarded']:.0f} without a reward, {total['faulty']:.0f} with a faulty token."
         )
-    given = _assumptions(found, sequences, horizon, reward_range)
+    assumptions = _assumptions(update_sums, sequences, horizon, reward_range)
     return {
         "version": VERSION,
         "anchor": anchor,
         **{name: int(total[name]) for name in ("sequences", "tokens", "faulty", "unrewarded")},
-        "rewards": [given.low, given.high],
-        "xi": given.xi,
-        "half_range": given.half_range,
-        "horizon": given.horizon,
+        "rewards": [assumptions.low, assumptions.high],
+        "xi": assumptions.xi,
+        "half_range": assumptions.half_range,
+        "horizon": assumptions.horizon,
         "truncated_sampling": None if sampling is None else is_truncated(sampling.get),
         "ball": {
             **ball._asdict(),
-            "max_form": max_form(given.xi, given.horizon, ball.tv),
-            "sum_form": sum_form(given.xi, given.horizon * ball.tv),
+            "max_form": max_form(assumptions.xi, assumptions.horizon, ball.tv),
+            "sum_form": sum_form(assumptions.xi, assumptions.horizon * ball.tv),
         },
         "updates": [
-            _update(at, dict(zip(SUMS, sums, strict=True)), dict(zip(LARGEST, most, strict=True)), given)
-            for at, sums, most in zip(found.updates.tolist(), found.sums.tolist(), found.largest.tolist(), strict=True)
+            _update(place, dict(zip(SUMS, sums, strict=True)), dict(zip(LARGEST, most, strict=True)), assumptions)
+            for place, sums, most in zip(
+                update_sums.updates.tolist(), update_sums.sums.tolist(), update_sums.largest.tolist(), strict=True
+            )
             if sums[SUMS.index("sequences")]
         ],
     }
@@ -174,7 +176,7 @@ class _Assumptions(NamedTuple):
 
 
 def _assumptions(
-    found: UpdateSums, sequences: Sequences, horizon: int | None, reward_range: Sequence[float] | None
+    update_sums: UpdateSums, sequences: Sequences, horizon: int | None, reward_range: Sequence[float] | None
 ) -> _Assumptions:
     low, high = (float(x) for x in sequences.rewards.reward.aminmax())
     if reward_range is not None:
@@ -184,7 +186,7 @@ def _assumptions(
                 f"{reward_range[0]:g} to {reward_range[1]:g}."
             )
         low, high = reward_range
-    longest = max(sequences.longest, int(found.largest[:, LARGEST.index("tokens")].max()))
+    longest = max(sequences.longest, int(update_sums.largest[:, LARGEST.index("tokens")].max()))
     if horizon is not None and horizon < longest:
         raise ConfigError(
             f"--horizon must be at least {longest}, the length of the longest recorded completion, got {horizon}."
@@ -193,13 +195,13 @@ def _assumptions(
 
 
 def _update(
-    at: Sequence[int], sums: Mapping[str, float], most: Mapping[str, float], given: _Assumptions
+    place: Sequence[int], sums: Mapping[str, float], most: Mapping[str, float], assumptions: _Assumptions
 ) -> dict[str, Any]:
     num = sums["sequences"]
     sum_tv = sums["sampled_tv"] / num
-    found = {
-        "step": at[0],
-        "update": at[1],
+    row = {
+        "step": place[0],
+        "update": place[1],
         "age": int(most["age"]),
         "sequences": int(num),
         "tokens": int(sums["tokens"]),
@@ -209,12 +211,12 @@ def _update(
         "sum_tv": sum_tv,
         "sum_tv_bounds": [sums["lower_tv"] / num, sums["upper_tv"] / num],
     }
-    middle = (given.low + given.high) / 2
-    for name, shift, xi in (("published", 0.0, given.xi), ("centered", middle, given.half_range)):
+    middle = (assumptions.low + assumptions.high) / 2
+    for name, shift, xi in (("published", 0.0, assumptions.xi), ("centered", middle, assumptions.half_range)):
         mean, error = _surrogate(sums, shift)
-        worst = max_form(xi, given.horizon, most["lower_tv"]), sum_form(xi, sum_tv)
+        worst = max_form(xi, assumptions.horizon, most["lower_tv"]), sum_form(xi, sum_tv)
         penalty = min(worst)
-        found[name] = {
+        row[name] = {
             "surrogate": mean,
             "surrogate_error": error,
             "max_form": worst[0],
@@ -222,12 +224,12 @@ def _update(
             "bound": mean - penalty,
             "over": penalty / abs(mean) if mean else None,
             "positive_below": {
-                "max_tv": largest_max_tv(mean, xi, given.horizon),
+                "max_tv": largest_max_tv(mean, xi, assumptions.horizon),
                 "sum_tv": largest_sum_tv(mean, xi),
             },
-            "says": _says(mean, penalty, given.high - given.low),
+            "says": _says(mean, penalty, assumptions.high - assumptions.low),
         }
-    return finite(found)
+    return finite(row)
 
 
 def _surrogate(sums: Mapping[str, float], shift: float) -> tuple[float, float | None]:

@@ -39,8 +39,8 @@ class Rewards:
 
     def of(self, sequence: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
         """Returns the reward of each sequence, NaN if it is unknown."""
-        at = torch.searchsorted(self.sequence, sequence).clamp(max=len(self.sequence) - 1)
-        return torch.where(self.sequence[at] == sequence, self.reward[at], torch.nan)
+        indices = torch.searchsorted(self.sequence, sequence).clamp(max=len(self.sequence) - 1)
+        return torch.where(self.sequence[indices] == sequence, self.reward[indices], torch.nan)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Serializes the rewards into the pickle.
@@ -65,7 +65,7 @@ class UpdateSums:
 
     def __add__(self, other: "UpdateSums") -> "UpdateSums":
         """Adds the sums of the same update, and keeps the larger maxima."""
-        both = (torch.cat([getattr(one, name) for one in (self, other)]) for name in ("updates", "sums", "largest"))
+        both = (torch.cat([getattr(part, name) for part in (self, other)]) for name in ("updates", "sums", "largest"))
         return by_update(*both)
 
     def to_bytes(self) -> bytes:
@@ -94,12 +94,12 @@ def _rewards_from_bytes(data: bytes) -> Rewards:
 
 def by_update(updates: Int[Tensor, "n 2"], sums: Float[Tensor, "n k"], largest: Float[Tensor, "n m"]) -> UpdateSums:
     """Adds the rows of the same update."""
-    names, at = updates.unique(dim=0, return_inverse=True)
+    names, indices = updates.unique(dim=0, return_inverse=True)
     return UpdateSums(
         names,
-        sums.new_zeros(len(names), sums.shape[1]).index_add(0, at, sums),
+        sums.new_zeros(len(names), sums.shape[1]).index_add(0, indices, sums),
         largest.new_full((len(names), largest.shape[1]), -torch.inf).scatter_reduce(
-            0, at.unsqueeze(1).expand_as(largest), largest, "amax"
+            0, indices.unsqueeze(1).expand_as(largest), largest, "amax"
         ),
     )
 

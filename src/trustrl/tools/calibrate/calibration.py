@@ -69,10 +69,10 @@ def _log_binomial(num: int, hits: int, chance: float) -> float:
 def value_at(bins: Sequence[int], rank: int) -> float:
     """Returns the rank-th smallest value, counted from 1 and rounded up to two digits."""
     below = 0
-    for at, count in enumerate(bins):
+    for index, count in enumerate(bins):
         below += count
         if below >= rank:
-            return GRID[at] if at < len(GRID) else math.inf
+            return GRID[index] if index < len(GRID) else math.inf
     raise IndexError(rank)
 
 
@@ -138,14 +138,14 @@ def curves(counted: TokenCounts, name: str, deltas: Sequence[float]) -> list[dic
     measured tokens. `certified`: share of tokens whose full-vocabulary divergence is known to lie on one side of δ;
     None for the ratio, which does not bound a divergence.
     """
-    at = list(STATISTICS).index(name)
+    index = list(STATISTICS).index(name)
     totals = dict(zip(TOTALS, counted.counts["totals"].tolist(), strict=True))
-    outward, bad, lower, upper = (counted.counts[key][at].tolist() for key in ("outward", "bad", "lower", "upper"))
+    outward, bad, lower, upper = (counted.counts[key][index].tolist() for key in ("outward", "bad", "lower", "upper"))
     noise = counted.counts["noise"][NOISE.index(name)].tolist()
-    found = []
+    points = []
     for delta in deltas:
         decided = num_above(lower, delta) + totals["measured"] - num_above(upper, delta)
-        found.append(
+        points.append(
             {
                 "delta": delta,
                 "noise": share(num_above(noise, delta), totals["noise"]),
@@ -154,7 +154,7 @@ def curves(counted: TokenCounts, name: str, deltas: Sequence[float]) -> list[dic
                 "certified": None if name == "ratio" else share(decided, totals["measured"]),
             }
         )
-    return found
+    return points
 
 
 def _reason(

@@ -20,31 +20,35 @@ LEAST = 1e-5
 """Shares below this are drawn at the lower edge of the figure."""
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(report: Mapping[str, Any]) -> str:
     """Formats the noise, the effect of thresholds, and the recommendation for the terminal."""
     lines = [
-        f"{found['rows']:,} tokens × updates; noise from {found['noise']:,} tokens of {found['sequences']:,} sequences "
-        "before",
-        f"their first update: μ compared with {AGAINST[found['against']]}",
+        f"{report['rows']:,} tokens × updates; noise from {report['noise']:,} tokens of {report['sequences']:,} "
+        "sequences before",
+        f"their first update: μ compared with {AGAINST[report['against']]}",
         "",
         "Noise, rounded up to two digits",
         *table(
             [
                 ["quantile", *(f"{100 * q:g}%" if q < 1 else "largest" for q in QUANTILES)],
-                *([TITLES[name], *map(_number, found["quantiles"][name].values())] for name in NOISE if found["noise"]),
+                *(
+                    [TITLES[name], *map(_number, report["quantiles"][name].values())]
+                    for name in NOISE
+                    if report["noise"]
+                ),
             ]
         ),
         "",
-        f"bad updates (A < 0, μ − π ≥ 0.5): {percent(found['bad_update_share'])} of tokens, before any region",
+        f"bad updates (A < 0, μ − π ≥ 0.5): {percent(report['bad_update_share'])} of tokens, before any region",
         "",
     ]
-    for name, one in found["statistics"].items():
+    for name, statistic in report["statistics"].items():
         rows = [["δ", *CURVES.values(), ""]]
-        for at in one["curve"]:
-            marks = [mark for mark in ("published", "floor", "recommended") if one[mark] == at["delta"]]
-            rows.append([f"{at['delta']:g}", *(percent(at[key]) for key in CURVES), ", ".join(marks)])
-        advice = "" if one["recommended"] is None else f"recommended δ: {one['recommended']:g}. "
-        lines += [TITLES[name], *table(rows), *wrapped(f"{advice}{one['reason']}"), ""]
+        for point in statistic["curve"]:
+            marks = [mark for mark in ("published", "floor", "recommended") if statistic[mark] == point["delta"]]
+            rows.append([f"{point['delta']:g}", *(percent(point[key]) for key in CURVES), ", ".join(marks)])
+        advice = "" if statistic["recommended"] is None else f"recommended δ: {statistic['recommended']:g}. "
+        lines += [TITLES[name], *table(rows), *wrapped(f"{advice}{statistic['reason']}"), ""]
     return "\n".join(lines[:-1])
 
 
@@ -54,7 +58,7 @@ def _number(x: float | None) -> str:
     return f"≤ {x:g}" if x == GRID[0] else f"{x:g}"
 
 
-def draw(counted: TokenCounts, found: Mapping[str, Any], file: Path) -> None:
+def draw(counted: TokenCounts, report: Mapping[str, Any], file: Path) -> None:
     """Draws the curves over every threshold of the grid.
 
     Raises:
@@ -64,15 +68,15 @@ def draw(counted: TokenCounts, found: Mapping[str, Any], file: Path) -> None:
     plt = need("matplotlib.pyplot", extra="plots")
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), sharey=True)
     deltas = [delta for delta in GRID if 1e-5 <= delta <= 1.0]
-    for axis, (name, one) in zip(axes, found["statistics"].items(), strict=True):
+    for axis, (name, statistic) in zip(axes, report["statistics"].items(), strict=True):
         points = curves(counted, name, deltas)
         for key, title in CURVES.items():
-            heights = [max(share, LEAST) for at in points if (share := at[key]) is not None]
+            heights = [max(share, LEAST) for point in points if (share := point[key]) is not None]
             if heights:  # either all points have it or none
                 axis.plot(deltas, heights, LINES[key], color=COLOURS[key], label=title, linewidth=1.8)
         for mark, line in (("published", ":"), ("recommended", "-")):
-            if one[mark] is not None:
-                axis.axvline(one[mark], color="#555555", linestyle=line, linewidth=1, label=f"{mark} δ")
+            if statistic[mark] is not None:
+                axis.axvline(statistic[mark], color="#555555", linestyle=line, linewidth=1, label=f"{mark} δ")
         axis.set(xscale="log", yscale="log", ylim=(LEAST, 1.5), xlabel=f"δ: {TITLES[name]}")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

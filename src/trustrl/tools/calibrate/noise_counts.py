@@ -12,8 +12,8 @@ from trustrl.config.axes import Needs
 from trustrl.config.statistics import BinaryKL, BinaryTV, Ratio
 from trustrl.core.clean import CleanTokens, clean_tokens
 from trustrl.core.divergences.measure import measure
+from trustrl.core.ops import probability_gap
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.core.regions.soft import probability_gap
 from trustrl.recording import Piece
 from trustrl.tools.audit import TokenCounts, age
 
@@ -55,7 +55,7 @@ def noise_of(piece: Piece) -> TokenCounts:
     outward = tokens.usable & (tokens.advantage * tokens.log_ratio > 0)
     bad = tokens.usable & (tokens.advantage < 0) & (probability_gap(tokens) <= -BAD_GAP)
     lower, upper = map(_bins, _ends(tokens))
-    found = {
+    histograms = {
         "outward": _counted(lower, outward),
         "bad": _counted(lower, bad),
         "lower": _counted(lower, tokens.usable),
@@ -63,7 +63,7 @@ def noise_of(piece: Piece) -> TokenCounts:
     }
     first = age(columns) == 0
     same = _tokens(columns, columns.get("proximal_logp", columns["policy_logp"]), first)
-    found["noise"] = _counted(_bins([same.log_ratio.abs(), *_ends(same)[0]]), same.usable)
+    histograms["noise"] = _counted(_bins([same.log_ratio.abs(), *_ends(same)[0]]), same.usable)
     totals |= {
         "measured": tokens.usable.sum(),
         "signed": (tokens.usable & (tokens.advantage != 0)).sum(),
@@ -73,7 +73,7 @@ def noise_of(piece: Piece) -> TokenCounts:
         "proximal": first.sum() * ("proximal_logp" in columns),
         "sequences": torch.tensor(len(piece.run[first].unique())),
     }
-    return _summary(totals, found)
+    return _summary(totals, histograms)
 
 
 def _summary(totals: dict[str, Tensor], counts: dict[str, Tensor]) -> TokenCounts:
@@ -88,7 +88,7 @@ def _tokens(columns: dict[str, Tensor], logp: Float[Tensor, " n"], where: Bool[T
 def _ends(tokens: CleanTokens) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the lower and the upper end of each statistic."""
     intervals = [measure(tokens, statistic) for statistic in STATISTICS.values()]
-    return [one.lower for one in intervals], [one.upper for one in intervals]
+    return [interval.lower for interval in intervals], [interval.upper for interval in intervals]
 
 
 def _bins(values: list[Tensor]) -> list[Int[Tensor, " n"]]:
@@ -99,5 +99,5 @@ def _bins(values: list[Tensor]) -> list[Int[Tensor, " n"]]:
 
 def _counted(bins: list[Int[Tensor, " n"]], where: Bool[Tensor, " n"]) -> Int[Tensor, "s g"]:
     """Returns histograms of these tokens, so x > δ and x ≤ δ are exact sums for every grid δ."""
-    at = where.nonzero().squeeze(1)
-    return torch.stack([torch.bincount(x.index_select(0, at), minlength=len(GRID) + 1) for x in bins])
+    indices = where.nonzero().squeeze(1)
+    return torch.stack([torch.bincount(x.index_select(0, indices), minlength=len(GRID) + 1) for x in bins])

@@ -59,19 +59,19 @@ def find(name: str) -> Callable[..., Any]:
         raise ConfigError(f"The loss must have the form package.module:function, got {name!r}.")
     module_name, _, path = name.partition(":")
     try:
-        found: Any = import_module(module_name)
+        target: Any = import_module(module_name)
     except ImportError as error:
         raise ConfigError(
             f"{module_name} must be importable, got {type(error).__name__}: {error}. "
             "Install it, or add its folder to PYTHONPATH."
         ) from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ConfigError(f"{name} must exist, but {module_name} has no {path!r}.")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{name} must be a function, got {type(found).__name__}.")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise ConfigError(f"{name} must be a function, got {type(target).__name__}.")
+    return target
 
 
 ADAPTERS: Registry[type[Adapter]] = Registry("adapter")
@@ -92,12 +92,12 @@ def detected(loss: Loss) -> str:
     Raises:
         ConfigError: If no adapter matches.
     """
-    found = _parameters(loss)
+    parameters = _parameters(loss)
     for name, adapter in ADAPTERS.items():
-        if adapter.takes <= found.keys():
+        if adapter.takes <= parameters.keys():
             return name
     raise ConfigError(
-        f"The loss must take the parameters of an adapter ({', '.join(ADAPTERS)}), got ({', '.join(found)}). "
+        f"The loss must take the parameters of an adapter ({', '.join(ADAPTERS)}), got ({', '.join(parameters)}). "
         "Use --adapter plain to pass logp, behavior_logp, advantage, and mask as its first four."
     )
 
@@ -195,7 +195,7 @@ class TrustRL:
     counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
-        from trustrl.config.presets import preset
+        from trustrl.regions.presets import preset
 
         unknown = settings.keys() - {"region"}
         if unknown:
@@ -237,21 +237,21 @@ class Plain:
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
         self._loss, self._settings = loss, dict(settings)
-        found = _parameters(loss)
-        self._by_name = self.takes <= found.keys()
-        self._told = "num_tokens" in found
+        parameters = _parameters(loss)
+        self._by_name = self.takes <= parameters.keys()
+        self._told = "num_tokens" in parameters
         self.counts_are_global = self._told
 
     def loss_of(self, batch: Batch, whole: Batch) -> Any:
         """Returns the scalar loss, averaging token terms if the function returns them."""
-        given = (batch.logp, batch.behavior_logp, batch.advantage, batch.in_loss)
+        arguments = (batch.logp, batch.behavior_logp, batch.advantage, batch.in_loss)
         more = self._settings | ({"num_tokens": whole.num_tokens} if self._told else {})
         if self._by_name:
             names = ("logp", "behavior_logp", "advantage", "mask")
-            found = self._loss(**dict(zip(names, given, strict=True)), **more)
+            loss = self._loss(**dict(zip(names, arguments, strict=True)), **more)
         else:
-            found = self._loss(*given, **more)
-        if isinstance(found, Tensor) and found.dim() and found.shape == batch.logp.shape:
+            loss = self._loss(*arguments, **more)
+        if isinstance(loss, Tensor) and loss.dim() and loss.shape == batch.logp.shape:
             self.counts_are_global = True  # known only from its first answer
-            return torch.where(batch.in_loss, found, 0.0).sum() / max(whole.num_tokens, 1)
-        return found
+            return torch.where(batch.in_loss, loss, 0.0).sum() / max(whole.num_tokens, 1)
+        return loss

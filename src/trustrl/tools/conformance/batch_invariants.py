@@ -25,11 +25,11 @@ def difference(got: Tensor, wanted: Tensor) -> float:
     return math.inf if math.isnan(gap) else gap / (size or 1.0)
 
 
-def same(found: Answer, wanted: Tensor, expected: str, tolerance: float = ROUNDING) -> Outcome:
+def same(answer: Answer, wanted: Tensor, expected: str, tolerance: float = ROUNDING) -> Outcome:
     """Checks for the wanted gradient and a finite loss."""
-    if not found.is_finite:
-        return Outcome("fails", expected, found.short())
-    gap = difference(found.gradient, wanted)
+    if not answer.is_finite:
+        return Outcome("fails", expected, answer.short())
+    gap = difference(answer.gradient, wanted)
     return judged(gap <= tolerance, expected, f"gradient off by {gap:.2g} of its largest entry")
 
 
@@ -40,9 +40,9 @@ def _padding_holds(field: str, values: tuple[float, ...]) -> Expectation:
         expected = "the gradient with finite values there, and 0 there"
         wrong = []
         for value in values:
-            found = same(ask(loss, start.put(field, value, ~start.in_loss)), wanted, expected)
-            if found.verdict != "passes":
-                wrong.append(f"{value:g}: {found.got}")
+            outcome = same(ask(loss, start.put(field, value, ~start.in_loss)), wanted, expected)
+            if outcome.verdict != "passes":
+                wrong.append(f"{value:g}: {outcome.got}")
         return judged(not wrong, expected, "; ".join(wrong))
 
     shown = {"logp": "log π", "behavior_logp": "log μ", "advantage": "advantages"}[field]
@@ -57,26 +57,26 @@ def _far_ratio_in_padding(loss: Adapter) -> Outcome:
 
 def _masked_gradient(loss: Adapter) -> Outcome:
     start = healthy()
-    found = ask(loss, start).gradient[~start.in_loss]
-    return judged(bool((found == 0).all()), "exactly 0", f"up to {float(found.abs().max()):.3g}")
+    gradient = ask(loss, start).gradient[~start.in_loss]
+    return judged(bool((gradient == 0).all()), "exactly 0", f"up to {float(gradient.abs().max()):.3g}")
 
 
 def _all_masked(loss: Adapter) -> Outcome:
     whole = healthy()
     nothing = Batch(whole.logp, whole.behavior_logp, whole.advantage, torch.zeros_like(whole.in_loss))
-    found = ask(loss, nothing, whole=whole)
+    answer = ask(loss, nothing, whole=whole)
     expected = "loss 0 and gradient 0"
-    if not found.is_finite:
-        return Outcome("fails", expected, found.short())
-    return judged(found.value == 0 and not found.gradient.any(), expected, found.short())
+    if not answer.is_finite:
+        return Outcome("fails", expected, answer.short())
+    return judged(answer.value == 0 and not answer.gradient.any(), expected, answer.short())
 
 
 def _empty(rows: int, width: int) -> Expectation:
     def check(loss: Adapter) -> Outcome:
         whole = healthy()
-        found = ask(loss, whole.cut(rows, width), whole=whole)
+        answer = ask(loss, whole.cut(rows, width), whole=whole)
         expected = "loss 0, or an error"
-        return judged(bool(found.error) or found.value == 0, expected, found.short())
+        return judged(bool(answer.error) or answer.value == 0, expected, answer.short())
 
     return Expectation(f"a batch of {rows} rows and {width} columns", "A sum over nothing is 0.", check)
 
@@ -89,11 +89,11 @@ def _empty_row(loss: Adapter) -> Outcome:
     wanted = torch.zeros_like(start.logp, dtype=torch.float64)
     others = [0, 2, 3]
     wanted[others] = ask(loss, start.rows(others)).gradient
-    found, expected = ask(loss, with_it), "the gradient of the batch without that row"
-    factor = float((found.gradient * wanted).sum() / wanted.square().sum()) if found.is_finite else 1.0
-    if same(found, factor * wanted, expected).verdict == "passes" and abs(factor - 1) > ROUNDING:
+    answer, expected = ask(loss, with_it), "the gradient of the batch without that row"
+    factor = float((answer.gradient * wanted).sum() / wanted.square().sum()) if answer.is_finite else 1.0
+    if same(answer, factor * wanted, expected).verdict == "passes" and abs(factor - 1) > ROUNDING:
         return Outcome("differs", expected, f"that gradient times {factor:.3g}: the mean counts the row")
-    return same(found, wanted, expected)
+    return same(answer, wanted, expected)
 
 
 def _more_padding(loss: Adapter) -> Outcome:
@@ -112,10 +112,10 @@ def _micro_batches(loss: Adapter) -> Outcome:
     whole = healthy()
     parts = [whole.rows(slice(0, 1)), whole.rows(slice(1, 4))]
     wanted = ask(loss, whole).gradient
-    found = [ask(loss, part, whole=whole) for part in parts]
+    answers = [ask(loss, part, whole=whole) for part in parts]
     expected = "parts of 1 and 3 rows add up to the whole batch's gradient"
-    if any(not answer.is_finite for answer in found):
-        return Outcome("fails", expected, next(answer.short() for answer in found if not answer.is_finite))
+    if any(not answer.is_finite for answer in answers):
+        return Outcome("fails", expected, next(answer.short() for answer in answers if not answer.is_finite))
     weighings = {
         "": [1.0, 1.0],
         "only when each part is weighted by its tokens": [part.num_tokens / whole.num_tokens for part in parts],
@@ -123,7 +123,7 @@ def _micro_batches(loss: Adapter) -> Outcome:
     }
     gaps = {}
     for how, weights in weighings.items():
-        total = torch.cat([weight * answer.gradient for weight, answer in zip(weights, found, strict=True)])
+        total = torch.cat([weight * answer.gradient for weight, answer in zip(weights, answers, strict=True)])
         gaps[how] = difference(total, wanted)
     fits = next((how for how, gap in gaps.items() if gap <= ROUNDING), None)
     if fits == "":
@@ -135,23 +135,23 @@ def _micro_batches(loss: Adapter) -> Outcome:
 
 def _on_policy(loss: Adapter) -> Outcome:
     batch = on_policy()
-    found = ask(loss, batch)
+    answer = ask(loss, batch)
     expected = "-c·A at every token with one c > 0"
-    if not found.is_finite:
-        return Outcome("fails", expected, found.short())
-    scale = -float((found.gradient * batch.advantage).sum() / batch.advantage.square().sum())
-    gap = difference(found.gradient, -scale * batch.advantage.double())
+    if not answer.is_finite:
+        return Outcome("fails", expected, answer.short())
+    scale = -float((answer.gradient * batch.advantage).sum() / batch.advantage.square().sum())
+    gap = difference(answer.gradient, -scale * batch.advantage.double())
     if scale <= 0 or gap > ROUNDING:
         return Outcome("fails", expected, f"c = {scale:.4g}, off by {gap:.2g} of its largest entry")
     return Outcome("passes", expected, f"c = {scale:.4g} (1/{1 / scale:.4g}) with 24 tokens in 4 rows")
 
 
 def _constant_behavior(loss: Adapter) -> Outcome:
-    found = ask(loss, healthy(), of_behavior=True)
+    answer = ask(loss, healthy(), of_behavior=True)
     expected = "no gradient with respect to log μ, even if it requires one"
-    if found.error:
-        return Outcome("passes", expected, f"raised {found.error}")
-    reached = found.behavior_gradient
+    if answer.error:
+        return Outcome("passes", expected, f"raised {answer.error}")
+    reached = answer.behavior_gradient
     assert reached is not None  # requested above
     return judged(not reached.any(), expected, f"up to {float(reached.abs().max()):.2g}", otherwise="differs")
 

@@ -47,30 +47,30 @@ def binary_kl(behavior: float, policy: float) -> float:
 
 def weight(loss: Adapter, *, policy: float, behavior: float, advantage: float) -> float:
     """Returns the gradient of a token relative to the reference token, or NaN if that has none."""
-    found = ask(loss, with_reference_token(policy=math.log(policy), behavior=math.log(behavior), advantage=advantage))
-    still = float(found.gradient[1, 0]) if found.is_finite else 0.0
-    return float(found.gradient[0, 0]) / still / advantage if still else math.nan
+    answer = ask(loss, with_reference_token(policy=math.log(policy), behavior=math.log(behavior), advantage=advantage))
+    still = float(answer.gradient[1, 0]) if answer.is_finite else 0.0
+    return float(answer.gradient[0, 0]) / still / advantage if still else math.nan
 
 
 @lru_cache(maxsize=2)  # the measurement and the check share one search
 def bound(loss: Adapter, advantage: float) -> Bound | str:
     """Returns the bound beyond which an outward update is masked, or a description if there is no single bound."""
     ends = [_stop(loss, start, advantage) for start in STARTS]
-    found = [(start, end) for start, end in zip(STARTS, ends, strict=True) if end is not None]
-    if not found:
+    edges = [(start, end) for start, end in zip(STARTS, ends, strict=True) if end is not None]
+    if not edges:
         return "never masked"
-    if len(found) < len(STARTS):
-        return f"masked only from μ = {found[0][0]:g}, at π = {found[0][1]:.4g}"
+    if len(edges) < len(STARTS):
+        return f"masked only from μ = {edges[0][0]:g}, at π = {edges[0][1]:.4g}"
     statistics: dict[str, Callable[[float, float], float]] = {
         "TV": lambda b, p: abs(p - b),
         "nats": binary_kl,
         "ratio": lambda b, p: abs(p / b - 1),
     }
     for unit, measure in statistics.items():
-        low, high = sorted(measure(b, p) for b, p in found)
+        low, high = sorted(measure(b, p) for b, p in edges)
         if high - low <= ALIKE * high:
             return Bound(unit, (low + high) / 2)
-    return "masked at " + " and ".join(f"π = {p:.4g} from μ = {b:g}" for b, p in found)
+    return "masked at " + " and ".join(f"π = {p:.4g} from μ = {b:g}" for b, p in edges)
 
 
 def _stop(loss: Adapter, behavior: float, advantage: float) -> float | None:
@@ -95,11 +95,11 @@ def _tell_cap(loss: Adapter) -> Outcome:
     """Measures the weight of a rare token that rose and is pulled back. PPO and DPPO keep it, up to a cap."""
     kept = 1.0
     for ratio in (1.5 * 2**power for power in range(12)):
-        found = _pulled_back(loss, ratio)
-        if found == 0:
+        factor = _pulled_back(loss, ratio)
+        if factor == 0:
             return Outcome("tells", "", f"its ratio; masked above {_last_kept(loss, kept, ratio):.4g}")
-        if abs(found - ratio) > ALIKE * ratio:
-            return Outcome("tells", "", f"{found:.4g} at ratio {ratio:.4g}")
+        if abs(factor - ratio) > ALIKE * ratio:
+            return Outcome("tells", "", f"{factor:.4g} at ratio {ratio:.4g}")
         kept = ratio
     return Outcome("tells", "", f"its ratio, up to at least {kept:.0f}")
 
@@ -118,20 +118,20 @@ def _last_kept(loss: Adapter, kept: float, stopped: float) -> float:
 
 def _published_bounds(loss: Adapter) -> Outcome:
     expected = "|π − μ| 0.15 or 0.2, or binary KL 0.05 nats, on both sides"
-    found = [bound(loss, advantage) for advantage in (1.0, -1.0)]
+    bounds = [bound(loss, advantage) for advantage in (1.0, -1.0)]
     fits = all(
-        isinstance(one, Bound)
-        and any(math.isclose(one.value, value, rel_tol=ALIKE) for value in PUBLISHED.get(one.unit, ()))
-        for one in found
+        isinstance(limit, Bound)
+        and any(math.isclose(limit.value, value, rel_tol=ALIKE) for value in PUBLISHED.get(limit.unit, ()))
+        for limit in bounds
     )
-    return judged(fits, expected, f"{found[0]} upward, {found[1]} downward", otherwise="differs")
+    return judged(fits, expected, f"{bounds[0]} upward, {bounds[1]} downward", otherwise="differs")
 
 
 def _published_cap(loss: Adapter) -> Outcome:
     ratio = 0.98 * SMALLEST_CAP
-    found = _pulled_back(loss, ratio)
-    fits = abs(found - ratio) <= ALIKE * ratio
-    return judged(fits, f"weight {ratio:.3g} at ratio {ratio:.3g}", f"weight {found:.3g}", otherwise="differs")
+    factor = _pulled_back(loss, ratio)
+    fits = abs(factor - ratio) <= ALIKE * ratio
+    return judged(fits, f"weight {ratio:.3g} at ratio {ratio:.3g}", f"weight {factor:.3g}", otherwise="differs")
 
 
 DPPO = "DPPO's published settings, arXiv:2602.04879"

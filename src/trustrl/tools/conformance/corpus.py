@@ -57,8 +57,8 @@ def run(loss: Adapter, kind: str = "any") -> list[Result]:
 
 
 def _result(group: str, expectation: Expectation, loss: Adapter) -> Result:
-    found = expectation.check(loss)
-    return Result(group, expectation.name, found.verdict, found.expected, found.got, expectation.because)
+    outcome = expectation.check(loss)
+    return Result(group, expectation.name, outcome.verdict, outcome.expected, outcome.got, expectation.because)
 
 
 def counts(results: list[Result]) -> dict[str, int]:
@@ -80,6 +80,8 @@ def text(results: list[Result], *, everything: bool = False) -> str:
         if result.expected:
             lines.append(f"{'':<8}   expected  {result.expected}")
         lines.append(f"{'':<8}   got       {result.got}")
-    found = counts(results)
-    lines.append(", ".join(f"{found.get(verdict, 0)} {verdict}" for verdict in ("passes", "fails", "differs", "tells")))
+    totals = counts(results)
+    lines.append(
+        ", ".join(f"{totals.get(verdict, 0)} {verdict}" for verdict in ("passes", "fails", "differs", "tells"))
+    )
     return "\n".join(lines)

@@ -86,11 +86,11 @@ def ask(adapter: Adapter, batch: Batch, *, whole: Batch | None = None, of_behavi
     """
     logp = batch.logp.detach().clone().requires_grad_()
     behavior = batch.behavior_logp.detach().clone().requires_grad_(of_behavior)
-    given = Batch(logp, behavior, batch.advantage.clone(), batch.in_loss.clone())
+    batch_copy = Batch(logp, behavior, batch.advantage.clone(), batch.in_loss.clone())
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loss = _scalar(adapter.loss_of(given, whole or batch))
+            loss = _scalar(adapter.loss_of(batch_copy, whole or batch))
             if loss.requires_grad:
                 loss.backward()
     except EngineError:
@@ -100,8 +100,8 @@ def ask(adapter: Adapter, batch: Batch, *, whole: Batch | None = None, of_behavi
     return Answer(float(loss.detach()), _or_zero(logp), _or_zero(behavior) if of_behavior else None)
 
 
-def _scalar(found: Any) -> Tensor:
-    loss = found[0] if isinstance(found, tuple | list) and found else found
+def _scalar(output: Any) -> Tensor:
+    loss = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise EngineError(f"The loss must return a scalar tensor, or a tuple that begins with one, got {what}.")

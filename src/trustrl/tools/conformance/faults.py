@@ -28,8 +28,8 @@ def _far_answers(loss: Adapter, policy: float, behavior: float) -> dict[float, A
 
 def _far_is_finite(policy: float, behavior: float, label: str) -> Expectation:
     def check(loss: Adapter) -> Outcome:
-        found = _far_answers(loss, policy, behavior)
-        wrong = [f"A = {sign:+g}: {answer.short()}" for sign, answer in found.items() if not answer.is_finite]
+        answers = _far_answers(loss, policy, behavior)
+        wrong = [f"A = {sign:+g}: {answer.short()}" for sign, answer in answers.items() if not answer.is_finite]
         return judged(not wrong, "finite", "; ".join(wrong))
 
     return Expectation(f"a token with ratio {label}", "Both log-probs are valid and finite.", check)
@@ -58,33 +58,33 @@ def _impossible(field: str, value: float, label: str) -> Expectation:
         where = torch.zeros_like(start.in_loss)
         where[AT] = True
         without = replace(start, in_loss=start.in_loss & ~where)
-        found = ask(loss, start.put(field, value, where))
-        return _left_out(found, ask(loss, start).gradient, ask(loss, without, whole=start).gradient)
+        answer = ask(loss, start.put(field, value, where))
+        return _left_out(answer, ask(loss, start).gradient, ask(loss, without, whole=start).gradient)
 
     return Expectation(f"{label} at a token in the loss", "No sampled token has such a value.", check)
 
 
-def _left_out(found: Answer, wanted: Tensor, without: Tensor) -> Outcome:
+def _left_out(answer: Answer, wanted: Tensor, without: Tensor) -> Outcome:
     """Compares with the gradient of the valid batch and with that of the batch without the token."""
     expected = "an error, or that token dropped and the others unchanged"
-    if found.error:
-        return Outcome("passes", expected, f"raised {found.error}")
-    if not found.gradient.isfinite().all():
-        if math.isfinite(found.value):
-            return Outcome("fails", expected, f"loss {found.value:.4g} is finite, but {found.short()}")
-        return Outcome("differs", expected, f"the update is lost: {found.short()}")
+    if answer.error:
+        return Outcome("passes", expected, f"raised {answer.error}")
+    if not answer.gradient.isfinite().all():
+        if math.isfinite(answer.value):
+            return Outcome("fails", expected, f"loss {answer.value:.4g} is finite, but {answer.short()}")
+        return Outcome("differs", expected, f"the update is lost: {answer.short()}")
     # From here on the gradient decides. A NaN loss with a valid gradient reports the fault and does no harm.
-    if torch.equal(found.gradient, wanted):
+    if torch.equal(answer.gradient, wanted):
         return Outcome("passes", expected, "not read: the gradient is that of the valid batch")
-    at = float(found.gradient[AT])
-    if at != 0:
-        return Outcome("differs", expected, f"used silently: its gradient is {at:.3g}")
+    entry = float(answer.gradient[AT])
+    if entry != 0:
+        return Outcome("differs", expected, f"used silently: its gradient is {entry:.3g}")
     row = AT[0]
     elsewhere = [other for other in range(len(wanted)) if other != row]
-    if difference(found.gradient[elsewhere], wanted[elsewhere]) > ROUNDING:
+    if difference(answer.gradient[elsewhere], wanted[elsewhere]) > ROUNDING:
         return Outcome("differs", expected, "other sequences' gradients change")
     rest = [column for column in range(wanted.shape[1]) if column != AT[1]]
-    mine = found.gradient[row, rest]
+    mine = answer.gradient[row, rest]
     unchanged = difference(mine, wanted[row, rest]) <= ROUNDING or _is_a_multiple(mine, without[row, rest])
     return judged(unchanged, expected, "its sequence's other gradients change", otherwise="differs")
 
@@ -104,11 +104,11 @@ NEAR_CERTAIN = (-0.0202, -0.001)
 
 def _near_certain_in_bf16(loss: Adapter) -> Outcome:
     behavior, policy = NEAR_CERTAIN
-    found = ask(loss, with_reference_token(policy=policy, behavior=behavior, advantage=1.0, dtype=torch.bfloat16))
+    answer = ask(loss, with_reference_token(policy=policy, behavior=behavior, advantage=1.0, dtype=torch.bfloat16))
     expected = "kept, weight 1.02: it moved by 0.019, or 0.041 nats"
-    if not found.is_finite:
-        return Outcome("fails", expected, found.short())
-    weight = float(found.gradient[0, 0] / found.gradient[1, 0])
+    if not answer.is_finite:
+        return Outcome("fails", expected, answer.short())
+    weight = float(answer.gradient[0, 0] / answer.gradient[1, 0])
     return judged(abs(weight - math.exp(policy - behavior)) < BF16_ROUNDING, expected, f"weight {weight:.3g}")
 
 

@@ -56,11 +56,11 @@ def _row(kind: str, cell: Cell) -> Expectation:
         batch = with_reference_token(
             policy=math.log(cell.policy), behavior=math.log(cell.behavior), advantage=cell.advantage
         )
-        found = ask(loss, batch)
+        answer = ask(loss, batch)
         expected = "masked: gradient 0" if masked else f"kept: weight {ratio:.4g}"
-        if not found.is_finite:
-            return Outcome("fails", expected, found.short())
-        weight = float(found.gradient[0, 0] / found.gradient[1, 0]) / cell.advantage
+        if not answer.is_finite:
+            return Outcome("fails", expected, answer.short())
+        weight = float(answer.gradient[0, 0] / answer.gradient[1, 0]) / cell.advantage
         got = f"weight {weight:.4g}"
         if masked:
             return judged(weight == 0, expected, got)
@@ -75,11 +75,11 @@ def _row(kind: str, cell: Cell) -> Expectation:
 
 def _without_advantage(loss: Adapter) -> Outcome:
     """Checks tokens inside and outside the region."""
-    found = [
+    answers = [
         ask(loss, with_reference_token(policy=math.log(policy), behavior=math.log(behavior), advantage=0.0))
         for behavior, policy in ((0.5, 0.52), (0.3, 0.85), (0.85, 0.3))
     ]
-    gradients = [float(answer.gradient[0, 0]) if answer.is_finite else math.nan for answer in found]
+    gradients = [float(answer.gradient[0, 0]) if answer.is_finite else math.nan for answer in answers]
     return judged(all(g == 0 for g in gradients), "gradient 0", f"gradients {gradients}")
 
 

@@ -34,7 +34,7 @@ class Requirement:
 
     def __str__(self) -> str:
         """Returns the specifiers with lower bounds first, such as `>=1.15,<2`."""
-        return ",".join(sorted(map(str, self.specifiers), key=lambda one: (one.startswith("<"), one))) or "any"
+        return ",".join(sorted(map(str, self.specifiers), key=lambda bound: (bound.startswith("<"), bound))) or "any"
 
     def allows(self, version: str) -> bool:
         """Returns whether a version satisfies every specifier. Pre-releases count; invalid versions do not."""
@@ -63,13 +63,13 @@ def parse(line: str) -> Requirement | None:
     """
     packaging = need("packaging.requirements", extra="doctor")
     try:
-        found = packaging.Requirement(line)
+        requirement = packaging.Requirement(line)
     except packaging.InvalidRequirement:
         return None
-    extra = EXTRA.fullmatch(str(found.marker)) if found.marker else None
-    if found.marker and extra is None:
+    extra = EXTRA.fullmatch(str(requirement.marker)) if requirement.marker else None
+    if requirement.marker and extra is None:
         return None
-    return Requirement(_normalized(found.name), found.specifier, extra[1] if extra else "")
+    return Requirement(_normalized(requirement.name), requirement.specifier, extra[1] if extra else "")
 
 
 def parse_all(lines: Iterable[str]) -> list[Requirement]:
@@ -113,13 +113,13 @@ def of_package(package: str) -> list[Requirement]:
 
 def tested() -> dict[str, dict[str, str]]:
     """Returns the pinned version of each package in each test environment, from `environments/*.txt`."""
-    found: dict[str, dict[str, str]] = {}
+    versions: dict[str, dict[str, str]] = {}
     for file in sorted(shipped_folder("environments").glob("*.txt")):
         lines = (
             line.partition("==") for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
         )
-        found[file.stem] = {_normalized(name): version.rstrip(" \\") for name, _, version in lines if version}
-    return found
+        versions[file.stem] = {_normalized(name): version.rstrip(" \\") for name, _, version in lines if version}
+    return versions
 
 
 def installed(package: str) -> str | None:

@@ -34,18 +34,18 @@ SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KE
 
 def check(environment: Mapping[str, str] | None = None, cpus: int | None = None) -> list[Finding]:
     """Checks for insecure settings, for secrets that child processes inherit, and for too many threads."""
-    given = os.environ if environment is None else environment
-    return [*_unsafe(given), *_secrets(given), *_threads(given, cpus or usable_cpus())]
+    variables = os.environ if environment is None else environment
+    return [*_unsafe(variables), *_secrets(variables), *_threads(variables, cpus or usable_cpus())]
 
 
-def _unsafe(given: Mapping[str, str]) -> list[Finding]:
-    found = [
+def _unsafe(variables: Mapping[str, str]) -> list[Finding]:
+    findings = [
         Finding("warning", f"{name} is set", why, do)
         for name, (why, do) in UNSAFE.items()
-        if given.get(name, "").strip().lower() not in OFF
+        if variables.get(name, "").strip().lower() not in OFF
     ]
-    if given.get("VLLM_HOST_IP") in ("0.0.0.0", "::"):
-        found.append(
+    if variables.get("VLLM_HOST_IP") in ("0.0.0.0", "::"):
+        findings.append(
             Finding(
                 "error",
                 "VLLM_HOST_IP binds every address of this machine",
@@ -53,11 +53,11 @@ def _unsafe(given: Mapping[str, str]) -> list[Finding]:
                 "Set it to 127.0.0.1 or to an address on a private network.",
             )
         )
-    return found
+    return findings
 
 
-def _secrets(given: Mapping[str, str]) -> list[Finding]:
-    names = [name for name in SECRETS if given.get(name)]
+def _secrets(variables: Mapping[str, str]) -> list[Finding]:
+    names = [name for name in SECRETS if variables.get(name)]
     if not names:
         return []
     return [
@@ -70,9 +70,9 @@ def _secrets(given: Mapping[str, str]) -> list[Finding]:
     ]
 
 
-def _threads(given: Mapping[str, str], cpus: int) -> list[Finding]:
-    text = given.get("OMP_NUM_THREADS", "")
-    processes = _number(given.get("LOCAL_WORLD_SIZE", "")) or 1
+def _threads(variables: Mapping[str, str], cpus: int) -> list[Finding]:
+    text = variables.get("OMP_NUM_THREADS", "")
+    processes = _number(variables.get("LOCAL_WORLD_SIZE", "")) or 1
     if not text:
         if cpus == 1:
             return []

@@ -28,16 +28,16 @@ class Examination:
 
 def examine() -> Examination:
     """Runs every check and sorts the findings by severity."""
-    found = [*package_versions.check(), *ports.check(), *environment.check(), *storage.check()]
-    found.sort(key=lambda finding: LEVELS.index(finding.level))
-    return Examination(package_versions.table(), environment.usable_cpus(), storage.state(), found)
+    findings = [*package_versions.check(), *ports.check(), *environment.check(), *storage.check()]
+    findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    return Examination(package_versions.table(), environment.usable_cpus(), storage.state(), findings)
 
 
 def text(made: Examination) -> str:
     """Formats an examination for the terminal."""
     rows = [("package", "installed", "declared", "tested with")]
     rows += [tuple(row[key] or "-" for key in ("package", "installed", "declared", "tested")) for row in made.versions]
-    widths = [max(len(row[at]) for row in rows) for at in range(4)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     more = "" if made.cache["counted_whole"] else " and more"
     size, free = (made.cache[key] / 2**30 for key in ("bytes", "free_bytes"))

@@ -37,7 +37,7 @@ def version_of(package: str) -> str | None:
 def table() -> list[dict[str, str | None]]:
     """Returns one row per package with its installed, declared, and tested versions."""
     ours = declared_requirements.ours() if declared_requirements.can_parse() else []
-    declared = {one.package: str(one) for one in ours if one.specifiers}
+    declared = {requirement.package: str(requirement) for requirement in ours if requirement.specifiers}
     python, named = declared_requirements.python()
     rows: list[dict[str, str | None]] = [
         {"package": "python", "installed": platform.python_version(), "declared": python, "tested": named}
@@ -45,7 +45,7 @@ def table() -> list[dict[str, str | None]]:
     environments = declared_requirements.tested()
     for package in WATCHED:
         names = (package, *OTHER_NAMES.get(package, ()))
-        seen = {found[name] for found in environments.values() for name in names if name in found}
+        seen = {versions[name] for versions in environments.values() for name in names if name in versions}
         rows.append(
             {
                 "package": package,
@@ -80,12 +80,12 @@ def check() -> list[Finding]:
 
 
 def _outside(ours: Iterable[Requirement]) -> list[Finding]:
-    found = []
+    findings = []
     for wanted in ours:
         version = version_of(wanted.package)
         if version and not wanted.allows(version):
             extra = f"[{wanted.extra}]" if wanted.extra else ""
-            found.append(
+            findings.append(
                 Finding(
                     "error",
                     f"{wanted.package} {version} is outside {wanted}",
@@ -94,7 +94,7 @@ def _outside(ours: Iterable[Requirement]) -> list[Finding]:
                 )
             )
         elif version is None and not wanted.extra:
-            found.append(
+            findings.append(
                 Finding(
                     "error",
                     f"{wanted.package} is not installed",
@@ -102,19 +102,19 @@ def _outside(ours: Iterable[Requirement]) -> list[Finding]:
                     f'Run `pip install "{wanted.package}{wanted}"`.',
                 )
             )
-    return found
+    return findings
 
 
 def _conflicts(ours: Iterable[Requirement]) -> list[Finding]:
     """Checks the versions that each engine requires of the packages it shares with other engines."""
-    shared = {one.package for one in ours} | set(WATCHED)
-    found = []
+    shared = {requirement.package for requirement in ours} | set(WATCHED)
+    findings = []
     for engine in ENGINES:
         names = (engine, *OTHER_NAMES.get(engine, ()))
-        for wanted in (one for name in names for one in declared_requirements.of_package(name)):
+        for wanted in (requirement for name in names for requirement in declared_requirements.of_package(name)):
             version = version_of(wanted.package) if wanted.package in shared and not wanted.extra else None
             if version and not wanted.allows(version):
-                found.append(
+                findings.append(
                     Finding(
                         "warning",
                         f"{engine} {version_of(engine)} requires {wanted.package} {wanted}, but {version} is installed",
@@ -122,7 +122,7 @@ def _conflicts(ours: Iterable[Requirement]) -> list[Finding]:
                         f'Run `pip install "{wanted.package}{wanted}"`, or install {engine} in a separate environment.',
                     )
                 )
-    return found
+    return findings
 
 
 def _missing(ours: Iterable[Requirement]) -> list[Finding]:

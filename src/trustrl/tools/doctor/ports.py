@@ -60,14 +60,14 @@ def _finding(socket: Socket) -> Finding:
 def exposed(proc: Path) -> list[Socket]:
     """Returns the non-loopback listening sockets of this user's ray and vllm processes, without duplicates."""
     inodes = {inode: (address, port) for address, port, inode in _listening(proc)}
-    found = []
+    sockets = []
     if inodes:
         for pid, program in _processes(proc):
             for inode in _sockets_of(proc / pid / "fd"):
                 if inode in inodes:
                     address, port = inodes.pop(inode)  # child processes hold their parent's sockets too
-                    found.append(Socket(address, port, int(pid), program))
-    return sorted(found, key=lambda socket: socket.port)
+                    sockets.append(Socket(address, port, int(pid), program))
+    return sorted(sockets, key=lambda socket: socket.port)
 
 
 def _listening(proc: Path) -> Iterator[tuple[str, int, str]]:
@@ -91,7 +91,7 @@ def readable(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         (IPv4Address('127.0.0.1'), IPv6Address('::1'))
     """
     words = bytes.fromhex(text)
-    packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+    packed = b"".join(words[offset : offset + 4][::-1] for offset in range(0, len(words), 4))
     address = ipaddress.ip_address(packed)
     return getattr(address, "ipv4_mapped", None) or address
 

@@ -29,9 +29,9 @@ def check(folder: Path | None = None) -> list[Finding]:
     """Reports an error if the cache is not writable, and a warning if the disk is nearly full."""
     root = folder or cache.root()
     nearest = _nearest(root)
-    found = []
+    findings = []
     if not os.access(nearest, os.W_OK | os.X_OK) or not nearest.is_dir():
-        found.append(
+        findings.append(
             Finding(
                 "error",
                 f"{nearest} is not writable",
@@ -41,7 +41,7 @@ def check(folder: Path | None = None) -> list[Finding]:
         )
     free = shutil.disk_usage(nearest).free
     if free < LITTLE:
-        found.append(
+        findings.append(
             Finding(
                 "warning",
                 f"only {free / 2**30:.1f} GB free at {nearest}",
@@ -49,7 +49,7 @@ def check(folder: Path | None = None) -> list[Finding]:
                 "Free some space, or set TRUSTRL_CACHE and --out to another disk.",
             )
         )
-    return found
+    return findings
 
 
 def _nearest(folder: Path) -> Path:

@@ -2,8 +2,7 @@
 
 metric_sources  the metrics that rules read, and those that follow from others
 evidence        the metrics of a run, arranged by batch and update
-recorded_gap    the sampler-trainer gap in recorded tokens
-gap_classes     the gap by probability, position, id, turn and age of tokens
+recorded_gap    the sampler-trainer gap in recorded tokens, and the classes of tokens that carry it
 harm            signs that a run was harmed
 signal_rules    rules for the training signal: non-finite values, cut completions, equal rewards, entropy
 replica_rules   rule for a replica of the sampler that does not follow the trainer

@@ -88,7 +88,7 @@ class Cause:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the object that `trustrl explain --json` prints."""
-        numbers = [asdict(one) | {"healthy": one.healthy} for one in self.numbers]
+        numbers = [asdict(number) | {"healthy": number.healthy} for number in self.numbers]
         return {
             "name": self.name, "order": self.order.name.lower(), "confidence": round(self.confidence, 2),
             "reason": self.reason, "numbers": numbers, "action": self.action,
@@ -97,9 +97,9 @@ class Cause:
 
 def confidence(numbers: Sequence[Number]) -> float:
     """Returns 0.5, for exceeding every limit, plus half of the mean excess."""
-    return 0.5 + 0.5 * sum(one.excess for one in numbers) / len(numbers)
+    return 0.5 + 0.5 * sum(number.excess for number in numbers) / len(numbers)
 
 
 def ranked(causes: Sequence[Cause]) -> list[Cause]:
     """Sorts causes by `Order`, and within each order by confidence, highest first."""
-    return sorted(causes, key=lambda one: (one.order, -one.confidence))
+    return sorted(causes, key=lambda cause: (cause.order, -cause.confidence))

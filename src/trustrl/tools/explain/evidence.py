@@ -10,8 +10,8 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from trustrl.runner.run_verdict import FEWEST_ROLLOUTS, rollouts_in_a_mean, windows
 from trustrl.runs.run import Row, Run
+from trustrl.runs.run_verdict import FEWEST_ROLLOUTS, rollouts_in_a_mean, windows
 from trustrl.tools.explain.metric_sources import EQUAL, GRADIENT, REWARD, named
 
 EQUAL_GROUPS = 0.9
@@ -62,14 +62,14 @@ class Evidence:
         updates = self.updates_per_batch
         if self.run.row_is == "batch" or updates is None:
             return [[row] for row in self.rows]
-        found: dict[int, list[Row]] = {}
+        batches: dict[int, list[Row]] = {}
         for row in self.rows:
-            found.setdefault((row["step"] - 1) // updates, []).append(row)
-        return list(found.values())
+            batches.setdefault((row["step"] - 1) // updates, []).append(row)
+        return list(batches.values())
 
     def per_batch(self, metric: str) -> list[Point]:
         """Returns the first finite value of each batch, for metrics of the rollouts themselves."""
-        return [found[0] for rows in self.batches if (found := points(rows, metric))]
+        return [series[0] for rows in self.batches if (series := points(rows, metric))]
 
     def at_update(self, index: int, metric: str) -> list[Point]:
         """Returns the values at one update of each batch that has a gradient; −1 is the last update.
@@ -122,16 +122,16 @@ def points(rows: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
     return [(row["step"], float(row[metric])) for row in rows if row.get(metric) is not None]
 
 
-def middle(found: Sequence[Point]) -> float:
+def middle(series: Sequence[Point]) -> float:
     """Returns the median value, which single batches do not affect."""
-    return median(value for _, value in found)
+    return median(value for _, value in series)
 
 
-def first_and_last(found: Sequence[Point], share: int) -> tuple[Sequence[Point], Sequence[Point]] | None:
+def first_and_last(series: Sequence[Point], share: int) -> tuple[Sequence[Point], Sequence[Point]] | None:
     """Returns the first and the last values: one of `share` parts, and at least `FEWEST_ROLLOUTS` values each.
 
     Returns:
         None if the two would overlap, since a window of one batch shows nothing.
     """
-    width = max(FEWEST_ROLLOUTS, len(found) // share)
-    return (found[:FEWEST_ROLLOUTS], found[-width:]) if len(found) >= width + FEWEST_ROLLOUTS else None
+    width = max(FEWEST_ROLLOUTS, len(series) // share)
+    return (series[:FEWEST_ROLLOUTS], series[-width:]) if len(series) >= width + FEWEST_ROLLOUTS else None

@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import RecordError
-from trustrl.runner.run_verdict import NO_METRICS
 from trustrl.runs.open_run import open_run
 from trustrl.runs.run import Missing, Run
+from trustrl.runs.run_verdict import NO_METRICS
 from trustrl.tools.explain import replica_rules, sampler_rules, signal_rules, step_rules
 from trustrl.tools.explain.causes import Cause, Number, ranked
 from trustrl.tools.explain.evidence import Evidence
-from trustrl.tools.explain.gap_classes import GapClass, classes_of
 from trustrl.tools.explain.metric_sources import origin
-from trustrl.tools.explain.recorded_gap import tokens_of
+from trustrl.tools.explain.recorded_gap import GapClass, classes_of, tokens_of
 from trustrl.tools.explain.unchecked import unchecked
 
 NOTHING = "nothing found"
@@ -53,16 +52,16 @@ class Explanation:
         return {
             "run": self.run.path,
             "source": self.run.source,
-            "findings": [one.to_dict() for one in self.causes],
-            "gap": [one.to_dict() for one in self.gap],
-            "unchecked": [asdict(one) for one in self.unchecked],
+            "findings": [cause.to_dict() for cause in self.causes],
+            "gap": [gap_class.to_dict() for gap_class in self.gap],
+            "unchecked": [asdict(missing) for missing in self.unchecked],
         }
 
     def text(self) -> str:
         """Formats the causes for the terminal, one paragraph each, and the list of what was not checked."""
-        parts = [_paragraph(place, one) for place, one in enumerate(self.causes, 1)] or [NOTHING]
+        parts = [_paragraph(place, cause) for place, cause in enumerate(self.causes, 1)] or [NOTHING]
         if self.unchecked:
-            parts.append("\n".join(["not checked:", *(_line(one) for one in self.unchecked)]))
+            parts.append("\n".join(["not checked:", *(_line(missing) for missing in self.unchecked)]))
         return "\n\n".join(parts)
 
 
@@ -80,26 +79,30 @@ def explain(source: str | Path | Run) -> Explanation:
     if not run.rows:
         raise RecordError(f"{run.path}: {NO_METRICS}")
     evidence = Evidence(run)
-    causes = ranked([_sourced(found, run) for rule in RULES if (found := rule(evidence)) is not None])
+    causes = ranked([_sourced(cause, run) for rule in RULES if (cause := rule(evidence)) is not None])
     return Explanation(run, causes, classes_of(tokens_of(run)), unchecked(evidence))
 
 
 def _sourced(cause: Cause, run: Run) -> Cause:
     """Returns the cause with the logged metrics that its numbers were computed from."""
-    return replace(cause, numbers=tuple(replace(one, source=origin(run.rows, one.metric)) for one in cause.numbers))
+    return replace(
+        cause, numbers=tuple(replace(number, source=origin(run.rows, number.metric)) for number in cause.numbers)
+    )
 
 
 def _paragraph(place: int, cause: Cause) -> str:
     lines = [f"{place}. {cause.name} (confidence {cause.confidence:.2f})", f"   {cause.reason}"]
-    lines += [f"   {_number(one)}" for one in cause.numbers]
+    lines += [f"   {_number(number)}" for number in cause.numbers]
     return "\n".join([*lines, f"   fix: {cause.action}"])
 
 
-def _number(one: Number) -> str:
-    value = "not finite" if one.value is None else f"{one.value:.3g}, {one.side} {one.limit:.3g}: {one.what}"
-    metric = one.metric if one.source is None else f"{one.metric}, by {one.source},"
-    return f"- {metric} (from step {one.step}) {value}\n     healthy: {one.healthy}"
+def _number(number: Number) -> str:
+    value = (
+        "not finite" if number.value is None else f"{number.value:.3g}, {number.side} {number.limit:.3g}: {number.what}"
+    )
+    metric = number.metric if number.source is None else f"{number.metric}, by {number.source},"
+    return f"- {metric} (from step {number.step}) {value}\n     healthy: {number.healthy}"
 
 
-def _line(one: Missing) -> str:
-    return f"- {one.what}: {one.would_tell} {one.how}"
+def _line(missing: Missing) -> str:
+    return f"- {missing.what}: {missing.would_tell} {missing.how}"

@@ -6,7 +6,7 @@ The held-out accuracy decides where it can. Otherwise the reward does, over seve
 import math
 from typing import Literal
 
-from trustrl.runner.run_verdict import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
+from trustrl.runs.run_verdict import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
 from trustrl.tools.explain.causes import Number
 from trustrl.tools.explain.evidence import Evidence, first_and_last, middle
 from trustrl.tools.explain.metric_sources import ENTROPY, GRADIENT, LOSS, REWARD
@@ -26,11 +26,11 @@ MEASURES = (REWARD, LOSS, GRADIENT)
 
 def harms(run: Evidence) -> list[Number]:
     """Returns the signs of harm. The list is empty if the run went well, as far as the files show."""
-    found = [one for name in (LOSS, GRADIENT) if (one := broken(run, name)) is not None]
+    signs = [sign for name in (LOSS, GRADIENT) if (sign := broken(run, name)) is not None]
     if has_learnt(run):
-        return found
+        return signs
     fallen = fallen_accuracy(run) if accuracy_decides(run) else fallen_reward(run)
-    return [one for one in (fallen, entropy_rise(run), entropy_left(run)) if one is not None] + found
+    return [sign for sign in (fallen, entropy_rise(run), entropy_left(run)) if sign is not None] + signs
 
 
 def accuracy_decides(run: Evidence) -> bool:

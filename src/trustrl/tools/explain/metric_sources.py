@@ -8,18 +8,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from trustrl.runs.metric_names import ADVANTAGES
+
 REWARD, LOSS, GRADIENT = "reward", "loss", "grad_norm"
 EQUAL, UNSCORED = "frac_reward_zero_std", "frac_reward_nan"
 ENTROPY, KL, MASKED = "trustrl/entropy", "trustrl/kl_k3", "trustrl/masked_share"
 GAP, RATIO = "trustrl/mismatch_abs_mean", "trustrl/mismatch_ratio_mean"
 CLIPPED = "clip_share"
 """Share of tokens that the trainer's own clipping stops."""
-
-CUT = "completions/clipped_ratio"
-"""Share of completions that reached the length limit without an end."""
-
-AT_LIMIT, LONGEST = "response_length/clip_ratio", "response_length/max"
-"""verl: share of responses as long as the limit, whether or not they ended there, and the longest one."""
 
 LARGEST_RATIO = "sampling/importance_sampling_ratio/max"
 
@@ -31,7 +27,6 @@ NAMES: dict[str, tuple[str, ...]] = {
 """Other names of a metric, in order of preference."""
 
 K1, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
-ADVANTAGES = ("critic/advantages/min", "critic/advantages/max")
 NO_ADVANTAGE = 1e-6
 """Largest |advantage| of a batch whose groups all have equal rewards. It is 0 up to rounding."""
 
@@ -40,24 +35,24 @@ def named(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row with every metric that its values determine, under the names of this module.
 
     Example:
-        >>> found = named({"step": 3, "rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.0002})
-        >>> round(found["trustrl/mismatch_ratio_mean"], 4), round(found["trustrl/mismatch_abs_mean"], 4)
+        >>> metrics = named({"step": 3, "rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.0002})
+        >>> round(metrics["trustrl/mismatch_ratio_mean"], 4), round(metrics["trustrl/mismatch_abs_mean"], 4)
         (0.9802, 0.02)
     """
-    found = dict(row)
+    metrics = dict(row)
     for metric, others in NAMES.items():
         other = next((name for name in others if name in row), None)
-        if metric not in found and other is not None:
-            found[metric] = row[other]
+        if metric not in metrics and other is not None:
+            metrics[metric] = row[other]
     k1, k3 = row.get(K1), row.get(K3)
     if k3 is not None:
-        found.setdefault(GAP, math.sqrt(2 * max(k3, 0.0)))  # k3 = Δ²/2 + O(Δ³)
+        metrics.setdefault(GAP, math.sqrt(2 * max(k3, 0.0)))  # k3 = Δ²/2 + O(Δ³)
         if k1 is not None:
-            found.setdefault(RATIO, 1 + k3 - k1)  # k1 = −mean Δ, k3 = mean k − 1 − mean Δ
+            metrics.setdefault(RATIO, 1 + k3 - k1)  # k1 = −mean Δ, k3 = mean k − 1 − mean Δ
     if all(row.get(name) is not None for name in ADVANTAGES):
         largest = max(abs(row[name]) for name in ADVANTAGES)
-        found.setdefault(EQUAL, 1.0 if largest <= NO_ADVANTAGE else 0.0)
-    return found
+        metrics.setdefault(EQUAL, 1.0 if largest <= NO_ADVANTAGE else 0.0)
+    return metrics
 
 
 def origin(rows: Iterable[Mapping[str, Any]], metric: str) -> str | None:

@@ -32,8 +32,8 @@ def stale_replica(run: Evidence) -> Cause | None:
             first.setdefault(replica.name, (step, replica))
     if first:
         numbers = tuple(
-            Number(LARGEST, step, one.gap, max(RATIO * one.usual, SMALLEST_GAP), "above", f"replica {name}")
-            for name, (step, one) in first.items()
+            Number(LARGEST, step, replica.gap, max(RATIO * replica.usual, SMALLEST_GAP), "above", f"replica {name}")
+            for name, (step, replica) in first.items()
         )
         total = len({name for step in gaps.values() for name in step})
         names = ", ".join(f"{name} (from step {step})" for name, (step, _) in first.items())

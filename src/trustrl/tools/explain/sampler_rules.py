@@ -7,12 +7,11 @@ which tokens carry the gap.
 
 import math
 
-from trustrl.runner.run_verdict import FEWEST_ROLLOUTS
+from trustrl.runs.run_verdict import FEWEST_ROLLOUTS
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
 from trustrl.tools.explain.evidence import Evidence, Point, middle
-from trustrl.tools.explain.gap_classes import sentence_of
 from trustrl.tools.explain.metric_sources import ENTROPY, GAP, LARGEST_RATIO, RATIO
-from trustrl.tools.explain.recorded_gap import line_of, tokens_of
+from trustrl.tools.explain.recorded_gap import line_of, sentence_of, tokens_of
 from trustrl.tools.probe import EXACT, WHAT_TO_DO
 
 HALF_PRECISION = 0.04

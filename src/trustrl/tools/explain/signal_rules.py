@@ -1,9 +1,10 @@
 """Diagnostic rules for the training signal: non-finite values, cut completions, equal rewards, and entropy."""
 
+from trustrl.runs.metric_names import AT_LIMIT, CUT, LONGEST
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
 from trustrl.tools.explain.evidence import EQUAL_GROUPS, Evidence, first_and_last, middle, points
 from trustrl.tools.explain.harm import broken, entropy_left, entropy_rise, has_learnt, is_solved
-from trustrl.tools.explain.metric_sources import AT_LIMIT, CUT, EQUAL, GRADIENT, LONGEST, MASKED, REWARD, UNSCORED
+from trustrl.tools.explain.metric_sources import EQUAL, GRADIENT, MASKED, REWARD, UNSCORED
 
 DROPPED = "trustrl/dropped_share"
 
@@ -40,12 +41,12 @@ LONG = 32
 
 def non_finite_values(run: Evidence) -> Cause | None:
     """Detects NaN or infinite rewards, advantages, log-probs, or losses. One is enough, since faults are counted."""
-    inputs, outputs = (tuple(one for name in names if (one := broken(run, name))) for names in (INPUTS, OUTPUTS))
+    inputs, outputs = (tuple(number for name in names if (number := broken(run, name))) for names in (INPUTS, OUTPUTS))
     if not inputs and not outputs:
         return None
-    dropped = [one for one in points(run.rows, DROPPED) if one[1] > 0]
+    dropped = [point for point in points(run.rows, DROPPED) if point[1] > 0]
     shares = tuple(Number(DROPPED, step, share, 0.0, "above", "first seen") for step, share in dropped[:1])
-    names = ", ".join(one.metric.removeprefix("trustrl/") for one in (*inputs, *outputs))
+    names = ", ".join(number.metric.removeprefix("trustrl/") for number in (*inputs, *outputs))
     where = "The inputs contain them." if inputs else "The inputs are finite, so the policy itself diverged."
     return Cause(
         "non-finite values", Order.INPUT if inputs else Order.STEP, 1.0, f"Non-finite values in {names}. {where}",

@@ -68,21 +68,25 @@ def too_many_updates(run: Evidence) -> Cause | None:
     Either the region masks a large share of tokens at the end of a batch, or the policy has moved far by then and the
     run was harmed.
     """
-    updates, one = run.updates_per_batch, one_update(run)
-    if updates is None or updates == 1 or (one is not None and one.metric != "entropy change" and one.excess > 0):
+    updates, distance = run.updates_per_batch, one_update(run)
+    if (
+        updates is None
+        or updates == 1
+        or (distance is not None and distance.metric != "entropy change" and distance.excess > 0)
+    ):
         return None
     harm = harms(run)
     moved = [_grown(run, MASKED, MASKED_OF_A_BATCH)]
     if harm:
         moved += [_grown(run, KL, KL_OF_A_BATCH), _grown(run, CLIPPED, MASKED_OF_A_BATCH)]
-    far = [one for one in moved if one is not None]
+    far = [number for number in moved if number is not None]
     if not far:
         return None
     numbers = (*far, *harm)
     return Cause(
         "too many updates per batch", Order.STEP, confidence(numbers),
         f"Each of the {updates} updates is small, but together they move the policy out of its region."
-        + ("" if one is None else _range(run, one)),
+        + ("" if distance is None else _range(run, distance)),
         numbers, f"Lower the number of updates on each batch (now {updates}), or choose a tighter region.",
     )  # fmt: skip
 
@@ -102,7 +106,7 @@ def one_update(run: Evidence) -> Number | None:
     if len(held) <= CHANGES:
         return None
     changes = [(after[0], abs(after[1] - before[1])) for before, after in pairwise(held)]
-    largest = sorted(changes, key=lambda one: -one[1])[:CHANGES]
+    largest = sorted(changes, key=lambda change: -change[1])[:CHANGES]
     mean = sum(value for _, value in largest) / CHANGES
     return Number("entropy change", min(step for step, _ in largest), mean, ENTROPY_CHANGE, "above", "three largest")
 
@@ -134,11 +138,11 @@ def _from_means(run: Evidence) -> Number | None:
 def _bounds(run: Evidence) -> tuple[float, float, int] | None:
     """Returns the smallest and largest KL that one update adds, by the law of growth, and the first step."""
     updates = run.updates_per_batch
-    found = [one for batch in run.moving if (one := _value(batch[0], KL)) is not None]
-    if run.by_update or updates is None or updates == 1 or not found or hidden_by_the_gap(run):
+    series = [point for batch in run.moving if (point := _value(batch[0], KL)) is not None]
+    if run.by_update or updates is None or updates == 1 or not series or hidden_by_the_gap(run):
         return None
-    mean = max(0.0, middle(found))
-    return 6 * mean / ((updates - 1) * (2 * updates - 1)), 2 * mean / (updates - 1), found[0][0]
+    mean = max(0.0, middle(series))
+    return 6 * mean / ((updates - 1) * (2 * updates - 1)), 2 * mean / (updates - 1), series[0][0]
 
 
 def _range(run: Evidence, moved: Number) -> str:
@@ -146,7 +150,7 @@ def _range(run: Evidence, moved: Number) -> str:
     bounds = _bounds(run)
     if bounds is None or moved.metric != KL:
         return ""
-    low, high = (f"{one:.2g}" for one in bounds[:2])
+    low, high = (f"{bound:.2g}" for bound in bounds[:2])
     added = f"about {low}" if low == high else f"between {low} and {high}"
     return f" The run logs one row for several updates: one update adds {added} nats."
 
@@ -166,8 +170,8 @@ def _grown(run: Evidence, metric: str, limit: float) -> Number | None:
         lasts, what = run.per_batch(metric), "median over batches of the mean over their updates"
     if not lasts:
         return None
-    found = _added(run, metric, lasts, limit, what)
-    return found if found.excess > 0 else None
+    number = _added(run, metric, lasts, limit, what)
+    return number if number.excess > 0 else None
 
 
 def _added(run: Evidence, metric: str, later: list[Point], limit: float, what: str) -> Number:

@@ -3,17 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from trustrl.runs.metric_names import AT_LIMIT, CUT, LONGEST
 from trustrl.runs.run import Missing
 from trustrl.tools.explain.evidence import Evidence, first_and_last, middle
 from trustrl.tools.explain.metric_sources import (
-    AT_LIMIT,
-    CUT,
     ENTROPY,
     EQUAL,
     GAP,
     GRADIENT,
     KL,
-    LONGEST,
     RATIO,
     REWARD,
 )
@@ -30,13 +28,13 @@ BOTH += "vllm_importance_sampling_correction; verl: rollout.calculate_log_probs=
 
 def unchecked(run: Evidence) -> list[Missing]:
     """Returns everything that rules lacked, the reader's findings first."""
-    found = {one.what: one for one in run.run.missing}
+    entries = {missing.what: missing for missing in run.run.missing}
     if run.per_batch(EQUAL):  # verl's advantages show it too
-        found.pop(EQUAL_GROUPS, None)
-    for one in (*_gap(run), *_steps(run), *_signal(run)):
-        known = found.get(one.what)  # the reader knows the trainer's setting
-        found[one.what] = one if known is None else replace(one, how=known.how)
-    return list(found.values())
+        entries.pop(EQUAL_GROUPS, None)
+    for missing in (*_gap(run), *_steps(run), *_signal(run)):
+        known = entries.get(missing.what)  # the reader knows the trainer's setting
+        entries[missing.what] = missing if known is None else replace(missing, how=known.how)
+    return list(entries.values())
 
 
 def _gap(run: Evidence) -> Iterator[Missing]:

@@ -27,9 +27,9 @@ class ProbeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the object that `trustrl probe --json` prints."""
-        found = self.diagnosis
-        verdict = {"cause": found.cause, "detail": found.detail, "gap": found.gap, "left": found.left}
-        verdict |= {"is_sound": found.is_sound, "what_to_do": WHAT_TO_DO[found.cause]}
+        diagnosis = self.diagnosis
+        verdict = {"cause": diagnosis.cause, "detail": diagnosis.detail, "gap": diagnosis.gap, "left": diagnosis.left}
+        verdict |= {"is_sound": diagnosis.is_sound, "what_to_do": WHAT_TO_DO[diagnosis.cause]}
         return {"tokens": self.tokens, "verdict": verdict, "quantiles": self.quantiles, "worst": self.worst}
 
 
@@ -49,15 +49,15 @@ def report(
         "π/μ": gap.exp(),
         "|π − μ|": (probabilities[0] - probabilities[1]).abs(),
     }
-    places = [(one, at) for one in completions for at in range(len(one.tokens))]
+    places = [(completion, position) for completion in completions for position in range(len(completion.tokens))]
     rows = []
     for index in gap.abs().nan_to_num(nan=torch.inf).topk(min(worst, len(gap))).indices.tolist():
-        one, at = places[index]
-        before = one.prompt + one.tokens[:at]
+        completion, position = places[index]
+        before = completion.prompt + completion.tokens[:position]
         rows.append(
             {
                 "before": text_of(before[-CONTEXT:]),
-                "token": text_of([one.tokens[at]]),
+                "token": text_of([completion.tokens[position]]),
                 "trainer": float(readings.as_set[index]),
                 "sampler": float(recorded[index]),
             }
@@ -66,8 +66,8 @@ def report(
 
 
 def _quantiles(x: Tensor) -> dict[str, float]:
-    found = torch.quantile(x, torch.tensor(SHARES, dtype=x.dtype))
-    named = {f"p{round(share * 100):02d}": float(value) for share, value in zip(SHARES, found, strict=True)}
+    quantiles = torch.quantile(x, torch.tensor(SHARES, dtype=x.dtype))
+    named = {f"p{round(share * 100):02d}": float(value) for share, value in zip(SHARES, quantiles, strict=True)}
     return {"mean": float(x.mean()), **named, "largest": float(x[x.abs().argmax()])}
 
 
@@ -81,9 +81,9 @@ def text(made: ProbeReport) -> str:
         f"  {row['trainer']:>9.4f} {row['sampler']:>9.4f}  {row['token']!r} after {row['before']!r}"
         for row in made.worst
     ]
-    found = made.diagnosis
-    lines += ["", f"verdict: {found.cause}: {found.detail}"]
-    explained = f", {found.left:.3g} with the best explanation" if found.left < found.gap else ""
-    lines += [f"  mean |Δ log p| {found.gap:.3g} nats as configured{explained}"]
-    lines += [f"  → {WHAT_TO_DO[found.cause]}"]
+    diagnosis = made.diagnosis
+    lines += ["", f"verdict: {diagnosis.cause}: {diagnosis.detail}"]
+    explained = f", {diagnosis.left:.3g} with the best explanation" if diagnosis.left < diagnosis.gap else ""
+    lines += [f"  mean |Δ log p| {diagnosis.gap:.3g} nats as configured{explained}"]
+    lines += [f"  → {WHAT_TO_DO[diagnosis.cause]}"]
     return "\n".join(lines)

@@ -102,12 +102,12 @@ def _by_vllm(model: str, prompts: Sequence[list[int]], settings: ProbeSampling) 
         seed=settings.seed,
     )
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], parameters, use_tqdm=False)
-    found = []
+    completions = []
     for prompt, output in zip(prompts, outputs, strict=True):
         (made,) = output.outputs
         logp = [position[token].logprob for position, token in zip(made.logprobs, made.token_ids, strict=True)]
-        found.append(Completion(prompt, list(made.token_ids), logp, at_tokens(made) if routes else None))
-    return found
+        completions.append(Completion(prompt, list(made.token_ids), logp, at_tokens(made) if routes else None))
+    return completions
 
 
 def _by_transformers(model: str, prompts: Sequence[list[int]], settings: ProbeSampling) -> list[Completion]:
@@ -116,7 +116,7 @@ def _by_transformers(model: str, prompts: Sequence[list[int]], settings: ProbeSa
     transformers: Any = need("transformers", extra="models")
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings.dtype)).eval()
     torch.manual_seed(settings.seed)
-    found = []
+    completions = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         made = network.generate(
@@ -127,5 +127,5 @@ def _by_transformers(model: str, prompts: Sequence[list[int]], settings: ProbeSa
         tokens = made.sequences[0, len(prompt) :]
         rows = torch.stack([x[0] for x in (made.scores if settings.logprobs == "processed" else made.logits)])
         logp = torch.log_softmax(rows.float(), -1).gather(-1, tokens[:, None])[:, 0]
-        found.append(Completion(prompt, tokens.tolist(), logp.tolist()))
-    return found
+        completions.append(Completion(prompt, tokens.tolist(), logp.tolist()))
+    return completions

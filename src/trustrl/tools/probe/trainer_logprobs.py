@@ -37,17 +37,17 @@ class Readings:
 
 def of_logits(logits: Tensor, tokens: Tensor, temperature: float) -> Readings:
     """Computes the log-probs from N × V trainer logits, in float32 or higher precision."""
-    at = tokens.unsqueeze(-1)
+    targets = tokens.unsqueeze(-1)
     tempered = torch.log_softmax(logits / temperature, -1)
     otherwise = {}
     for other in TEMPERATURES:
         if abs(other - temperature) > 1e-6:
             name = "raw log-probs" if other == 1.0 else f"temperature {other:g}"
-            otherwise[name] = torch.log_softmax(logits / other, -1).gather(-1, at).squeeze(-1)
+            otherwise[name] = torch.log_softmax(logits / other, -1).gather(-1, targets).squeeze(-1)
     ordered, ids = tempered.sort(-1, descending=True)
     mass = ordered.exp().cumsum(-1)
-    place = (ids == at).int().argmax(-1, keepdim=True)
-    own = tempered.gather(-1, at).squeeze(-1)
+    place = (ids == targets).int().argmax(-1, keepdim=True)
+    own = tempered.gather(-1, targets).squeeze(-1)
     for share in NUCLEI:
         # Keeps ids until their mass reaches the share, including the id that crosses it.
         last = (mass < share).sum(-1, keepdim=True).clamp(max=mass.shape[-1] - 1)
@@ -80,21 +80,21 @@ def by_transformers(model: str, completions: Sequence[Completion], temperature: 
     """Computes float32 log-probs with transformers, one completion at a time to limit memory."""
     transformers: Any = need("transformers", extra="models")
     network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    return joined([_of_completion(network, one, temperature) for one in completions if one.tokens])
+    return joined([_of_completion(network, completion, temperature) for completion in completions if completion.tokens])
 
 
 @torch.no_grad()
 def _of_completion(network: Any, completion: Completion, temperature: float) -> Readings:
     ids = torch.tensor([completion.prompt + completion.tokens])
-    at = slice(len(completion.prompt) - 1, -1)
+    span = slice(len(completion.prompt) - 1, -1)
     routes = int(getattr(network.config, "num_experts_per_tok", None) or 0)
     out = network(input_ids=ids, **({"output_router_logits": True} if routes else {}))
-    found = of_logits(out.logits[0, at].double(), torch.tensor(completion.tokens), temperature)
+    readings = of_logits(out.logits[0, span].double(), torch.tensor(completion.tokens), temperature)
     if not routes:
-        return found
+        return readings
     routers = getattr(out, "router_logits", None) or ()
-    own = [x.topk(routes, -1).indices[at] for x in routers if x is not None]
-    return replace(found, routes=True, rerouted=_rerouted(own, completion.experts))
+    own = [x.topk(routes, -1).indices[span] for x in routers if x is not None]
+    return replace(readings, routes=True, rerouted=_rerouted(own, completion.experts))
 
 
 def _rerouted(own: Sequence[Tensor], experts: Any) -> Tensor | None:

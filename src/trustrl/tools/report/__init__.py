@@ -5,8 +5,7 @@ token_sample         a bounded sample of the recorded tokens, with counts over a
 shown_completions    the completions that a page shows, with their groups
 recorded_actions     what the region did to each recorded token
 charts               the curves over the steps
-healthy_bands        numeric ranges of healthy values
-metric_explanations  the explanation of each chart
+metric_explanations  the explanation of each chart, and numeric ranges of healthy values
 region_descriptions  regions and settings in plain words
 safe_text            escaping of untrusted text
 report_contents      everything above as plain data

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trustrl.runner.run_verdict import rollouts
-from trustrl.tools.report.healthy_bands import Band, band_of
-from trustrl.tools.report.metric_explanations import Explanation, explained
-from trustrl.tools.report.region_descriptions import number, statistic_of, unit_of
+from trustrl.core.metrics import Metric
+from trustrl.regions.words import number
+from trustrl.runs.run_verdict import rollouts
+from trustrl.tools.report.metric_explanations import Band, Explanation, band_of, explained
+from trustrl.tools.report.region_descriptions import statistic_of, unit_of
 from trustrl.tools.report.reported_runs import ReportedRun, updates_per_row
 
 MAX_POINTS = 1000
@@ -50,7 +51,7 @@ class Chart:
     band: Band | None = None
     """Healthy range, if all lines share it."""
 
-    explanation: Explanation | None = None
+    explanation: Metric | Explanation | None = None
     other: bool = False
     """True for a metric that the report does not know by name. The page folds these charts."""
 
@@ -92,7 +93,7 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Returns every chart that at least one run has data for, those with a name of their own first."""
     measured = [run.run.rows for run in runs]
     rewards = [rollouts(run.run.rows, updates_per_row(run.run)) for run in runs]
-    found = [
+    main_charts = [
         Chart(
             key="reward", title="Reward", unit="mean per rollout", explanation=explained("reward"),
             about="One point per rollout, at its first update.", lines=_lines(rewards, _reader("reward")),
@@ -112,12 +113,12 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     ]  # fmt: skip
     shown = {"step", "reward", *_ACTED, "trustrl/divergence_mean", "trustrl/divergence_p99"}
     shown |= {name for metric in _FIRST for name in metric.names}
-    return [chart for chart in (*found, *_others(runs, shown)) if chart.lines]
+    return [chart for chart in (*main_charts, *_others(runs, shown)) if chart.lines]
 
 
 def _chart(metric: _Metric, runs: Sequence[ReportedRun]) -> Chart:
     logged = {name for run in runs for row in run.run.rows for name in row}
-    name = next((one for one in metric.names if one in logged), metric.names[0])
+    name = next((candidate for candidate in metric.names if candidate in logged), metric.names[0])
     return Chart(
         key=metric.key, title=metric.title, unit=metric.unit, about=metric.about, percent=metric.percent,
         band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name),
@@ -126,25 +127,31 @@ def _chart(metric: _Metric, runs: Sequence[ReportedRun]) -> Chart:
 
 
 def _band(name: str, runs: Sequence[ReportedRun]) -> Band | None:
-    found = {band_of(name, run.run.settings) for run in runs}
-    return found.pop() if len(found) == 1 else None
+    bands = {band_of(name, run.run.settings) for run in runs}
+    return bands.pop() if len(bands) == 1 else None
 
 
 def _divergences(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Returns charts of the mean and the 99% quantile of D, separate for each unit."""
-    found = []
+    divergences = []
     for unit in dict.fromkeys(unit for run in runs if (unit := unit_of(run.region)) is not None):
         here = [run.run.rows if unit_of(run.region) == unit else [] for run in runs]
-        statistics = [one for run in runs if unit_of(run.region) == unit and (one := statistic_of(run.region))]
-        bounds = {bound for one in statistics for bound in one.bounds}
+        statistics = [
+            statistic for run in runs if unit_of(run.region) == unit and (statistic := statistic_of(run.region))
+        ]
+        bounds = {bound for statistic in statistics for bound in statistic.bounds}
         bound = bounds.pop() if len(bounds) == 1 and math.inf not in bounds else None
         edge = "" if bound is None else f" The region acts above {number(bound)}."
-        about = f"{', '.join(dict.fromkeys(one.kind for one in statistics))}; lower end of the interval.{edge}"
+        about = (
+            f"{', '.join(dict.fromkeys(statistic.kind for statistic in statistics))}; lower end of the interval.{edge}"
+        )
         for name, title in (("divergence_mean", "Divergence, mean"), ("divergence_p99", "Divergence, 99% quantile")):
             lines = _lines(here, _reader(f"trustrl/{name}"))
             key, why = f"{name}-{unit.split()[0]}", explained(f"trustrl/{name}")
-            found.append(Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines))
-    return found
+            divergences.append(
+                Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines)
+            )
+    return divergences
 
 
 def _others(runs: Sequence[ReportedRun], shown: set[str]) -> list[Chart]:
@@ -153,11 +160,11 @@ def _others(runs: Sequence[ReportedRun], shown: set[str]) -> list[Chart]:
     rows = [run.run.rows for run in runs]
     return [
         Chart(
-            key=f"other-{at}", title=name, unit=why.unit if why else "", explanation=why, other=True,
+            key=f"other-{index}", title=name, unit=why.unit if why else "", explanation=why, other=True,
             band=_band(name.removeprefix("trustrl/"), runs), percent=why is not None and why.unit == "share",
             lines=_lines(rows, _reader(name), OTHER_POINTS),
         )
-        for at, name in enumerate(names[:MAX_OTHERS])
+        for index, name in enumerate(names[:MAX_OTHERS])
         for why in (explained(name),)
     ]  # fmt: skip
 
@@ -188,14 +195,14 @@ def _finite(value: Any) -> float | None:
 
 
 def _lines(rows_of_runs: Sequence[Sequence[Mapping[str, Any]]], read: Reader, most: int = MAX_POINTS) -> list[Line]:
-    found = ((at, points_of(rows, read)) for at, rows in enumerate(rows_of_runs))
-    return [Line(at, thinned(points, most), interval_means(points, most)) for at, points in found if points]
+    series = ((index, points_of(rows, read)) for index, rows in enumerate(rows_of_runs))
+    return [Line(index, thinned(points, most), interval_means(points, most)) for index, points in series if points]
 
 
 def points_of(rows: Sequence[Mapping[str, Any]], read: Reader) -> list[Point]:
     """Returns (step, value) of every row that has the metric."""
-    found = ((int(row["step"]), *read(row)) for row in rows)
-    return [(step, value) for step, there, value in found if there]
+    readings = ((int(row["step"]), *read(row)) for row in rows)
+    return [(step, value) for step, there, value in readings if there]
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -225,12 +232,12 @@ def interval_means(points: Sequence[Point], most: int = MAX_POINTS) -> list[Poin
     """
     if len(points) <= most:
         return []
-    found: list[Point] = []
+    means: list[Point] = []
     for stretch in _intervals(points, most):
         finite = [value for _, value in stretch if value is not None]
         if finite:
-            found.append((stretch[-1][0], sum(finite) / len(finite)))
-    return found
+            means.append((stretch[-1][0], sum(finite) / len(finite)))
+    return means
 
 
 def _intervals(points: Sequence[Point], most: int) -> list[Sequence[Point]]:

@@ -17,10 +17,9 @@ from trustrl.tools.report.html_sections import (
     explanations_section,
     tokens_section,
 )
-from trustrl.tools.report.html_text import said
 from trustrl.tools.report.page_data import page_data
 from trustrl.tools.report.report_contents import Report, summary_of
-from trustrl.tools.report.safe_text import embedded
+from trustrl.tools.report.safe_text import embedded, said
 
 SCRIPTS = (
     "base.js", "view.js", "lines.js", "scatter.js", "search.js", "tip.js", "cards.js", "completions.js", "live.js",
@@ -95,11 +94,11 @@ def _title(report: Report) -> str:
 
 def _navigation(report: Report) -> str:
     links = [("runs", "Runs" if len(report.runs) > 1 else "Run"), ("curves", "Curves"), ("tokens", "Tokens")]
-    if any(one.listed for one in report.shown):
+    if any(shown.listed for shown in report.shown):
         links.append(("text", "Completions"))
     if any(chart.explanation for chart in report.charts):
         links.append(("explained", "Metrics explained"))
-    items = "".join(f'<li><a href="#{at}">{word}</a></li>' for at, word in links)
+    items = "".join(f'<li><a href="#{anchor}">{word}</a></li>' for anchor, word in links)
     return f'<nav aria-label="Sections of this page"><ul>{items}</ul></nav>'
 
 

@@ -3,21 +3,35 @@
 from html import escape
 from typing import Any
 
-from trustrl.tools.report.html_text import letter, said, swatch
 from trustrl.tools.report.region_descriptions import FACT_LABELS
-from trustrl.tools.report.safe_text import visible
+from trustrl.tools.report.safe_text import said, visible
 from trustrl.tools.report.terminal_text import percent
 
+DASHES, COLOURS = 6, 8
 NO_REGION = "No trustrl region: the engine's own loss trained this run."
+
+
+def swatch(run: int) -> str:
+    """Returns the run's line style as an SVG swatch."""
+    dash = (run + run // COLOURS) % DASHES
+    return (
+        f'<svg width="34" height="10" aria-hidden="true" class="c{run % COLOURS}">'
+        f'<path class="run d{dash}" d="M2 5H32"/></svg>'
+    )
+
+
+def letter(run: int) -> str:
+    """Returns the run's letter in charts."""
+    return chr(65 + run) if run < 26 else f"R{run + 1}"
 
 
 def runs_section(runs: list[dict[str, Any]]) -> str:
     """Renders one card per run, and the facts that all runs share."""
     shared = {
-        name: value for name, value in runs[0]["facts"].items() if all(one["facts"].get(name) == value for one in runs)
+        name: value for name, value in runs[0]["facts"].items() if all(run["facts"].get(name) == value for run in runs)
     }
     cards = "\n".join(
-        _card(at, run, shared if len(runs) > 1 else {}, several=len(runs) > 1) for at, run in enumerate(runs)
+        _card(index, run, shared if len(runs) > 1 else {}, several=len(runs) > 1) for index, run in enumerate(runs)
     )
     in_all = f"<h3>Common to all runs</h3>{_facts(shared)}" if len(runs) > 1 and shared else ""
     return f"""<section id="runs" aria-labelledby="runs-title">
@@ -37,8 +51,8 @@ def _facts(shown: dict[str, Any]) -> str:
     return f'<dl class="facts">{items}</dl>'
 
 
-def _card(at: int, run: dict[str, Any], shared: dict[str, str], *, several: bool) -> str:
-    head = f"<h3>{swatch(at)}{letter(at)}&ensp;{said(run['label'])}</h3>" if several else ""
+def _card(index: int, run: dict[str, Any], shared: dict[str, str], *, several: bool) -> str:
+    head = f"<h3>{swatch(index)}{letter(index)}&ensp;{said(run['label'])}</h3>" if several else ""
     shown = {name: value for name, value in run["facts"].items() if name not in shared}
     steps = f"{run['steps']}" if run["steps_planned"] is None else f"{run['steps']} of {run['steps_planned']}"
     shown |= {"steps": steps}
@@ -76,22 +90,22 @@ def _accuracy(run: dict[str, Any]) -> str:
 def _badges(run: dict[str, Any]) -> str:
     kind = {"finished": "good", "failed": "bad"}.get(run["status"], "open")
     planned = "" if run["steps_planned"] is None else f" of {run['steps_planned']}"
-    at = f"step {run['steps']}{planned}"
-    status = {"finished": "finished", "unknown": at}.get(run["status"], f"{run['status']}, {at}")
+    progress = f"step {run['steps']}{planned}"
+    status = {"finished": "finished", "unknown": progress}.get(run["status"], f"{run['status']}, {progress}")
     collapsed = '<span class="badge bad">collapsed</span>' if run["collapsed"] else ""
     return f'<span class="badge {kind}">{escape(status)}</span>{collapsed}'
 
 
 def _sources(run: dict[str, Any], *, opened: bool) -> str:
     """Renders the box of findings: the files that were read, and the questions that missing data leave open."""
-    found, missing = run["found"], run["missing"]
-    if not found and not missing:
+    sources, missing = run["found"], run["missing"]
+    if not sources and not missing:
         return ""
     lacking = f", {len(missing)} missing" if missing else ""
-    items = "".join(f"<li>{said(one)}</li>" for one in found)
+    items = "".join(f"<li>{said(source)}</li>" for source in sources)
     lines = "".join(
-        f"<div><dt>{said(one['what'])}</dt><dd>{said(one['would_tell'])} <span>{said(one['how'])}</span></dd></div>"
-        for one in missing
+        f"<div><dt>{said(gap['what'])}</dt><dd>{said(gap['would_tell'])} <span>{said(gap['how'])}</span></dd></div>"
+        for gap in missing
     )
     have = f"<ul>{items}</ul>" if items else ""
     lack = f'<h4>Missing, and the question it would answer</h4><dl class="missing">{lines}</dl>' if lines else ""

@@ -5,11 +5,12 @@ from typing import Any
 
 from trustrl.runs.run import Run
 from trustrl.tools.report.charts import Chart
-from trustrl.tools.report.html_text import letter, said
+from trustrl.tools.report.html_runs import letter
 from trustrl.tools.report.page_data import edge_of
 from trustrl.tools.report.recorded_actions import LABELS, MEANINGS, VERDICTS, WITH_GRADIENT
 from trustrl.tools.report.report_contents import Report
 from trustrl.tools.report.reported_runs import measured_step
+from trustrl.tools.report.safe_text import said
 from trustrl.tools.report.shown_completions import ShownCompletions
 from trustrl.tools.report.terminal_text import percent
 from trustrl.tools.report.token_sample import TokenSample
@@ -86,12 +87,12 @@ def explanations_section(report: Report) -> str:
 
 
 def _explanation(chart: Chart) -> str:
-    one = chart.explanation
-    assert one is not None
-    engines = ", ".join(f"{engine}: {name}" for engine, name in sorted(one.elsewhere.items()))
+    entry = chart.explanation
+    assert entry is not None
+    engines = ", ".join(f"{engine}: {name}" for engine, name in sorted(entry.elsewhere.items()))
     parts = {
-        "definition": one.formula, "unit": one.unit, "healthy": one.healthy, "direction": one.direction,
-        "action": one.action, "logged as": engines,
+        "definition": entry.formula, "unit": entry.unit, "healthy": entry.healthy, "direction": entry.direction,
+        "action": entry.action, "logged as": engines,
     }  # fmt: skip
     lines = "".join(f"<div><dt>{name}</dt><dd>{said(text)}</dd></div>" for name, text in parts.items() if text)
     key = escape(chart.key)
@@ -103,11 +104,13 @@ def _explanation(chart: Chart) -> str:
 
 def tokens_section(report: Report, runs: list[dict[str, Any]]) -> str:
     """Renders counts, legend, and the frames of the scatter plots."""
-    there = [at for at, tokens in enumerate(report.tokens) if tokens is not None]
-    known = [at for at in range(len(runs)) if at in there or report.shown[at].listed]
+    there = [index for index, tokens in enumerate(report.tokens) if tokens is not None]
+    known = [index for index in range(len(runs)) if index in there or report.shown[index].listed]
     picker = ""
     if len(known) > 1:
-        options = "".join(f'<option value="{at}">{letter(at)} {said(runs[at]["label"])}</option>' for at in known)
+        options = "".join(
+            f'<option value="{index}">{letter(index)} {said(runs[index]["label"])}</option>' for index in known
+        )
         picker = (
             '<div class="bar"><label for="run">Tokens and completions of run</label>'
             f'<select id="run" autocomplete="off">{options}</select></div>'
@@ -120,14 +123,18 @@ each token's ratio and probability gap, and the region's verdict on it in the te
 {picker}
 </section>"""
     counts = "".join(
-        _counted(at, report.runs[at].run, tokens) for at in there if (tokens := report.tokens[at]) is not None
+        _counted(index, report.runs[index].run, tokens)
+        for index in there
+        if (tokens := report.tokens[index]) is not None
     )
     without = "".join(
-        f'<p class="hint" data-run="{at}">{said(runs[at]["label"])} has no token records.</p>'
-        for at in known
-        if at not in there
+        f'<p class="hint" data-run="{index}">{said(runs[index]["label"])} has no token records.</p>'
+        for index in known
+        if index not in there
     )
-    tables = "".join(_most_stopped(at, runs[at]["tokens"]) for at in there if runs[at]["tokens"]["verdicts"])
+    tables = "".join(
+        _most_stopped(index, runs[index]["tokens"]) for index in there if runs[index]["tokens"]["verdicts"]
+    )
     return f"""<section id="tokens" aria-labelledby="tokens-title">
 <h2 id="tokens-title">Tokens</h2>
 {picker}
@@ -152,26 +159,28 @@ def _legend(report: Report, there: list[int]) -> str:
         if name != "not finite"  # it cannot be plotted
         and (name in ("kept", "stopped") or any(tokens.verdicts[name] for tokens in decided))
     )
-    if any(edge_of(report.runs[at]) for at in there):
+    if any(edge_of(report.runs[index]) for index in there):
         entries += f"<li>{_EDGE}<span><b>threshold</b> where the region begins to act</span></li>"
     return f'<ul class="legend" aria-label="Legend">{entries}</ul>'
 
 
-def _counted(at: int, run: Run, tokens: TokenSample) -> str:
-    found = {name: count for name, count in tokens.verdicts.items() if count}
+def _counted(index: int, run: Run, tokens: TokenSample) -> str:
+    counts = {name: count for name, count in tokens.verdicts.items() if count}
     shares = [
-        f"{percent(count / tokens.num_signed)} {LABELS[name]}" for name, count in found.items() if name in WITH_GRADIENT
+        f"{percent(count / tokens.num_signed)} {LABELS[name]}"
+        for name, count in counts.items()
+        if name in WITH_GRADIENT
     ]
-    others = [f"{count:,} {name}" for name, count in found.items() if name not in WITH_GRADIENT]
+    others = [f"{count:,} {name}" for name, count in counts.items() if name not in WITH_GRADIENT]
     parts = ", ".join([*shares, *others]) or "no region decided on them"
     read = "" if tokens.num_read == tokens.num_rows else f" ({tokens.num_read:,} of them read)"
     drawn = len(tokens.points["mu"])
     sample = (
         "The plots show all of them." if drawn == tokens.num_read else f"The plots show a random sample of {drawn:,}."
     )
-    dumps = f" Recorded in full: {', '.join(_dumped(run, one) for one in tokens.dumps)}." if tokens.dumps else ""
+    dumps = f" Recorded in full: {', '.join(_dumped(run, dump) for dump in tokens.dumps)}." if tokens.dumps else ""
     return (
-        f'<p class="hint" data-run="{at}">{said(run.name)}: {tokens.num_rows:,} recorded tokens × updates{read}, '
+        f'<p class="hint" data-run="{index}">{said(run.name)}: {tokens.num_rows:,} recorded tokens × updates{read}, '
         f"{tokens.num_signed:,} with A ≠ 0: {parts}. {sample}{dumps}</p>"
     )
 
@@ -179,10 +188,12 @@ def _counted(at: int, run: Run, tokens: TokenSample) -> str:
 def _dumped(run: Run, dump: dict[str, Any]) -> str:
     step = dump["step"]
     causes = []
-    for one in dump["causes"]:
-        trigger, found = one.get("trigger"), one.get("found")
+    for cause in dump["causes"]:
+        trigger, values = cause.get("trigger"), cause.get("found")
         kind = trigger.get("kind") if isinstance(trigger, dict) else "?"
-        numbers = ", ".join(f"{key} {_short(value)}" for key, value in found.items()) if isinstance(found, dict) else ""
+        numbers = (
+            ", ".join(f"{key} {_short(value)}" for key, value in values.items()) if isinstance(values, dict) else ""
+        )
         causes.append(f"{kind}, {numbers}" if numbers else f"{kind}")
     last = measured_step(run, step) if isinstance(step, int) else "?"
     return f"steps up to {last} ({said('; '.join(causes) or 'cause unknown')})"
@@ -192,32 +203,34 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _most_stopped(at: int, tokens: dict[str, Any]) -> str:
+def _most_stopped(index: int, tokens: dict[str, Any]) -> str:
     listed = tokens["most_stopped"]
     if not listed:
-        return f'<p class="hint table" data-run="{at}">No recorded token was masked.</p>'
+        return f'<p class="hint table" data-run="{index}">No recorded token was masked.</p>'
     rows = "".join(
-        f'<tr><td class="token" title="{said(one["text"])}">'
-        f'<button type="button" class="find" title="Search the completions for this token">{said(one["text"])}</button>'
-        f"</td><td>{one['token_id']}</td><td>{one['stopped']:,}</td>"
-        f"<td>{one['signed']:,}</td><td>{percent(one['stopped'] / one['signed'])}</td><td>{one['rising']:,}</td>"
-        f"<td>{one['stopped'] - one['rising']:,}</td><td>{one['mu']:.3g}</td><td>{one['pi']:.3g}</td></tr>"
-        for one in listed
+        f'<tr><td class="token" title="{said(row["text"])}">'
+        f'<button type="button" class="find" title="Search the completions for this token">{said(row["text"])}</button>'
+        f"</td><td>{row['token_id']}</td><td>{row['stopped']:,}</td>"
+        f"<td>{row['signed']:,}</td><td>{percent(row['stopped'] / row['signed'])}</td><td>{row['rising']:,}</td>"
+        f"<td>{row['stopped'] - row['rising']:,}</td><td>{row['mu']:.3g}</td><td>{row['pi']:.3g}</td></tr>"
+        for row in listed
     )
     heads = ("token", "id", "masked", "A ≠ 0", "share", "rose", "fell", "μ, mean", "π, mean")
     head = "".join(f'<th scope="col">{word}</th>' for word in heads)
-    return f"""<div class="table" data-run="{at}"><h3 id="most-{at}">Most masked tokens</h3>
-<div class="scroll" tabindex="0" role="region" aria-labelledby="most-{at}"><table>
+    return f"""<div class="table" data-run="{index}"><h3 id="most-{index}">Most masked tokens</h3>
+<div class="scroll" tabindex="0" role="region" aria-labelledby="most-{index}"><table>
 <caption>Over all records. Shares are of tokens with A ≠ 0; means are over masked tokens.</caption>
 <thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>"""
 
 
 def completions_section(report: Report) -> str:
     """Renders the controls of the completions. The script fills in the completions."""
-    if not any(one.listed for one in report.shown):
+    if not any(shown.listed for shown in report.shown):
         return ""
     counts = "".join(
-        f'<p class="hint" data-run="{at}">{_chosen(one)}</p>' for at, one in enumerate(report.shown) if one.listed
+        f'<p class="hint" data-run="{index}">{_chosen(shown)}</p>'
+        for index, shown in enumerate(report.shown)
+        if shown.listed
     )
     return f"""<section id="text" aria-labelledby="text-title">
 <h2 id="text-title">Completions</h2>
@@ -237,12 +250,16 @@ placeholder="text or token"></span>
 </section>"""
 
 
-def _chosen(one: ShownCompletions) -> str:
-    rows = sum(each.columns is not None for each in one.listed)
-    what = f"All {one.num_known:,}" if len(one.listed) == one.num_known else f"{len(one.listed):,} of {one.num_known:,}"
+def _chosen(shown: ShownCompletions) -> str:
+    rows = sum(each.columns is not None for each in shown.listed)
+    what = (
+        f"All {shown.num_known:,}"
+        if len(shown.listed) == shown.num_known
+        else f"{len(shown.listed):,} of {shown.num_known:,}"
+    )
     how = (
         ""
-        if len(one.listed) == one.num_known
+        if len(shown.listed) == shown.num_known
         else ": the worst by each measure, with their groups, and a random sample"
     )
     numbers = f" {rows:,} have the numbers of each token: hover over it, or use the arrow keys." if rows else ""

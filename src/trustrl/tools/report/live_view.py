@@ -54,7 +54,7 @@ def live_reports(
                 said = str(error)
             else:
                 yield report
-                if all(one.run.status in ("finished", "failed") for one in report.runs):
+                if all(run.run.status in ("finished", "failed") for run in report.runs):
                     return
         took = time.process_time() - began
         sleep(max(every, took * (1 / LARGEST_SHARE - 1)))
@@ -62,7 +62,7 @@ def live_reports(
 
 def stamp(paths: Sequence[str]) -> Stamp:
     """Returns size and time of change of every file of the runs. Logs next to a run directory belong to it."""
-    found: Stamp = {}
+    entries: Stamp = {}
     for path in map(_folder, paths):
         files = (
             [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
@@ -72,8 +72,8 @@ def stamp(paths: Sequence[str]) -> Stamp:
                 about = file.stat()
             except OSError:  # removed since, such as a temporary file
                 continue
-            found[str(file)] = (about.st_size, about.st_mtime_ns)
-    return found
+            entries[str(file)] = (about.st_size, about.st_mtime_ns)
+    return entries
 
 
 def _folder(path: str) -> Path:

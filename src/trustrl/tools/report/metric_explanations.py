@@ -1,14 +1,16 @@
-"""Explanations of the charts: from the metric dictionary, or written here for metrics that trainers log."""
+"""Explanations of the charts, and healthy bands, from the metric dictionary or written here for trainers' metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from trustrl.core.metrics import METRICS, Metric
+from trustrl.runs.run import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Definition of a metric, its healthy range, and the recommended action."""
+    """Definition of a metric that trainers log, with the fields of the metric dictionary."""
 
     formula: str
     unit: str
@@ -19,22 +21,15 @@ class Explanation:
     """Name of the nearest metric of each engine."""
 
 
-def explained(name: str) -> Explanation | None:
+def explained(name: str) -> Metric | Explanation | None:
     """Returns the explanation of a logged metric, or None if it has none.
 
     Example:
         >>> explained("trustrl/kl_k3").unit
         'nats'
     """
-    metric = _DICTIONARY.get(name.removeprefix("trustrl/"))
-    return _from_dictionary(metric) if name.startswith("trustrl/") and metric else _LOGGED_BY_TRAINERS.get(name)
-
-
-def _from_dictionary(metric: Metric) -> Explanation:
-    return Explanation(
-        formula=metric.formula, unit=metric.unit, healthy=metric.healthy, action=metric.action,
-        direction=metric.direction, elsewhere=metric.elsewhere,
-    )  # fmt: skip
+    ours = name.startswith("trustrl/") and _DICTIONARY.get(name.removeprefix("trustrl/"))
+    return ours or _LOGGED_BY_TRAINERS.get(name)
 
 
 _DICTIONARY = {metric.name: metric for metric in METRICS}
@@ -100,3 +95,53 @@ _LOGGED_BY_TRAINERS = {
         action="Compare its schedule with the other curves.",
     ),
 }  # fmt: skip
+
+
+HALF = frozenset({"bfloat16", "bf16", "float16", "fp16", "half"})
+FULL = frozenset({"float32", "fp32", "float"})
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Range of healthy values. An end that is infinite is open."""
+
+    low: float
+    high: float
+    source: str
+    """The range in the words of the metric dictionary."""
+
+
+_ENDS = {
+    "masked_share": (0.0, 0.05),  # "a few percent" is drawn as 5%
+    "capped_share": (0.0, 0.01),
+    "kl_k2": (0.0, 0.01),
+    "kl_k3": (0.0, 0.01),
+    "chi_square": (-inf, 0.1),
+    "ratio_mean": (0.98, 1.02),
+    "effective_sample_share": (0.9, 1.0),
+    "mismatch_ratio_mean": (0.99, 1.01),
+    "correction_mean": (0.98, 1.02),
+    "correction_zero_share": (0.0, 0.01),
+    "dropped_share": (0.0, 0.0),
+    "stale_share": (0.0, 0.05),
+    "projected_share": (0.0, 0.05),
+}
+_BY_DTYPE = {"mismatch_abs_mean": {"full": (0.0, 1e-5), "half": (0.0, 4e-2)}, "mismatch_max": {"half": (-inf, 0.3)}}
+
+
+def band_of(name: str, settings: RunSettings) -> Band | None:
+    """Returns the band of a metric by its name without `trustrl/`, or None if it has no numeric range.
+
+    The sampler–trainer mismatch depends on the dtypes. It has no band if the run's files do not contain them.
+    """
+    ends = _ENDS.get(name) or _BY_DTYPE.get(name, {}).get(_precision(settings))
+    if ends is None:
+        return None
+    return Band(*ends, _DICTIONARY[name].healthy)
+
+
+def _precision(settings: RunSettings) -> str:
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in (settings.sampler_dtype, settings.trainer_dtype) if dtype}
+    if dtypes & HALF:
+        return "half"
+    return "full" if dtypes and dtypes <= FULL else "unknown"

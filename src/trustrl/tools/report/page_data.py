@@ -24,10 +24,10 @@ def page_data(report: Report) -> dict[str, Any]:
     """Returns the data that the page's script draws."""
     words: dict[str, int] = {}
     return {
-        "runs": [{"label": visible(one.label), "name": visible(one.run.name)} for one in report.runs],
+        "runs": [{"label": visible(run.label), "name": visible(run.run.name)} for run in report.runs],
         "charts": [_chart(chart) for chart in report.charts],
         "verdicts": [{"name": LABELS[name], "meaning": MEANINGS[name]} for name in VERDICTS],
-        "tokens": [_run_data(report, at, words) for at in range(len(report.runs))],
+        "tokens": [_run_data(report, index, words) for index in range(len(report.runs))],
         "texts": list(words),
     }
 
@@ -52,20 +52,25 @@ def _rounded(points: Sequence[Point]) -> list[Point]:
     return [(step, None if value is None else float(f"{value:.6g}")) for step, value in points]
 
 
-def _run_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any] | None:
-    one, tokens, texts, shown = report.runs[at], report.tokens[at], report.texts[at], report.shown[at].listed
+def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, Any] | None:
+    run, tokens, texts, shown = (
+        report.runs[index],
+        report.tokens[index],
+        report.texts[index],
+        report.shown[index].listed,
+    )
     if tokens is None and not shown:
         return None
 
-    def columns(found: Mapping[str, list[Any]]) -> dict[str, str]:
+    def columns(table: Mapping[str, list[Any]]) -> dict[str, str]:
         """Packs columns. Tokens become indices into the texts, and columns without recorded numbers are dropped."""
         kinds = {"verdict": "b", "position": "i", "step": "i"}
-        there = {name: x for name, x in found.items() if name not in NUMBERS or any(one is not None for one in x)}
-        places = [words.setdefault(text_of(one, texts), len(words)) for one in there.pop("token_id")]
+        there = {name: x for name, x in table.items() if name not in NUMBERS or any(value is not None for value in x)}
+        places = [words.setdefault(text_of(token_id, texts), len(words)) for token_id in there.pop("token_id")]
         return {"text": packed("i", places), **{name: packed(kinds.get(name, "f"), x) for name, x in there.items()}}
 
     names = ("position", "token_id", "verdict", *NUMBERS)
-    rows = {name: [x for one in shown if one.columns for x in one.columns[name]] for name in names}
+    rows = {name: [x for completion in shown if completion.columns for x in completion.columns[name]] for name in names}
     prompts: dict[str, int] = {}
     groups: dict[str, int] = {}
     completions, start = [], 0
@@ -75,55 +80,55 @@ def _run_data(report: Report, at: int, words: dict[str, int]) -> dict[str, Any] 
             completions[-1]["text"] = visible(each.completion.text, LONGEST_TEXT, lines=True)
         start += len(each.columns["token_id"]) if each.columns else 0
     return {
-        "points": None if tokens is None else columns(_points(one, tokens)),
+        "points": None if tokens is None else columns(_points(run, tokens)),
         "mu": None if tokens is None else tokens.mu,
         "decided": tokens is not None and bool(tokens.verdicts),
-        "edge": edge_of(one),
+        "edge": edge_of(run),
         "completions": completions,
         "prompts": list(prompts),
         "rows": columns(rows),
     }
 
 
-def _points(one: ReportedRun, tokens: TokenSample) -> dict[str, list[Any]]:
+def _points(run: ReportedRun, tokens: TokenSample) -> dict[str, list[Any]]:
     points = dict(tokens.points)
     places = zip(points.pop("step"), points.pop("update"), strict=True)
-    return {**points, "step": [measured_step(one.run, *place) for place in places]}
+    return {**points, "step": [measured_step(run.run, *place) for place in places]}
 
 
 def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], groups: dict[str, int]) -> dict[str, Any]:
-    one, score = shown.completion, shown.score
-    prompt = None if one.prompt is None else visible(one.prompt, LONGEST_PROMPT, lines=True)
-    found = {
-        "name": f"{one.sequence:x}"[:8] if one.sequence is not None else str(number + 1),
-        "step": one.step,
+    completion, score = shown.completion, shown.score
+    prompt = None if completion.prompt is None else visible(completion.prompt, LONGEST_PROMPT, lines=True)
+    fields = {
+        "name": f"{completion.sequence:x}"[:8] if completion.sequence is not None else str(number + 1),
+        "step": completion.step,
         "prompt": None if prompt is None else prompts.setdefault(prompt, len(prompts)),
-        "group": None if one.group is None else groups.setdefault(one.group, len(groups)),
-        "task": None if one.task_id is None else visible(one.task_id),
-        "reward": _finite(one.reward),
-        "rewards": {visible(name): _finite(value) for name, value in one.rewards.items()},
-        "advantage": _finite(one.advantage if one.advantage is not None else score and score.advantage),
-        "stop": None if one.stop_reason is None else visible(one.stop_reason),
-        "truncated": one.stop_reason in TRUNCATED if one.stop_reason is not None else None,
-        "tokens": score.tokens if score else one.num_tokens,
+        "group": None if completion.group is None else groups.setdefault(completion.group, len(groups)),
+        "task": None if completion.task_id is None else visible(completion.task_id),
+        "reward": _finite(completion.reward),
+        "rewards": {visible(name): _finite(value) for name, value in completion.rewards.items()},
+        "advantage": _finite(completion.advantage if completion.advantage is not None else score and score.advantage),
+        "stop": None if completion.stop_reason is None else visible(completion.stop_reason),
+        "truncated": completion.stop_reason in TRUNCATED if completion.stop_reason is not None else None,
+        "tokens": score.tokens if score else completion.num_tokens,
         "rows": len(shown.columns["token_id"]) if shown.columns else 0,
     }
     if score is not None:
-        found |= {"stopped": score.stopped, "changed": score.changed}
-        found |= {"log_ratio": _finite(score.log_ratio), "gap": _finite(score.gap)}
-    return {name: value for name, value in found.items() if value is not None and value != {}}
+        fields |= {"stopped": score.stopped, "changed": score.changed}
+        fields |= {"log_ratio": _finite(score.log_ratio), "gap": _finite(score.gap)}
+    return {name: value for name, value in fields.items() if value is not None and value != {}}
 
 
 def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def edge_of(one: ReportedRun) -> dict[str, Any] | None:
+def edge_of(run: ReportedRun) -> dict[str, Any] | None:
     """Returns the region's threshold on the ratio or the probability gap, or None if it depends on other tokens."""
-    statistic = statistic_of(one.region)
-    if one.region is None or statistic is None or statistic.kind not in ("ratio", "binary-tv"):
+    statistic = statistic_of(run.region)
+    if run.region is None or statistic is None or statistic.kind not in ("ratio", "binary-tv"):
         return None
-    needs = one.region.needs()
+    needs = run.region.needs()
     if needs.sequences or needs.anchor != "behavior":
         return None
     low, high = (None if bound == float("inf") else bound for bound in statistic.bounds)

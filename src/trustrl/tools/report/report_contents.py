@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trustrl.errors import TrustRLError
-from trustrl.runner.run_verdict import COLLAPSE, NO_METRICS
 from trustrl.runs.run import Run
+from trustrl.runs.run_verdict import COLLAPSE, NO_METRICS
 from trustrl.tools.report.charts import Chart, charts
 from trustrl.tools.report.region_descriptions import facts, region_in_words
 from trustrl.tools.report.reported_runs import ReportedRun, reported
@@ -47,14 +47,14 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
     shown: list[ShownCompletions] = []
     notes, texts, text_notes = [], [], []
     for _, run in runs:
-        found, listed, note = None, ShownCompletions([], 0), ""
+        sample, listed, note = None, ShownCompletions([], 0), ""
         try:
-            found = read_tokens(run.records, max_points=max_points // sharing)
-            listed = choose_completions(run, found, max_shown=max_shown // sharing)
+            sample = read_tokens(run.records, max_points=max_points // sharing)
+            listed = choose_completions(run, sample, max_shown=max_shown // sharing)
         except (TrustRLError, OSError) as error:
             note = f"Cannot read the records of this run: {error}"
-        known, missing = ({}, "") if found is None else token_texts(run.settings.model, _ids(found, listed))
-        tokens.append(found)
+        known, missing = ({}, "") if sample is None else token_texts(run.settings.model, _ids(sample, listed))
+        tokens.append(sample)
         shown.append(listed)
         notes.append(note)
         texts.append(known)
@@ -64,56 +64,60 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
 
 
 def _ids(tokens: TokenSample, shown: ShownCompletions) -> set[int]:
-    rows = (one for sequence in shown.listed if sequence.columns for one in sequence.columns["token_id"])
-    listed = (one["token_id"] for one in tokens.most_stopped)
-    return {one for one in (*rows, *listed, *tokens.points["token_id"]) if one is not None}
+    rows = (token_id for sequence in shown.listed if sequence.columns for token_id in sequence.columns["token_id"])
+    listed = (token["token_id"] for token in tokens.most_stopped)
+    return {token_id for token_id in (*rows, *listed, *tokens.points["token_id"]) if token_id is not None}
 
 
 def summary_of(report: Report) -> dict[str, Any]:
     """Returns the report without the page data, as `--json` prints it."""
-    return {"runs": [_summary(report, at) for at in range(len(report.runs))], "collapsed_means": COLLAPSE}
+    return {"runs": [_summary(report, index) for index in range(len(report.runs))], "collapsed_means": COLLAPSE}
 
 
-def _summary(report: Report, at: int) -> dict[str, Any]:
-    one, tokens = report.runs[at], report.tokens[at]
-    run = one.run
-    verdict = {name: value for name, value in one.verdict.items() if name != "steps"}
+def _summary(report: Report, index: int) -> dict[str, Any]:
+    reported_run, tokens = report.runs[index], report.tokens[index]
+    run = reported_run.run
+    verdict = {name: value for name, value in reported_run.verdict.items() if name != "steps"}
     if len(run.evaluations) < 2:  # measured only before training
         verdict["accuracy_after"] = None
     return {
         "name": run.name,
-        "label": one.label,
+        "label": reported_run.label,
         "path": run.path,
         "source": run.source,
         "status": run.status,
         "steps": run.steps,
         "steps_planned": run.settings.steps_planned,
         "seconds": run.seconds,
-        "region": region_in_words(one.region, one.plain_region, observed=one.observed) or None,
+        "region": region_in_words(
+            reported_run.region, reported_run.plain_region, observed=reported_run.observed
+        ) or None,
         "facts": facts(run),
         **verdict,
-        "metrics": {chart.key: _extent(chart, at) for chart in report.charts if any(x.run == at for x in chart.lines)},
-        "tokens": None if tokens is None else _token_summary(tokens, report.texts[at]),
-        "completions": report.shown[at].num_known,
+        "metrics": {
+            chart.key: _extent(chart, index) for chart in report.charts if any(x.run == index for x in chart.lines)
+        },
+        "tokens": None if tokens is None else _token_summary(tokens, report.texts[index]),
+        "completions": report.shown[index].num_known,
         "found": list(run.found),
         "missing": [asdict(missing) for missing in run.missing],
         "notes": [
             *([NO_METRICS] if run.recipe and not run.rows else []), *run.faults,
-            *filter(None, (report.notes[at], report.text_notes[at])),
+            *filter(None, (report.notes[index], report.text_notes[index])),
         ],
         "last_words": run.last_words,
     }  # fmt: skip
 
 
-def _extent(chart: Chart, at: int) -> dict[str, Any]:
-    points = next(line.points for line in chart.lines if line.run == at)
+def _extent(chart: Chart, index: int) -> dict[str, Any]:
+    points = next(line.points for line in chart.lines if line.run == index)
     values = [value for _, value in points if value is not None]
     ends = {"first": values[0], "last": values[-1], "min": min(values), "max": max(values)} if values else {}
     return {"title": chart.title, "unit": chart.unit, **ends, "not_finite": len(points) - len(values)}
 
 
 def _token_summary(tokens: TokenSample, texts: dict[int, str]) -> dict[str, Any]:
-    listed = [{"text": text_of(one["token_id"], texts), **one} for one in tokens.most_stopped]
+    listed = [{"text": text_of(token["token_id"], texts), **token} for token in tokens.most_stopped]
     return {
         "recorded": tokens.num_rows, "read": tokens.num_read, "signed": tokens.num_signed, "verdicts": tokens.verdicts,
         "sequences": len(tokens.scores), "most_stopped": listed, "dumps": tokens.dumps,

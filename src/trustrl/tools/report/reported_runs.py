@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict
 from trustrl.errors import TrustRLError
 from trustrl.recording.run_file import read_run
-from trustrl.runner.run_verdict import collapsed, summary
+from trustrl.regions.loading import config_from_dict
 from trustrl.runs.run import Run
+from trustrl.runs.run_verdict import collapsed, summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class ReportedRun:
     """None if another loss trained the run, or if the region is not registered here."""
 
     verdict: dict[str, Any]
-    """Summary of the run so far, by the rules of `trustrl.runner.run_verdict`."""
+    """Summary of the run so far, by the rules of `trustrl.runs.run_verdict`."""
 
     plain_region: Mapping[str, Any]
     """Settings of the region; empty if there is none."""
@@ -36,15 +36,15 @@ class ReportedRun:
 
 def reported(runs: Sequence[tuple[str, Run]]) -> list[ReportedRun]:
     """Adds regions and verdicts to labelled runs, as `trustrl.runs.open_run.open_runs` returns them."""
-    found = []
+    reported_runs = []
     for label, run in runs:
         measured = _measured(run)
         verdict = summary(run.rows, measured, updates_per_row(run))
         if not all(row.get("count") for row in measured):  # no standard error: the rewards decide
             verdict["collapsed"] = collapsed(run.rows, [], updates_per_row(run))
         plain, observed = run.settings.region or _observed(run), not run.settings.region
-        found.append(ReportedRun(run, label, _region(plain), verdict, plain, observed and bool(plain)))
-    return found
+        reported_runs.append(ReportedRun(run, label, _region(plain), verdict, plain, observed and bool(plain)))
+    return reported_runs
 
 
 def _observed(run: Run) -> Mapping[str, Any]:
@@ -65,10 +65,10 @@ def _region(plain: Mapping[str, Any]) -> Region | None:
     if not plain:
         return None
     try:
-        found = config_from_dict(plain)
+        region = config_from_dict(plain)
     except (TrustRLError, TypeError, KeyError):
         return None
-    return found if isinstance(found, Region) else None
+    return region if isinstance(region, Region) else None
 
 
 def updates_per_row(run: Run) -> int:

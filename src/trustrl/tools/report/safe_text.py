@@ -6,6 +6,7 @@ Escaped text cannot act as HTML or as a terminal escape sequence, and cannot cha
 import json
 import unicodedata
 from collections.abc import Iterable
+from html import escape as html_escape
 from typing import Any
 
 from trustrl.errors import TrustRLError
@@ -55,6 +56,11 @@ def _shown(character: str) -> str:
     return escape(character) if is_hidden(character) else character
 
 
+def said(text: Any, longest: int = 500) -> str:
+    """Escapes untrusted text for HTML."""
+    return html_escape(visible(str(text), longest))
+
+
 def embedded(data: Any) -> str:
     """Serializes JSON for a script element. No character in it can end the element or open a tag."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)  # also escapes U+2028
@@ -77,10 +83,10 @@ def token_texts(model: str | None, ids: Iterable[int]) -> tuple[dict[int, str], 
     except (TrustRLError, OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         return {}, f"Cannot load the tokenizer of {visible(model)}: {visible(first, 200)}"
-    return {one: text for one in set(ids) if (text := _decoded(tokenizer, one)) is not None}, ""
+    return {token: text for token in set(ids) if (text := _decoded(tokenizer, token)) is not None}, ""
 
 
-def _decoded(tokenizer: Any, one: int) -> str | None:
-    if not 0 <= one < len(tokenizer):
+def _decoded(tokenizer: Any, token: int) -> str | None:
+    if not 0 <= token < len(tokenizer):
         return None
-    return visible(tokenizer.decode([one], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return visible(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -79,49 +79,63 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
     if not max_shown:
         return ShownCompletions([], len(candidates))
     chosen = _chosen(candidates)
-    wanted = {one.at for one in chosen if one.at is not None}
-    read = {at: one for at, one in enumerate(run.completions()) if at in wanted} if wanted else {}
-    fitting = {one.sequence: one.score for one in _fitting(chosen, max_shown) if one.score is not None}
+    wanted = {candidate.at for candidate in chosen if candidate.at is not None}
+    read = (
+        {index: completion for index, completion in enumerate(run.completions()) if index in wanted} if wanted else {}
+    )
+    fitting = {
+        candidate.sequence: candidate.score for candidate in _fitting(chosen, max_shown) if candidate.score is not None
+    }
     rows = dict(_rows(fitting))
     listed, known = [], set()
-    for one in chosen:
-        columns = rows.get(one.sequence) if one.sequence is not None else None
-        if one.group is None and columns is not None:
-            text = (one.score and one.score.file, *columns["token_id"])
+    for candidate in chosen:
+        columns = rows.get(candidate.sequence) if candidate.sequence is not None else None
+        if candidate.group is None and columns is not None:
+            text = (candidate.score and candidate.score.file, *columns["token_id"])
             if text in known:  # the same completion, sampled twice for one prompt
                 continue
             known.add(text)
-        found = read.get(one.at) if one.at is not None else None
-        if found is not None or columns is not None:
-            listed.append(ShownCompletion(found or _from_records(run, one), one.score, columns))
+        completion = read.get(candidate.at) if candidate.at is not None else None
+        if completion is not None or columns is not None:
+            listed.append(ShownCompletion(completion or _from_records(run, candidate), candidate.score, columns))
     return ShownCompletions(listed, len(candidates))
 
 
-def _from_records(run: Run, one: _Candidate) -> Completion:
-    score = one.score
+def _from_records(run: Run, candidate: _Candidate) -> Completion:
+    score = candidate.score
     assert score is not None  # a candidate comes from the reader or from the records
     step = measured_step(run, score.step, score.update)
-    return Completion(step=step, sequence=one.sequence, advantage=score.advantage, num_tokens=score.tokens)
+    return Completion(step=step, sequence=candidate.sequence, advantage=score.advantage, num_tokens=score.tokens)
 
 
 def _candidates(completions: Iterator[Completion], tokens: TokenSample | None) -> Iterator[_Candidate]:
     scores = dict(tokens.scores) if tokens is not None else {}
-    for at, one in enumerate(islice(completions, MAX_CANDIDATES)):
-        score = scores.pop(one.sequence, None) if one.sequence is not None else None
-        length = one.num_tokens or (score.tokens if score else len(one.text or "") // 4)
-        yield _Candidate(at, one.sequence, one.group, one.reward, one.stop_reason in TRUNCATED, length, score)
+    for index, completion in enumerate(islice(completions, MAX_CANDIDATES)):
+        score = scores.pop(completion.sequence, None) if completion.sequence is not None else None
+        length = completion.num_tokens or (score.tokens if score else len(completion.text or "") // 4)
+        yield _Candidate(
+            index,
+            completion.sequence,
+            completion.group,
+            completion.reward,
+            completion.stop_reason in TRUNCATED,
+            length,
+            score,
+        )
     for sequence, score in scores.items():
         yield _Candidate(None, sequence, None, None, False, score.tokens, score)
 
 
 Measure = Callable[[_Candidate], float | tuple[float, ...] | None]
 _WORST: tuple[Measure, ...] = (
-    lambda one: None if one.score is None else (-one.score.stopped, -one.score.changed),
-    lambda one: None if one.score is None or one.score.log_ratio is None else -one.score.log_ratio,
-    lambda one: one.reward,
-    lambda one: None if one.score is None or one.score.gap is None else -one.score.gap,
-    lambda one: -one.tokens,
-    lambda one: 0.0 if one.truncated else None,
+    lambda candidate: None if candidate.score is None else (-candidate.score.stopped, -candidate.score.changed),
+    lambda candidate: (
+        None if candidate.score is None or candidate.score.log_ratio is None else -candidate.score.log_ratio
+    ),
+    lambda candidate: candidate.reward,
+    lambda candidate: None if candidate.score is None or candidate.score.gap is None else -candidate.score.gap,
+    lambda candidate: -candidate.tokens,
+    lambda candidate: 0.0 if candidate.truncated else None,
 )
 """Measures of what went wrong, lowest first; None leaves a candidate out."""
 
@@ -129,15 +143,17 @@ _WORST: tuple[Measure, ...] = (
 def _chosen(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     """Takes the worst of each measure and a random one in turn, each with its group, up to the limit."""
     groups: dict[str, list[int]] = defaultdict(list)
-    for at, one in enumerate(candidates):
-        if one.group is not None:
-            groups[one.group].append(at)
+    for index, candidate in enumerate(candidates):
+        if candidate.group is not None:
+            groups[candidate.group].append(index)
     lists = [list(range(len(candidates)))]
     random.Random(SEED).shuffle(lists[0])
     for measure in _WORST:
-        known = [(found, at) for at, one in enumerate(candidates) if (found := measure(one)) is not None]
+        known = [
+            (value, index) for index, candidate in enumerate(candidates) if (value := measure(candidate)) is not None
+        ]
         if known:
-            lists.append([at for _, at in sorted(known)[: 4 * MAX_SEQUENCES]])
+            lists.append([index for _, index in sorted(known)[: 4 * MAX_SEQUENCES]])
     lists.append(lists.pop(0))  # the random one last
     taken: dict[int, None] = {}
     for turn in range(max(map(len, lists))):
@@ -149,15 +165,15 @@ def _chosen(candidates: Sequence[_Candidate]) -> list[_Candidate]:
                     taken |= dict.fromkeys([order[turn], *members])
         if len(taken) >= MAX_SEQUENCES or turn >= 2 * MAX_SEQUENCES:
             break
-    return [candidates[at] for at in taken]
+    return [candidates[index] for index in taken]
 
 
 def _fitting(chosen: Sequence[_Candidate], max_shown: int) -> Iterator[_Candidate]:
     room = max_shown
-    for one in chosen:
-        if one.score is not None and one.score.tokens <= room:
-            room -= one.score.tokens
-            yield one
+    for candidate in chosen:
+        if candidate.score is not None and candidate.score.tokens <= room:
+            room -= candidate.score.tokens
+            yield candidate
 
 
 def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
@@ -166,7 +182,7 @@ def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dic
     for sequence, score in scores.items():
         by_file[score.file][sequence] = score.update
     for file, updates in by_file.items():
-        for (sequence, update), columns in _rows_of(file, {one for one in updates if one is not None}):
+        for (sequence, update), columns in _rows_of(file, {key for key in updates if key is not None}):
             if updates[sequence] == update:
                 yield sequence, columns
 
@@ -182,7 +198,7 @@ def _rows_of(file: Place, sequences: set[int]) -> Iterator[tuple[tuple[int, int]
     }
     keys = list(zip(columns["sequence"], columns["update"], strict=True))
     start = 0
-    for at in range(1, len(keys) + 1):
-        if at == len(keys) or keys[at] != keys[start]:
-            yield keys[start], {name: values[start:at] for name, values in columns.items()}
-            start = at
+    for end in range(1, len(keys) + 1):
+        if end == len(keys) or keys[end] != keys[start]:
+            yield keys[start], {name: values[start:end] for name, values in columns.items()}
+            start = end

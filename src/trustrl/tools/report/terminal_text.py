@@ -23,44 +23,44 @@ ASCII = str.maketrans(
 
 def text(report: Report, *, unicode: bool) -> str:
     """Formats the report for the terminal."""
-    blocks = [_block(report, at, one) for at, one in enumerate(summary_of(report)["runs"])]
+    blocks = [_block(report, index, summary) for index, summary in enumerate(summary_of(report)["runs"])]
     whole = "\n\n".join("\n".join(block) for block in blocks)
     return whole if unicode else whole.translate(ASCII).encode("ascii", "backslashreplace").decode()
 
 
-def _block(report: Report, at: int, one: dict[str, Any]) -> list[str]:
-    planned = "" if one["steps_planned"] is None else f" of {one['steps_planned']}"
-    status = "" if one["status"] == "unknown" else f"{one['status']}, "
-    took = "" if one["seconds"] is None else f", {one['seconds']:.0f} s"
-    collapsed = ", COLLAPSED" if one["collapsed"] else ""
+def _block(report: Report, index: int, summary: dict[str, Any]) -> list[str]:
+    planned = "" if summary["steps_planned"] is None else f" of {summary['steps_planned']}"
+    status = "" if summary["status"] == "unknown" else f"{summary['status']}, "
+    took = "" if summary["seconds"] is None else f", {summary['seconds']:.0f} s"
+    collapsed = ", COLLAPSED" if summary["collapsed"] else ""
     lines = [
-        f"{visible(one['name'])}: {status}step {one['steps']}{planned}{took}{collapsed}",
-        *([f"  {visible(one['region'], 500)}"] if one["region"] else []),
+        f"{visible(summary['name'])}: {status}step {summary['steps']}{planned}{took}{collapsed}",
+        *([f"  {visible(summary['region'], 500)}"] if summary["region"] else []),
     ]
-    if one["facts"]:
-        known = (f"{FACT_LABELS.get(name, name)} {visible(value)}" for name, value in one["facts"].items())
+    if summary["facts"]:
+        known = (f"{FACT_LABELS.get(name, name)} {visible(value)}" for name, value in summary["facts"].items())
         lines.append(f"  {' · '.join(known)}")
-    if one["accuracy_before"] is not None:
-        after = "" if one["accuracy_after"] is None else f" → {percent(one['accuracy_after'])}"
-        lines.append(f"  {'held-out accuracy':<30}{percent(one['accuracy_before'])}{after}")
+    if summary["accuracy_before"] is not None:
+        after = "" if summary["accuracy_after"] is None else f" → {percent(summary['accuracy_after'])}"
+        lines.append(f"  {'held-out accuracy':<30}{percent(summary['accuracy_before'])}{after}")
     for chart in report.charts:
-        line = next((line for line in chart.lines if line.run == at), None)
+        line = next((line for line in chart.lines if line.run == index), None)
         if line is not None and chart.key != "accuracy" and not chart.other:
-            unit = f"{one['rollouts']} rollouts" if chart.key == "reward" else chart.unit
+            unit = f"{summary['rollouts']} rollouts" if chart.key == "reward" else chart.unit
             lines.append(_metric(chart, unit, [value for _, value in line.points]))
-    tokens = one["tokens"]
+    tokens = summary["tokens"]
     if tokens is not None:
         counts = ", ".join(f"{count:,} {LABELS[name]}" for name, count in tokens["verdicts"].items() if count)
         lines.append(f"  records: {tokens['recorded']:,} tokens × updates: {counts or 'no region decided on them'}")
         if tokens["most_stopped"]:
             listed = ", ".join(f"‘{row['text']}’ {row['stopped']}" for row in tokens["most_stopped"][:8])
             lines.append(f"  masked most often: {listed}")
-    if one["found"]:
-        lines.append(f"  read: {'; '.join(visible(found, 200) for found in one['found'])}")
-    lines += [f"  missing: {visible(x['what'])}. {visible(x['would_tell'], 200)}" for x in one["missing"]]
-    lines += [f"  {visible(note, 300)}" for note in one["notes"]]
-    if one["last_words"]:
-        lines += ["  last log lines:", *(f"    {visible(line, 200)}" for line in one["last_words"].splitlines())]
+    if summary["found"]:
+        lines.append(f"  read: {'; '.join(visible(source, 200) for source in summary['found'])}")
+    lines += [f"  missing: {visible(x['what'])}. {visible(x['would_tell'], 200)}" for x in summary["missing"]]
+    lines += [f"  {visible(note, 300)}" for note in summary["notes"]]
+    if summary["last_words"]:
+        lines += ["  last log lines:", *(f"    {visible(line, 200)}" for line in summary["last_words"].splitlines())]
     return lines
 
 

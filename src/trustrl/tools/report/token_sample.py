@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
-from trustrl.config.loading import config_from_dict
 from trustrl.errors import RecordError, TrustRLError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_json
 from trustrl.recording.record_files import opened, parts_in, read_table
 from trustrl.recording.storage import Place
+from trustrl.regions.loading import config_from_dict
 from trustrl.tools.report.recorded_actions import DOWN, NO_VERDICT, STOPPED, UP, VERDICTS, with_verdicts
 
 SEED = 0
@@ -114,12 +114,12 @@ class _Seen:
 
 def record_files(folders: Sequence[str]) -> list[Place]:
     """Returns the record files of a run. A dump that has a step in full replaces the sample of that step."""
-    found: dict[tuple[str, str], Place] = {}
+    files: dict[tuple[str, str], Place] = {}
     for folder in folders:
         place = storage.place(folder)
-        found |= {(folder, file.name): file for file in parts_in(place)}
-        found |= {(folder, file.name): file for dump in storage.entries(place, "dump-*") for file in parts_in(dump)}
-    return [found[name] for name in sorted(found)]
+        files |= {(folder, file.name): file for file in parts_in(place)}
+        files |= {(folder, file.name): file for dump in storage.entries(place, "dump-*") for file in parts_in(dump)}
+    return [files[name] for name in sorted(files)]
 
 
 def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | None:
@@ -144,7 +144,7 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
     seen, start = _Seen(), 0
     for file, count in zip(read, read_counts, strict=True):
         low, high = bisect_left(wanted, start), bisect_left(wanted, start + count)
-        _take_in(seen, file, [at - start for at in wanted[low:high]])
+        _take_in(seen, file, [index - start for index in wanted[low:high]])
         start += count
     decided = set(seen.verdicts) != {NO_VERDICT}
     sums = _added(seen.sums)
@@ -157,7 +157,7 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
         mu="μ" if "μ" in seen.symbols else "π'",
         scores=seen.scores,
         most_stopped=_most_stopped(sums),
-        dumps=[_dump(one) for folder in folders for one in storage.entries(storage.place(folder), "dump-*")],
+        dumps=[_dump(dump) for folder in folders for dump in storage.entries(storage.place(folder), "dump-*")],
     )
 
 
@@ -189,8 +189,8 @@ def _take_in(seen: _Seen, file: Place, places: list[int]) -> None:
     chosen = table.take(pa.array(places, pa.int64()))
     for name, column in POINTS.items():
         seen.points[name] += chosen[column].to_pylist()
-    for one in pc.value_counts(table["verdict"]).to_pylist():
-        seen.verdicts[one["values"]] += one["counts"]
+    for row in pc.value_counts(table["verdict"]).to_pylist():
+        seen.verdicts[row["values"]] += row["counts"]
     _count_tokens(seen, table)
     _score_sequences(seen, table, file)
 
@@ -227,9 +227,9 @@ def _added(tables: Sequence[Any]) -> Any:
 def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
 
-    def distance(one: Any, other: Any) -> Any:
-        found = pc.abs(pc.subtract(one, other))
-        return pc.if_else(pc.is_finite(found), found, None)
+    def distance(column: Any, other: Any) -> Any:
+        difference = pc.abs(pc.subtract(column, other))
+        return pc.if_else(pc.is_finite(difference), difference, None)
 
     scores = pa.table(
         {
@@ -257,7 +257,10 @@ def _most_stopped(sums: Any) -> list[dict[str, Any]]:
     pc = need("pyarrow.compute", extra="records")
     masked = sums.filter(pc.greater(sums["stopped"], 0))
     ranked = masked.sort_by([("stopped", "descending"), ("token_id", "ascending")]).slice(0, MOST_STOPPED)
-    return [one | {"mu": one["mu"] / one["stopped"], "pi": one["pi"] / one["stopped"]} for one in ranked.to_pylist()]
+    return [
+        token | {"mu": token["mu"] / token["stopped"], "pi": token["pi"] / token["stopped"]}
+        for token in ranked.to_pylist()
+    ]
 
 
 def _dump(folder: Place) -> dict[str, Any]:
@@ -265,7 +268,7 @@ def _dump(folder: Place) -> dict[str, Any]:
     files = storage.entries(folder, "trigger.*.json")
     about = next(map(_about, files), {})
     fired = about.get("fired")
-    causes = [one for one in fired if isinstance(one, dict)] if isinstance(fired, list) else []
+    causes = [cause for cause in fired if isinstance(cause, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
 
 

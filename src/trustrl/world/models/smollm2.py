@@ -48,9 +48,9 @@ def wheel() -> Path:
                 )
             os.replace(Path(scratch, WHEEL), path)
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise DownloadError(f"{path} must have the sha256 {SHA256}, got {found}. Delete it and try again.")
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != SHA256:
+        raise DownloadError(f"{path} must have the sha256 {SHA256}, got {digest}. Delete it and try again.")
     return path
 
 

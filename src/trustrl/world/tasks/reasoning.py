@@ -120,11 +120,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _exact(found: dict[str, Any]) -> Any:
-    if found.keys() == {"__tuple__"}:
-        return tuple(found["__tuple__"])
-    if found.keys() == {"__pairs__"}:
-        return dict(found["__pairs__"])
-    if found.keys() == {"__fraction__"}:
-        return Fraction(found["__fraction__"])
-    return found
+def _exact(node: dict[str, Any]) -> Any:
+    if node.keys() == {"__tuple__"}:
+        return tuple(node["__tuple__"])
+    if node.keys() == {"__pairs__"}:
+        return dict(node["__pairs__"])
+    if node.keys() == {"__fraction__"}:
+        return Fraction(node["__fraction__"])
+    return node

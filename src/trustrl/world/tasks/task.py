@@ -127,13 +127,13 @@ def check_split(held_out: Any, seed: Any) -> None:
     validators.whole("seed", seed, low=0)
 
 
-def refuse_unknown(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+def refuse_unknown(where: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Raises if a setting is unknown, and suggests the nearest known name.
 
     Raises:
-        ConfigError: If a name in `given` is not in `known`.
+        ConfigError: If a name in `names` is not in `known`.
     """
     known = list(known)
-    for name in given:
+    for name in names:
         if name not in known:
             raise ConfigError(f"{where} has no setting {name!r}.{nearest(name, known)} It has: {', '.join(known)}.")

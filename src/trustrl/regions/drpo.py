@@ -1,0 +1,67 @@
+r"""DRPO: SPO's quadratic penalty on the probability gap π − b.
+
+    objective = r A − |A| (r − 1)(π − b) / (2δ),   r = π/b
+    M = 1,   w = r [1 − sign(A)(π − b) / δ],   ∂objective/∂log π = w A
+
+Reference: Rethinking the Divergence Regularization in LLM RL, arXiv:2606.09821.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from trustrl.config import validators
+from trustrl.config.axes import Needs
+from trustrl.errors import TrustRLWarning
+from trustrl.regions import ops
+from trustrl.regions.base import AnchoredRegion, check_common, needs_of
+from trustrl.regions.spo import penalized
+from trustrl.regions.words import anchor_of, number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DRPO(AnchoredRegion):
+    """DRPO: a quadratic penalty on the probability gap π − b. arXiv:2606.09821."""
+
+    kind: ClassVar[str] = "drpo"
+
+    width: float = 0.2
+    """δ: the objective has its maximum at |π − b| = δ. Our choice; the published 12.5 has little effect."""
+
+    def __post_init__(self) -> None:
+        validators.real("drpo.width", self.width, rule="a probability gap > 0", low=0.0, high=1e6)
+        check_common(self)
+        if self.width > 1:
+            warnings.warn(
+                f"drpo.width = {self.width:g}: a probability gap never exceeds 1, so the factor on the gradient stays "
+                f"in [{1 - 1 / self.width:.2f}, {1 + 1 / self.width:.2f}] and has little effect. "
+                "Use a width below 1; the default is 0.2.",
+                TrustRLWarning,
+                stacklevel=3,
+            )
+
+    def decide(self, tokens: ops.Tokens) -> ops.Decision:
+        """Applies the quadratic penalty on π − b."""
+        return penalized(tokens, ops.probability_gap(tokens), self.width)
+
+    def needs(self) -> Needs:
+        """Returns the data that the records must carry for this region."""
+        return needs_of(None, self.anchor, self.correction)
+
+    def words(self) -> str:
+        """Describes what the region does to a token."""
+        gap = f"|π − {anchor_of(self)}|"
+        return f"Masks nothing; reverses the gradient once {gap} exceeds {number(self.width)} (probability)."
+
+
+def drpo_loss(logp: Tensor, anchor_logp: Tensor, advantage: Tensor, in_loss: Tensor, *, width: float = 0.2) -> Tensor:
+    r"""Returns DRPO's loss, ℓ = −(r A − |A| (r − 1)(π − b) / (2·width)).
+
+    Reference: arXiv:2606.09821.
+    """
+    return ops.loss(DRPO(width=width), logp, anchor_logp, advantage, in_loss)

@@ -1,0 +1,227 @@
+"""Dashboards of the core metrics for TensorBoard, W&B and Grafana, made from the metric dictionary.
+
+TensorBoard shows a layout of custom scalars in the tab "Custom Scalars". W&B has no file format to import, so a script
+saves a workspace with the package wandb-workspaces. Grafana shows data of databases, and MLflow on PostgreSQL is the
+only tracker of a recipe that keeps its metrics in one.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trustrl.core.metrics import CORE, METRICS
+from trustrl.optional_imports import need
+
+PREFIXES = ("train/", "actor/", "")
+"""Prefixes of trustrl's metrics: TRL's trackers, verl's trackers, and TRL on MLflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One line of a chart."""
+
+    label: str
+    names: tuple[str, ...]
+    """Names that engines log it under. A run has one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart of a dashboard."""
+
+    title: str
+    about: str
+    """Healthy range and recommended action."""
+
+    series: tuple[Series, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all its lines."""
+        return [name for line in self.series for name in line.names]
+
+
+def sections() -> dict[str, list[Chart]]:
+    """Returns the charts by section. Every core metric is in one of them."""
+    return {
+        "Learning": [
+            Chart(
+                "Reward", "Mean over the completions of a batch.", (_logged("reward", "reward", "critic/score/mean"),)
+            ),
+            Chart("Gradient norm", "Before clipping.", (_logged("grad_norm", "grad_norm", "actor/grad_norm"),)),
+            _chart("Entropy", "entropy"),
+        ],
+        "Region": [
+            _chart("Tokens masked or projected", "masked_share", "projected_share"),
+            _chart("Divergence from the anchor", "divergence_mean", "divergence_p99"),
+            _chart("KL to the anchor", "kl_k3"),
+            _chart("Tokens that K cannot decide", "undecided_share"),
+        ],
+        "Sampler and trainer": [
+            _chart("Mismatch", "mismatch_abs_mean"),
+            _chart("Mismatch ratio", "mismatch_ratio_mean"),
+            _chart("Staleness", "staleness_mean"),
+            _chart("Dropped tokens", "dropped_share"),
+        ],
+    }
+
+
+def _chart(title: str, *names: str) -> Chart:
+    entries = {metric.name: metric for metric in METRICS if metric.name in CORE}
+    first = entries[names[0]]
+    about = f"{first.formula}, in {first.unit}. Healthy: {first.healthy}. {first.action}"
+    return Chart(title, about, tuple(Series(name, tuple(f"{p}trustrl/{name}" for p in PREFIXES)) for name in names))
+
+
+def _logged(label: str, trl: str, verl: str) -> Series:
+    return Series(label, (f"train/{trl}", verl, trl))
+
+
+SOURCE = "grafana-postgresql-datasource"
+COLUMNS, WIDTH, HEIGHT = 3, 8, 8
+
+RUNS = """SELECT r.name AS __text, r.run_uuid AS __value
+FROM runs r JOIN experiments e ON e.experiment_id = r.experiment_id
+WHERE e.name = 'trustrl' ORDER BY r.start_time DESC"""
+"""Names and ids of the runs, for the dashboard's variable `run`."""
+
+
+def grafana_json() -> bytes:
+    """Returns a dashboard as JSON for Grafana's import. It reads MLflow's database through the PostgreSQL source."""
+    panels, top = [], 0
+    for title, charts in sections().items():
+        panels.append(
+            {
+                "id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "panels": [],
+                "gridPos": {"x": 0, "y": top, "w": COLUMNS * WIDTH, "h": 1},
+            }
+        )  # fmt: skip
+        for place, chart in enumerate(charts):
+            row, column = divmod(place, COLUMNS)
+            where = {"x": column * WIDTH, "y": top + 1 + row * HEIGHT, "w": WIDTH, "h": HEIGHT}
+            panels.append(_panel(len(panels) + 1, chart, where))
+        top += 1 + -(-len(charts) // COLUMNS) * HEIGHT
+    dashboard = {
+        "uid": "trustrl-core", "title": "trustrl", "tags": ["trustrl"], "editable": True, "schemaVersion": 39,
+        "graphTooltip": 1, "refresh": "1m", "time": {"from": "now-6h", "to": "now"}, "panels": panels,
+        "templating": {"list": [
+            {"type": "datasource", "name": "mlflow", "label": "MLflow's database", "query": SOURCE},
+            {"type": "query", "name": "run", "label": "Run", "datasource": _SOURCE, "query": RUNS, "refresh": 2},
+        ]},
+    }  # fmt: skip
+    return (json.dumps(dashboard, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+_SOURCE = {"type": SOURCE, "uid": "${mlflow}"}
+
+
+def _panel(number: int, chart: Chart, where: dict[str, int]) -> dict[str, Any]:
+    target = {"refId": "A", "datasource": _SOURCE, "format": "table", "rawQuery": True, "rawSql": query(chart)}
+    return {
+        "id": number, "type": "trend", "title": chart.title, "description": chart.about, "gridPos": where,
+        "datasource": _SOURCE, "targets": [target], "options": {"xField": "step"},
+    }  # fmt: skip
+
+
+def query(chart: Chart) -> str:
+    """Returns the SQL of a chart: one row for each step of the chosen run, one column for each series."""
+    columns = [f"MAX(CASE WHEN key IN ({_listed(line.names)}) THEN value END) AS {line.label}" for line in chart.series]
+    every = _listed(chart.names)
+    return (
+        f"SELECT step, {', '.join(columns)} FROM metrics WHERE run_uuid = '$run' AND NOT is_nan AND key IN ({every}) "
+        "GROUP BY step ORDER BY step"
+    )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(f"'{name}'" for name in names)
+
+
+PLUGIN, TAG = "custom_scalars", "custom_scalars__config__"
+
+
+def layout_events() -> bytes:
+    """Returns an event file with the layout. In a log directory, it applies to all runs.
+
+    Raises:
+        MissingPackageError: If TensorBoard is not installed.
+    """
+    event, layouts = _part("compat.proto.event_pb2"), _part("plugins.custom_scalar.layout_pb2")
+    layout = layouts.Layout(
+        category=[
+            layouts.Category(title=title, chart=[_multiline(layouts, chart) for chart in charts])
+            for title, charts in sections().items()
+        ]
+    )
+    tensors, summaries = _part("compat.proto.tensor_pb2"), _part("compat.proto.summary_pb2")
+    plugin = summaries.SummaryMetadata.PluginData(plugin_name=PLUGIN)
+    value = summaries.Summary.Value(
+        tag=TAG,
+        metadata=summaries.SummaryMetadata(plugin_data=plugin),
+        tensor=tensors.TensorProto(dtype="DT_STRING", string_val=[layout.SerializeToString()]),
+    )
+    file = io.BytesIO()
+    records = _part("summary.writer.record_writer").RecordWriter(file)
+    records.write(event.Event(file_version="brain.Event:2").SerializeToString())
+    records.write(event.Event(summary=summaries.Summary(value=[value])).SerializeToString())
+    return file.getvalue()
+
+
+def _multiline(layouts: Any, chart: Chart) -> Any:
+    tags = [f"^{re.escape(name)}$" for name in chart.names]
+    return layouts.Chart(title=chart.title, multiline=layouts.MultilineChartContent(tag=tags))
+
+
+def _part(module: str) -> Any:
+    return need(f"tensorboard.{module}", advice="Run `pip install tensorboard`.")
+
+
+SCRIPT = '''"""Saves the workspace `trustrl` in a W&B project: python FILE ENTITY PROJECT [X]. Needs wandb-workspaces.
+
+X is the metric of the x-axis, "Step" by default. Runs of TRL have their updates in "train/global_step".
+"""
+
+import sys
+
+import wandb_workspaces.reports.v2 as wr
+import wandb_workspaces.workspaces as ws
+
+
+def workspace(entity, project, x="Step"):
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name="trustrl",
+        sections=[
+{sections}
+        ],
+    )
+
+
+if __name__ == "__main__":
+    print(workspace(*sys.argv[1:4]).save().url)
+'''
+
+
+def workspace_script() -> bytes:
+    """Returns the script's source."""
+    return SCRIPT.format(sections="\n".join(_section(title, charts) for title, charts in sections().items())).encode()
+
+
+def _section(title: str, charts: list[Chart]) -> str:
+    panels = "\n".join(f"{' ' * 20}wr.LinePlot(title={chart.title!r}, x=x, y={chart.names!r})," for chart in charts)
+    return (
+        f"            ws.Section(\n                name={title!r},\n                is_open=True,\n"
+        f"                panels=[\n{panels}\n                ],\n            ),"
+    )
+
+
+DASHBOARDS: dict[str, Callable[[], bytes]] = {
+    "tensorboard": layout_events,
+    "wandb": workspace_script,
+    "grafana": grafana_json,
+}
+"""The content of each dashboard's file."""
