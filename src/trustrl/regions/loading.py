@@ -43,10 +43,9 @@ def _add(module: ModuleType) -> None:
 KINDS: Registry[type] = Registry("settings kind", lambda: add_installed(_add))
 """Every settings class by its `kind`. Registering a region adds its class."""
 
-for _class in (*STATISTICS, *_OTHERS):
+# Without looking a kind up: that would load other packages, whose regions must come last.
+for _class in (*STATISTICS, *_OTHERS, *(region for _module in catalogue() for region in classes(_module))):
     KINDS.register(_class.kind)(_class)
-for _module in catalogue():
-    _add(_module)
 
 Decide = Callable[[Any, Any], Any]
 """(`trustrl.CleanTokens`, settings) → `trustrl.Decision`."""
