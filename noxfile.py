@@ -145,9 +145,13 @@ def install_engine(session: nox.Session, environment: str, torch: str = TORCH) -
     session.env.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
 
 
-def install_pinned(session: nox.Session, environment: str) -> None:
-    """Installs the packages of one environment file. A file whose hash is not written there is refused."""
-    install(session, "--require-hashes", "--no-deps", "-r", f"environments/{environment}.txt")
+LOCKS = ".github/locks"
+"""What the jobs of a release install: the tools that build and sign it, and those that write the site."""
+
+
+def install_pinned(session: nox.Session, name: str, folder: str = "environments") -> None:
+    """Installs the packages of one file of pins. A package whose hash is not written there is refused."""
+    install(session, "--require-hashes", "--no-deps", "-r", f"{folder}/{name}.txt")
 
 
 def other_release(session: nox.Session, package: str, version: str) -> str:
@@ -463,7 +467,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def docs_version(session: nox.Session) -> None:
     """Adds a version of the documentation to the branch gh-pages: `nox -s docs_version -- [--push] 0.2 latest`."""
-    install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "docs"))
+    install_pinned(session, "docs", LOCKS)
     install(session, "--no-deps", "-e", ".")
     session.env.update({"NO_MKDOCS_2_WARNING": "1", "TRUSTRL_DOCS_VERSIONS": "mike"})
     session.run("mike", "deploy", "--update-aliases", *session.posargs)
@@ -472,7 +476,7 @@ def docs_version(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def build(session: nox.Session) -> None:
     """Builds both packages in dist/ and the SBOM in build/sbom, and checks them, as the release workflow does."""
-    install(session, *nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "build"))
+    install_pinned(session, "build", LOCKS)
     shutil.rmtree("dist", ignore_errors=True)
     for source in (".", RIG):
         session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", source)
@@ -503,7 +507,7 @@ def newest(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def hashes(session: nox.Session) -> None:
-    """Writes the hashes of every pinned package into environments/*.txt; see scripts/environment_hashes.py."""
+    """Writes the hashes of every pinned package; see scripts/environment_hashes.py."""
     install(session, "packaging>=22")
     session.run("python", "scripts/environment_hashes.py", *session.posargs)
 

@@ -1,11 +1,12 @@
-"""Hashes of the pinned packages in `environments/*.txt`: every file of each release, for all platforms.
+"""Hashes of the pinned packages in `environments` and `.github/locks`: every file of each release, for all platforms.
 
     nox -s hashes                # ask the package index, and write the hashes of all files
     nox -s hashes -- --check     # write nothing, fail if the index lists other files than are written here
-    nox -s hashes -- trl verl    # only these environments
+    nox -s hashes -- trl verl    # only these files
 
-The sessions of nox install these files with `pip install --require-hashes`, so pip refuses a file that was not there
-when the hashes were written. A release that gained files since is reported by `--check`, and still installs.
+The sessions of nox and the workflows install these files with `pip install --require-hashes`, so pip refuses a file
+that was not there when the hashes were written. A release that gained files since is reported by `--check`, and still
+installs.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from pathlib import Path
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-FOLDER = Path(__file__).parents[1] / "environments"
+ROOT = Path(__file__).parents[1]
+FOLDERS = (ROOT / "environments", ROOT / ".github" / "locks")
 INDEX = "https://pypi.org/simple"
 ACCEPT = "application/vnd.pypi.simple.v1+json, text/html;q=0.5"
 PIN = re.compile(r"(?P<name>[\w.-]+)==(?P<version>[^\s\\]+)")
@@ -98,11 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0; or 1 if the index lacks a release, or if `--check` found a difference.
     """
     parser = argparse.ArgumentParser(description="Write the hashes of all files of the pinned packages.")
-    parser.add_argument("environments", nargs="*", help="Names of environments. Default: all.")
+    parser.add_argument("names", nargs="*", help="Names of files. Default: all.")
     parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
     parser.add_argument("--index", default=os.environ.get("PIP_INDEX_URL", INDEX), help="Address of the simple index.")
     chosen = parser.parse_args(arguments)
-    files = [FOLDER / f"{name}.txt" for name in chosen.environments] or sorted(FOLDER.glob("*.txt"))
+    files = [file for folder in FOLDERS for file in sorted(folder.glob("*.txt"))]
+    if unknown := set(chosen.names) - {file.stem for file in files}:
+        parser.error(f"names must be of {', '.join(file.stem for file in files)}, got {', '.join(sorted(unknown))}.")
+    files = [file for file in files if not chosen.names or file.stem in chosen.names]
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     names = sorted({name for text in texts.values() for name, *_ in pins(text)})
     with ThreadPoolExecutor(8) as pool:

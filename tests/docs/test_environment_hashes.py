@@ -10,7 +10,7 @@ import environment_hashes as tool
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "environments").glob("*.txt"))
+FILES = [file for folder in tool.FOLDERS for file in sorted(folder.glob("*.txt"))]
 ONE, TWO, THREE, FOUR = (letter * 64 for letter in "abcd")
 LISTED = {
     "some_engine-1.0-py3-none-any.whl": TWO,
@@ -44,10 +44,13 @@ def test_one_release_has_the_same_hashes_in_every_environment():
             assert seen.setdefault((name, version), hashes) == hashes, f"{name} in {file.name}"
 
 
-def test_nox_installs_an_environment_file_only_with_its_hashes():
-    installs = [line for line in (ROOT / "noxfile.py").read_text().splitlines() if '"environments/' in line]
-    assert [line.strip() for line in installs] == [
-        'install(session, "--require-hashes", "--no-deps", "-r", f"environments/{environment}.txt")'
+def test_nox_installs_a_file_of_pins_only_with_its_hashes():
+    lines = (ROOT / "noxfile.py").read_text().splitlines()
+    assert [line.strip() for line in lines if '"environments' in line or ('"-r"' in line and ".txt" in line)] == [
+        'install(session, "-r", "benchmarks/smollm2-requirements.txt")',
+        'def install_pinned(session: nox.Session, name: str, folder: str = "environments") -> None:',
+        'install(session, "--require-hashes", "--no-deps", "-r", f"{folder}/{name}.txt")',
+        'install(session, "--no-deps", "-r", "benchmarks/peers-requirements.txt")',
     ]
 
 
@@ -81,7 +84,7 @@ HTML = "<html>" + "".join(f'<a href="https://files/x/{n}#sha256={h}">{n}</a><br/
 def test_all_files_of_the_release_and_of_no_other_are_written(monkeypatch, tmp_path, body, content):
     urlopen, asked = answered(body, content)
     monkeypatch.setattr(tool.urllib.request, "urlopen", urlopen)
-    monkeypatch.setattr(tool, "FOLDER", tmp_path)
+    monkeypatch.setattr(tool, "FOLDERS", [tmp_path])
     file = tmp_path / "engine.txt"
     file.write_text(f"# Kept.\nSome_Engine==1.0 \\\n    --hash=sha256:{THREE}\n")
     assert tool.main(["--check", "--index", "https://index/simple/"]) == 1
@@ -95,7 +98,7 @@ def test_all_files_of_the_release_and_of_no_other_are_written(monkeypatch, tmp_p
 def test_a_release_that_the_index_does_not_have_is_named_and_nothing_is_written(monkeypatch, tmp_path, capsys):
     urlopen, _ = answered(HTML, "text/html")
     monkeypatch.setattr(tool.urllib.request, "urlopen", urlopen)
-    monkeypatch.setattr(tool, "FOLDER", tmp_path)
+    monkeypatch.setattr(tool, "FOLDERS", [tmp_path])
     file = tmp_path / "engine.txt"
     file.write_text("some-engine==9.0\n")
     assert tool.main([]) == 1

@@ -83,6 +83,25 @@ def test_the_release_is_published_without_a_token_after_build_check_and_attestat
     assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
 
 
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_pin_actions_by_commit_and_tools_by_hash(workflow):
+    uses = re.findall(r"^ *(?:- )?uses: (.+)$", workflow.read_text(), re.M)
+    assert uses
+    assert [one for one in uses if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one)] == []
+    installs = {line for line in commands(workflow) if "pip install" in line}
+    assert installs == {"pip install --require-hashes --no-deps -r .github/locks/nox.txt"}
+
+
+@pytest.mark.parametrize("name", ["build", "docs"])
+def test_a_lock_has_what_its_group_names(name):
+    lock = (ROOT / f".github/locks/{name}.txt").read_text()
+    pinned = dict(re.findall(r"^([\w.-]+)==([^\s\\]+)", lock, re.M))
+    for one in TOML["dependency-groups"][name]:
+        package, rule, version = re.fullmatch(r"([\w-]+)(?:\[[\w-]+\])?(==|>=)([\d.]+)", one).groups()
+        assert rule == ">=" or pinned[package] == version
+        assert package in pinned
+
+
 def test_pre_commit_runs_the_ruff_of_the_lint_group():
     hooks = {repo["repo"].rpartition("/")[2]: repo for repo in read(ROOT / ".pre-commit-config.yaml")["repos"]}
     (pinned,) = (one for one in TOML["dependency-groups"]["lint"] if one.startswith("ruff=="))
