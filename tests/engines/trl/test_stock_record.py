@@ -137,6 +137,29 @@ def test_tokens_are_those_of_trls_own_log(tmp_path):
     assert found["sampler_version"].tolist() == (found["step"] - found["step"] % UPDATES_PER_ROLLOUT).tolist()
 
 
+class Grows(GRPOTrainer):
+    """Trains on tokens that its rollout still left out."""
+
+    CUT = 3
+
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        mask = rollout["completion_mask"] = torch.ones_like(rollout["completion_mask"])
+        mask[:, -self.CUT :] = 0
+        return rollout
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return inputs | {"completion_mask": torch.ones_like(inputs["completion_mask"])}
+
+
+def test_tokens_that_join_the_mask_later_are_recorded_as_they_are_trained(tmp_path):
+    trained(tmp_path, {"sample": 1.0}, cls=Grows)
+    recorded = read(tmp_path / "records")
+    lengths = recorded["sequence"].unique(return_counts=True)[1].tolist()
+    assert set(lengths) == {world.COMPLETION * SCHEDULE["num_iterations"]}
+
+
 def test_evaluation_is_not_recorded(tmp_path):
     trainer = world.stock(output_dir=str(tmp_path))
     record(trainer, sample=1.0)

@@ -40,6 +40,12 @@ class TokenPlaces(NamedTuple):
         column = torch.cat(list(columns))
         return cls(row, column, row * shape[1] + column, shape)
 
+    @classmethod
+    def everywhere(cls, mask: Tensor) -> Self:
+        """Returns all B · T places of a (B, T) mask, True or not. Does not wait for the device."""
+        flat = torch.arange(mask.numel(), device=mask.device)
+        return cls(flat // mask.shape[1], flat % mask.shape[1], flat, mask.shape)
+
     def of(self, x: Tensor | Sequence[Tensor]) -> Tensor:
         """Returns the tokens' values, (N, ...), of (B, T, ...) or of one tensor per sequence that holds only them."""
         if not isinstance(x, Tensor):

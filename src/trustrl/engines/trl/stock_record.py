@@ -23,7 +23,7 @@ from trustrl.engines.common.stock_tokens import StockTokens, default_sample, obs
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
-from trustrl.engines.trl.anchors import POSITIONS, RECORDED, TRAINERS, corrected, places_of, rollout_tokens
+from trustrl.engines.trl.anchors import RECORDED, TRAINERS, corrected, rollout_tokens
 from trustrl.engines.trl.policy_side import policy_tokens
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
 from trustrl.engines.trl.trainer import TrustRegionMixin
@@ -116,9 +116,6 @@ class StockRecord:
         added["trustrl_version"] = sampled_rows.version_tensor(
             sampled_rows.NOT_RECORDED, ids, self._trainer.state.global_step
         )
-        added["trustrl_turn"] = sampled_rows.turn_tensor(rollout)
-        where = TokenPlaces.of_mask(sampled_rows.in_loss_of(rollout))
-        added[POSITIONS] = where.split(where.column)
         return {**rollout, **added}
 
     def _rewards(self, theirs: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -151,9 +148,11 @@ class StockRecord:
         in_loss = sampled_rows.in_loss_of(inputs)
         both = {"trustrl_behavior_logp": inputs.get(RECORDED), "trustrl_proximal_logp": inputs.get(TRAINERS)}
         inputs = {**inputs, **{name: x for name, x in both.items() if x is not None}}
+        # A subclass may change the masks until the loss reads them, so turns and places are those of the loss.
+        inputs["trustrl_turn"] = sampled_rows.turn_tensor(inputs)
         if "importance_sampling_ratio" in inputs:
             inputs = corrected(inputs, in_loss)
-        where = places_of(inputs, in_loss)
+        where = TokenPlaces.everywhere(in_loss)  # the recorder drops padding on the host
         rollout = rollout_tokens(inputs, in_loss, where, Needs(), sampling)
         policy = policy_tokens(Needs(), seen, where, rollout, step)
         self._tokens.add(policy, rollout, sequences=where.of_rows(inputs[SEQUENCE]), step=step)
