@@ -1,8 +1,8 @@
 """Known vulnerabilities of the pinned packages, from the OSV database.
 
-    nox -s advisories                              # ask api.osv.dev about every pin of environments/*.txt
+    nox -s advisories                              # ask api.osv.dev about every pin
     nox -s advisories -- --database PyPI.zip       # without the network, from OSV's export of all PyPI advisories
-    nox -s advisories -- trl verl                  # only these environments
+    nox -s advisories -- trl verl                  # only these files
 
 The export is https://osv-vulnerabilities.storage.googleapis.com/PyPI/all.zip. A mirror that answers every question with
 "nothing known" would look like good news, so the tool also asks about a release that is known to be vulnerable.
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from environment_hashes import FOLDER, pins
+from environment_hashes import pin_files, pins
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
@@ -119,10 +119,13 @@ def _version(text: str) -> Version:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the pins, prints one line for each advisory, and returns the exit code."""
     parser = argparse.ArgumentParser(description="Look up known vulnerabilities of the pinned packages.")
-    parser.add_argument("environments", nargs="*", help="Names of environments. Default: all.")
+    parser.add_argument("names", nargs="*", help="Names of files of pins. Default: all.")
     parser.add_argument("--database", type=Path, help="OSV's export of PyPI advisories, instead of its service.")
     chosen = parser.parse_args(arguments)
-    files = [FOLDER / f"{name}.txt" for name in chosen.environments] or sorted(FOLDER.glob("*.txt"))
+    try:
+        files = pin_files(chosen.names)
+    except ValueError as error:
+        parser.error(str(error))
     users: dict[Pin, list[str]] = {}
     for file in files:
         for name, version, _ in pins(file.read_text(encoding="utf-8")):

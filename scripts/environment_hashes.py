@@ -83,6 +83,18 @@ def pins(text: str) -> list[tuple[str, str, list[str]]]:
     return found
 
 
+def pin_files(names: Sequence[str] = ()) -> list[Path]:
+    """Returns the files with these names, or all of them.
+
+    Raises:
+        ValueError: If there is no such file.
+    """
+    files = {file.stem: file for folder in FOLDERS for file in sorted(folder.glob("*.txt"))}
+    if unknown := sorted(set(names) - set(files)):
+        raise ValueError(f"names must be of {', '.join(files)}, got {', '.join(unknown)}.")
+    return [files[name] for name in names or files]
+
+
 def rewritten(text: str, hashes_of: Callable[[str, str], Iterable[str]]) -> str:
     """Returns the requirements file with new hashes. Comments and the order of the pins stay."""
     lines: list[str] = []
@@ -104,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="Compare instead of writing.")
     parser.add_argument("--index", default=os.environ.get("PIP_INDEX_URL", INDEX), help="Address of the simple index.")
     chosen = parser.parse_args(arguments)
-    files = [file for folder in FOLDERS for file in sorted(folder.glob("*.txt"))]
-    if unknown := set(chosen.names) - {file.stem for file in files}:
-        parser.error(f"names must be of {', '.join(file.stem for file in files)}, got {', '.join(sorted(unknown))}.")
-    files = [file for file in files if not chosen.names or file.stem in chosen.names]
+    try:
+        files = pin_files(chosen.names)
+    except ValueError as error:
+        parser.error(str(error))
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     names = sorted({name for text in texts.values() for name, *_ in pins(text)})
     with ThreadPoolExecutor(8) as pool:

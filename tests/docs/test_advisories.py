@@ -6,6 +6,7 @@ import urllib.error
 import zipfile
 
 import advisories
+import environment_hashes
 import pytest
 
 JINJA = {
@@ -24,7 +25,7 @@ def pinned(tmp_path, monkeypatch):
     folder = tmp_path / "environments"
     folder.mkdir()
     (folder / "engine.txt").write_text(f"Some_Engine==1.5 \\\n    --hash=sha256:{'a' * 64}\n")
-    monkeypatch.setattr(advisories, "FOLDER", folder)
+    monkeypatch.setattr(environment_hashes, "FOLDERS", [folder])
 
 
 def export(tmp_path, *entries):

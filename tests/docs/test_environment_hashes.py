@@ -10,7 +10,7 @@ import environment_hashes as tool
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = [file for folder in tool.FOLDERS for file in sorted(folder.glob("*.txt"))]
+FILES = tool.pin_files()
 ONE, TWO, THREE, FOUR = (letter * 64 for letter in "abcd")
 LISTED = {
     "some_engine-1.0-py3-none-any.whl": TWO,
