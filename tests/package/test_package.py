@@ -249,13 +249,20 @@ def test_every_other_module_imports_with_the_core_alone(bin, tmp_path):
     )
 
 
-def test_type_checkers_know_every_public_name(bin, tmp_path):
-    names = json.loads(run(bin / "python", "-c", "import json, trustrl; print(json.dumps(trustrl.__all__))"))
-    (tmp_path / "user.py").write_text("import trustrl\n" + "".join(f"reveal_type(trustrl.{name})\n" for name in names))
-    said = run(sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", bin / "python", "user.py", cwd=tmp_path)
-    found = [one["message"] for one in json.loads(said)["generalDiagnostics"]]
-    assert len(found) == len(names)
-    assert [message for message in found if re.search(r"\bUnknown\b", message)] == []
+def test_type_checkers_know_every_public_name_and_no_others(bin, tmp_path):
+    code = "import json, trustrl; print(json.dumps([trustrl.__all__, trustrl.regions.__all__]))"
+    top, regions = json.loads(run(bin / "python", "-c", code))
+    names = [*top, *(f"regions.{name}" for name in regions)]
+    lines = ["import trustrl", *(f"reveal_type(trustrl.{name})" for name in names), "trustrl.DPPO", "trustrl.dppo_loss"]
+    (tmp_path / "user.py").write_text("\n".join(lines))
+    # Its exit code is 1: the last two names are in `trustrl.regions` and `trustrl.functional`.
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", bin / "python", "user.py"]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    messages = [remark["message"] for remark in json.loads(said)["generalDiagnostics"]]
+    errors = [f'"{name}" is not a known attribute of module "trustrl"' for name in ("DPPO", "dppo_loss")]
+    assert [message for message in messages if "is not a known attribute" in message] == errors
+    assert sum(message.startswith("Type of ") for message in messages) == len(names)
+    assert [message for message in messages if re.search(r"\bUnknown\b", message)] == []
 
 
 @pytest.mark.parametrize("extras", TOGETHER, ids=",".join)
