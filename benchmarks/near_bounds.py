@@ -93,14 +93,14 @@ def decide_by_loss(region, b, p, impl):
 
 def regions():
     """Returns (region, divergence, bound, number of columns, share of the tokens) by name."""
-    tv, kl, troll = 0.15, 0.05, trustrl.TROLL(k=20)
+    tv, kl, troll = 0.15, 0.05, trustrl.regions.TROLL(k=20)
     both = {"max_increase": tv, "max_decrease": tv}, {"max_increase": kl, "max_decrease": kl}
     return {
-        "Binary TV": (trustrl.DPPO(trustrl.BinaryTV(**both[0])), "tv", tv, 0, 7),
-        "Binary KL": (trustrl.DPPO(trustrl.BinaryKL(**both[1])), "kl", kl, 0, 5),
-        "Top-20 TV": (trustrl.DPPO(trustrl.TopKTV(k=20, **both[0])), "tv", tv, 20, 2),
-        "Top-20 KL": (trustrl.DPPO(trustrl.TopKKL(k=20, **both[1])), "kl", kl, 20, 2),
-        "Top-64 TV": (trustrl.DPPO(trustrl.TopKTV(k=64, **both[0])), "tv", tv, 64, 1),
+        "Binary TV": (trustrl.regions.DPPO(trustrl.regions.BinaryTV(**both[0])), "tv", tv, 0, 7),
+        "Binary KL": (trustrl.regions.DPPO(trustrl.regions.BinaryKL(**both[1])), "kl", kl, 0, 5),
+        "Top-20 TV": (trustrl.regions.DPPO(trustrl.regions.TopKTV(k=20, **both[0])), "tv", tv, 20, 2),
+        "Top-20 KL": (trustrl.regions.DPPO(trustrl.regions.TopKKL(k=20, **both[1])), "kl", kl, 20, 2),
+        "Top-64 TV": (trustrl.regions.DPPO(trustrl.regions.TopKTV(k=64, **both[0])), "tv", tv, 64, 1),
         "TROLL, 20 ids": (troll, "projection", troll.bound * (1 + 1e-4), 20, 1),
     }
 

@@ -23,6 +23,7 @@ import torch
 from trl_overhead import Inside, bootstrap, model, tokenizer
 
 import trustrl
+from trustrl import regions
 from trustrl.recording import EntropySlope, NonFinite, QuantileAbove, Recording, read, sequence_ids
 
 MICRO_BATCHES = 8
@@ -49,7 +50,7 @@ CASES = {
 }
 
 
-def trainer(size: dict, folder: str, recording: Recording, region: trustrl.Region):
+def trainer(size: dict, folder: str, recording: Recording, region: regions.Region):
     from datasets import Dataset
     from trl import GRPOConfig
 

@@ -54,7 +54,7 @@ class Batch:
         self.in_loss = (torch.arange(WIDTH) < WIDTH - WIDTH // 8).expand(ROWS, WIDTH).contiguous()
         self.count = int(self.in_loss.sum())
 
-    def ours(self, region: trustrl.Region, impl: str, measured: bool) -> Callable[[], object]:
+    def ours(self, region: trustrl.regions.Region, impl: str, measured: bool) -> Callable[[], object]:
         """Returns a call of forward and backward under a region. The record is built once, as at rollout time."""
         needs = region.needs()
         topk = trustrl.TopK(self.ids, self.topk_logp, needs.anchor) if needs.topk else None
@@ -96,10 +96,10 @@ def work() -> dict[str, Callable[[], object]]:
         "DPPO Binary KL": (20, trustrl.preset("dppo-binary-kl")),
         "DPPO Top-20 TV": (20, trustrl.preset("dppo-topk-tv")),
         "DPPO Top-20 KL": (20, trustrl.preset("dppo-topk-kl")),
-        "DPPO Top-64 TV": (64, trustrl.DPPO(trustrl.TopKTV(k=64))),
-        "DPPO Top-64 KL": (64, trustrl.DPPO(trustrl.TopKKL(k=64))),
-        "TROLL, 20 ids": (20, trustrl.TROLL(k=20)),
-        "TROLL, 64 ids": (64, trustrl.TROLL(k=64)),
+        "DPPO Top-64 TV": (64, trustrl.regions.DPPO(trustrl.regions.TopKTV(k=64))),
+        "DPPO Top-64 KL": (64, trustrl.regions.DPPO(trustrl.regions.TopKKL(k=64))),
+        "TROLL, 20 ids": (20, trustrl.regions.TROLL(k=20)),
+        "TROLL, 64 ids": (64, trustrl.regions.TROLL(k=64)),
     }
     calls = {"PPO-clip, three metrics": batches[20].plain(ppo_clip_with_metrics)}
     for name, (k, region) in regions.items():

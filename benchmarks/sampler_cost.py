@@ -146,7 +146,7 @@ def one_run(folder: str) -> None:
     from datasets import Dataset
     from trl import GRPOConfig
 
-    import trustrl
+    from trustrl import config_from_dict
     from trustrl.engines.trl import TrustRegionGRPOTrainer
 
     settings = GRPOConfig(
@@ -155,6 +155,8 @@ def one_run(folder: str) -> None:
         logging_steps=1, disable_tqdm=True, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=128,
         vllm_importance_sampling_correction=False, model_init_kwargs={"dtype": "float32"}, learning_rate=1e-4,
     )  # fmt: skip
+    # Both this trustrl and the older one with --before know these names.
+    region = config_from_dict({"kind": "dppo", "divergence": {"kind": "topk-tv", "k": 64}})
     rollouts = []
 
     class Timed(TrustRegionGRPOTrainer):
@@ -165,7 +167,7 @@ def one_run(folder: str) -> None:
             return found
 
     trainer = Timed(
-        model=folder, args=settings, region=trustrl.DPPO(trustrl.TopKTV(k=64)),
+        model=folder, args=settings, region=region,
         reward_funcs=lambda completions, **_: [float(len(text) % 3) for text in completions],
         train_dataset=Dataset.from_dict({"prompt": ["a a a"] * 64}),
         vllm_options={"dtype": "float32", "kv_cache_memory_bytes": 1 << 28},

@@ -31,6 +31,7 @@ from vocabulary_limit import Limits, converted, cpu_seconds, fastest_products
 from vocabulary_world import NUMBERS, V, World, peak_memory, processor, say
 
 import trustrl
+from trustrl import regions
 from trustrl.core.token_logprobs import AnchorStates
 from trustrl.kernels import keeping_pass
 
@@ -80,7 +81,7 @@ def troll(world: World) -> None:
         in_loss=torch.ones(rows, dtype=torch.bool), topk=trustrl.TopK(world.ids, anchor[:, 1:-1], "proximal"),
     )  # fmt: skip
     policy = trustrl.PolicyTokens(logp=moved[:, 0], topk_logp=moved[:, 1:-1], tail_logp=moved[:, -1])
-    region = trustrl.TROLL(k=num_ids)
+    region = regions.TROLL(k=num_ids)
     trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenMean(num_tokens=rows)).loss.backward()
 
 

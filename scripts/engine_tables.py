@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import trustrl
+from trustrl import regions
 from trustrl.engines.catalogue import ENGINES, TESTED, Engine, kind_of, supports
 
 PAGE = Path(__file__).parents[1] / "docs/engines/index.md"
@@ -47,7 +48,7 @@ def presets() -> str:
     return "\n".join(lines)
 
 
-def _listed(region: trustrl.Region) -> str:
+def _listed(region: regions.Region) -> str:
     """Returns the engines of a region, or the exceptions if they are fewer."""
     ran: list[Engine] = [engine for engine in ENGINES if supports(engine, region)]
     left_out = [engine.name for engine in ENGINES if engine not in ran]

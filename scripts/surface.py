@@ -5,7 +5,7 @@ python scripts/surface.py    writes tests/api/surface.txt and the stub of `trust
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,8 +17,8 @@ from trustrl import regions
 STUB = Path(regions.__file__).with_suffix(".pyi")
 FILE = Path(__file__).parents[1] / "tests/api/surface.txt"
 MODULES = (
-    "trustrl", "trustrl.functional", "trustrl.errors", "trustrl.core.divergences", "trustrl.recording",
-    "trustrl.tools.audit", "trustrl.world.tasks", "trustrl.world.models",
+    "trustrl", "trustrl.regions", "trustrl.functional", "trustrl.errors", "trustrl.core.divergences",
+    "trustrl.recording", "trustrl.tools.audit", "trustrl.world.tasks", "trustrl.world.models",
 )  # fmt: skip
 """Modules whose `__all__` is public. They need only the core."""
 
@@ -36,7 +36,7 @@ FIXED = {"trustrl.__version__"}
 
 def text() -> str:
     """Returns the whole surface: the names of each module in alphabetical order, then the presets."""
-    names = [f"{module}.{name}" for module in MODULES for name in sorted(import_module(module).__all__)]
+    names = [f"{module}.{name}" for module in MODULES for name in public(module)]
     lines = []
     for dotted in (*names, *NAMED):
         module, _, name = dotted.rpartition(".")
@@ -45,15 +45,26 @@ def text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def public(module: str) -> list[str]:
+    """Returns a module's public names. Plain losses are listed once: in `trustrl.functional`."""
+    names = sorted(import_module(module).__all__)
+    return [name for name in names if module != "trustrl.regions" or not name.endswith("_loss")]
+
+
 def stub() -> str:
     """Returns the stub of `trustrl.regions`: type checkers cannot list its folder."""
     lines = STUB.read_text().partition("\n__all__ = ")[0].splitlines()
     # The site follows a star import by the names listed here.
     lines.append(f"__all__ = [{', '.join(json.dumps(name) for name in regions.__all__)}]")
+    lines += [f"from {module} import {_exported(names)}" for module, names in regions.OTHERS.items()]
     for module in regions.catalogue():
         names = sorted([*(region.__name__ for region in regions.classes(module)), *regions.losses(module)])
-        lines.append(f"from {module.__name__} import {', '.join(f'{name} as {name}' for name in names)}")
+        lines.append(f"from {module.__name__} import {_exported(names)}")
     return "\n".join(lines) + "\n"
+
+
+def _exported(names: Iterable[str]) -> str:
+    return ", ".join(f"{name} as {name}" for name in names)
 
 
 def described(name: str, value: Any) -> Iterator[str]:

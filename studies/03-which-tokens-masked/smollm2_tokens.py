@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trustrl import regions
+
 RESULTS = Path(__file__).parents[2] / "docs/results"
 DATA = RESULTS / "data/smollm2-masks.parquet"
 UPDATES = (1, 4, 16)
@@ -225,19 +227,19 @@ def divergences(log_mu, log_pi, ordered, token, advantage) -> dict:
             in_loss=torch.ones_like(token, dtype=torch.bool),
         )  # fmt: skip
         policy = trustrl.PolicyTokens(logp=at_token(log_pi), topk_logp=log_pi.gather(-1, ids), full_logp=log_pi)
-        region = trustrl.DPPO(statistic)
+        region = regions.DPPO(statistic)
         decision = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum()).decision
         lower = decision.divergence.lower
         own = stopped(lower, at_token(log_pi) - at_token(log_mu), advantage, statistic.max_increase)
         assert torch.equal(own, ~decision.keep), statistic
         return decision.divergence
 
-    found = {"tv_exact": verdict(trustrl.FullTV(), 1).lower, "kl_exact": verdict(trustrl.FullKL(), 1).lower}
-    found["tv_binary"], found["tv_binary_upper"] = verdict(trustrl.BinaryTV(), 1)
-    found["kl_binary"] = verdict(trustrl.BinaryKL(), 1).lower
+    found = {"tv_exact": verdict(regions.FullTV(), 1).lower, "kl_exact": verdict(regions.FullKL(), 1).lower}
+    found["tv_binary"], found["tv_binary_upper"] = verdict(regions.BinaryTV(), 1)
+    found["kl_binary"] = verdict(regions.BinaryKL(), 1).lower
     for k in KS:
-        found[f"tv_{k}"], found[f"tv_{k}_upper"] = verdict(trustrl.TopKTV(k=k), k)
-        found[f"kl_{k}"] = verdict(trustrl.TopKKL(k=k), k).lower
+        found[f"tv_{k}"], found[f"tv_{k}_upper"] = verdict(regions.TopKTV(k=k), k)
+        found[f"kl_{k}"] = verdict(regions.TopKKL(k=k), k).lower
     return found
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from trustrl import regions
+
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("shared", "03-which-tokens-masked")]
 from pages import command, fill
 
@@ -213,7 +215,7 @@ def topk_tv(token, ids, log_mu, ids_log_mu, logp, ids_logp):
         advantage=torch.ones(len(token)), in_loss=torch.ones(len(token), dtype=torch.bool),
     )  # fmt: skip
     policy = trustrl.PolicyTokens(logp=logp, topk_logp=ids_logp)
-    region = trustrl.DPPO(trustrl.TopKTV(k=K))
+    region = regions.DPPO(regions.TopKTV(k=K))
     out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum())
     return out.decision.divergence.lower.float()
 

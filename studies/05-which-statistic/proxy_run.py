@@ -20,6 +20,7 @@ import torch
 from proxy_data import KS, MINI_BATCHES, UPDATES, pack
 
 import trustrl
+from trustrl import regions
 
 ROOT = Path(__file__).parents[2]
 FOUND = ROOT / "build/proxies"
@@ -199,8 +200,8 @@ def check(log_mu: torch.Tensor, log_pi: torch.Tensor, token: torch.Tensor, found
     """Returns the largest difference from the library's own divergences, at some K and for a few tokens."""
     log_mu, log_pi, token = (x[:CHECKED] for x in (log_mu, log_pi, token))
     worst, own = 0.0, token[:, None]
-    kinds = {"exact": (trustrl.FullTV(), trustrl.FullKL())}
-    kinds |= {str(k): (trustrl.TopKTV(k=k), trustrl.TopKKL(k=k)) for k in (1, 20, 256)}
+    kinds = {"exact": (regions.FullTV(), regions.FullKL())}
+    kinds |= {str(k): (regions.TopKTV(k=k), regions.TopKKL(k=k)) for k in (1, 20, 256)}
     for name, statistics in kinds.items():
         top = log_mu.topk(1 if name == "exact" else int(name), -1)
         rollout = trustrl.RolloutTokens(
@@ -212,7 +213,7 @@ def check(log_mu: torch.Tensor, log_pi: torch.Tensor, token: torch.Tensor, found
             logp=log_pi.gather(-1, own)[:, 0], topk_logp=log_pi.gather(-1, top.indices), full_logp=log_pi
         )
         for kind, statistic in zip(("tv", "kl"), statistics, strict=True):
-            out = trustrl.policy_loss(policy, rollout, trustrl.DPPO(statistic), reduction=trustrl.TokenSum())
+            out = trustrl.policy_loss(policy, rollout, regions.DPPO(statistic), reduction=trustrl.TokenSum())
             worst = max(
                 worst, float(np.abs(out.decision.divergence.lower.numpy() - found[f"{kind}_{name}"][:CHECKED]).max())
             )

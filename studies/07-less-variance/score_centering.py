@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from trustrl import regions
+
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "data/score-centering.json", DOCS / "algorithms/score-centering.md"
 KS = (1, 4, 16, 64, 128, 256)
@@ -184,8 +186,6 @@ def estimators(head_VD, pi_NV, mu_NV) -> dict[str, Estimate]:
     """Returns plain policy gradient, importance sampling, and score centering with each K and with a cap."""
     import torch
 
-    import trustrl
-
     one_NV, ratio_NV, none_ND = torch.ones_like(pi_NV), pi_NV / mu_NV, torch.zeros_like(pi_NV @ head_VD)
     mean_ND = pi_NV @ head_VD
     at = torch.arange(len(pi_NV))
@@ -205,9 +205,9 @@ def estimators(head_VD, pi_NV, mu_NV) -> dict[str, Estimate]:
 
     found = {"plain": closed_form(one_NV, none_ND), "pg-is": closed_form(ratio_NV, none_ND)}
     for k in KS:
-        found[f"K = {k}"] = centered(trustrl.ScoreCentering(k=k), one_NV)
+        found[f"K = {k}"] = centered(regions.ScoreCentering(k=k), one_NV)
     found["full"] = closed_form(one_NV, (mu_NV - pi_NV) @ head_VD)
-    capped = trustrl.ScoreCentering(weight=trustrl.TIS(max_ratio=2.0))
+    capped = regions.ScoreCentering(weight=regions.TIS(max_ratio=2.0))
     found["K = 128, min(r, 2)"] = centered(capped, ratio_NV.clamp(max=2.0))
     check(found["full"], head_VD, pi_NV, mu_NV)
     return found
@@ -224,7 +224,7 @@ def check(full: Estimate, head_VD, pi_NV, mu_NV) -> None:
     rollout = recorded(mu_NV, token_N, advantage_N)
     rollout = replace(rollout, full=trustrl.FullVocabulary(mu_NV.log(), "behavior"))
     policy = trustrl.PolicyTokens(logp=logp_NV.gather(-1, token_N[:, None]).squeeze(-1), full_logp=logp_NV)
-    region = trustrl.ScoreCentering(support="full")
+    region = regions.ScoreCentering(support="full")
     trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum()).loss.backward()
     found = logp_NV.grad @ head_VD - logp_NV.grad.sum(-1, keepdim=True) * (pi_NV @ head_VD)
     torch.testing.assert_close(found, full.gradient(token_N, advantage_N), rtol=1e-9, atol=1e-9)

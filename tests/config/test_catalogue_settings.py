@@ -3,29 +3,30 @@
 import pytest
 
 import trustrl
+from trustrl import regions
 from trustrl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: trustrl.OPSM(0.0), "opsm.max_drift must be nats per token"),
-        (lambda: trustrl.OPSM(statistic=0.2), "opsm.statistic must be a"),
-        (lambda: trustrl.OPSM(statistic=trustrl.SequenceRatio()), "level must be 'sequence' with SequenceRatio"),
-        (lambda: trustrl.OPSM(correction=trustrl.TIS()), "opsm.correction must be None with anchor='behavior'"),
-        (lambda: trustrl.GMPO(trustrl.Ratio()), "gmpo.log_ratio must be a LogRatio"),
-        (lambda: trustrl.VESPO(decay_negative=0.0), "vespo.decay_negative must be a finite number > 0"),
-        (lambda: trustrl.VESPO(anchor="old"), "vespo.anchor must be one of"),
-        (lambda: trustrl.VESPO(when_stale="tighten", max_staleness=1), "when_stale must be 'drop'"),
-        (lambda: trustrl.M2PO(-1.0), "m2po.max_second_moment must be nats squared"),
-        (lambda: trustrl.TROLL(rest="published", support="full"), "troll.rest must be 'bucket' with support='full'"),
-        (lambda: trustrl.PPO(relax_below=1.5), "ppo.relax_below must be a probability"),
-        (lambda: trustrl.TROLL(level="prompt"), "troll.level must be one of 'token', 'sequence'"),
-        (lambda: trustrl.TIS(level="sequence"), "tis.level must be one of 'token', 'sequence-product'"),
-        (lambda: trustrl.DivergenceGate(divergence=trustrl.FullKL()), "divergence-gate.divergence must be a BinaryKL"),
-        (lambda: trustrl.DivergenceGate(level="word"), "divergence-gate.level must be one of"),
-        (lambda: trustrl.DivergenceGate(divergence=trustrl.BinaryTV(max_increase=0.1, max_decrease=0.2)), "equal bounds"),
-        (lambda: trustrl.DivergenceGate(divergence=trustrl.BinaryTV(act_on="upper")), "act_on='lower'"),
+        (lambda: regions.OPSM(0.0), "opsm.max_drift must be nats per token"),
+        (lambda: regions.OPSM(statistic=0.2), "opsm.statistic must be a"),
+        (lambda: regions.OPSM(statistic=regions.SequenceRatio()), "level must be 'sequence' with SequenceRatio"),
+        (lambda: regions.OPSM(correction=regions.TIS()), "opsm.correction must be None with anchor='behavior'"),
+        (lambda: regions.GMPO(regions.Ratio()), "gmpo.log_ratio must be a LogRatio"),
+        (lambda: regions.VESPO(decay_negative=0.0), "vespo.decay_negative must be a finite number > 0"),
+        (lambda: regions.VESPO(anchor="old"), "vespo.anchor must be one of"),
+        (lambda: regions.VESPO(when_stale="tighten", max_staleness=1), "when_stale must be 'drop'"),
+        (lambda: regions.M2PO(-1.0), "m2po.max_second_moment must be nats squared"),
+        (lambda: regions.TROLL(rest="published", support="full"), "troll.rest must be 'bucket' with support='full'"),
+        (lambda: regions.PPO(relax_below=1.5), "ppo.relax_below must be a probability"),
+        (lambda: regions.TROLL(level="prompt"), "troll.level must be one of 'token', 'sequence'"),
+        (lambda: regions.TIS(level="sequence"), "tis.level must be one of 'token', 'sequence-product'"),
+        (lambda: regions.DivergenceGate(divergence=regions.FullKL()), "divergence-gate.divergence must be a BinaryKL"),
+        (lambda: regions.DivergenceGate(level="word"), "divergence-gate.level must be one of"),
+        (lambda: regions.DivergenceGate(divergence=regions.BinaryTV(max_increase=0.1, max_decrease=0.2)), "equal bounds"),
+        (lambda: regions.DivergenceGate(divergence=regions.BinaryTV(act_on="upper")), "act_on='lower'"),
         (lambda: trustrl.KLPenalty(coefficient=1.0, unbiased="yes"), "kl.unbiased must be"),
         (lambda: trustrl.KLPenalty(coefficient=1.0, unbiased=True, gradient="score"), "kl.gradient must be 'pathwise'"),
     ],
@@ -37,5 +38,5 @@ def test_a_setting_without_meaning_is_refused(build, message):
 
 def test_the_old_name_of_the_geometric_mean_still_works_and_says_so():
     with pytest.warns(DeprecationWarning, match="now called 'sequence-mean'"):
-        old = trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence")
-    assert old == trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean")
+        old = regions.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence")
+    assert old == regions.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean")

@@ -10,52 +10,53 @@ from typing import ClassVar
 import pytest
 
 import trustrl
+from trustrl import regions
 from trustrl.regions.loading import KINDS, laid_over
 from trustrl.regions.presets import override
 
 INVALID = [
-    pytest.param(lambda: trustrl.BinaryTV(max_increase=0), "binary-tv.max_increase must be a probability gap", id="a bound of 0"),
-    pytest.param(lambda: trustrl.BinaryTV(max_increase=-0.1), "must be a probability gap", id="a negative bound"),
-    pytest.param(lambda: trustrl.BinaryTV(max_decrease=math.nan), "max_decrease must be", id="a NaN bound"),
-    pytest.param(lambda: trustrl.BinaryTV(max_increase="0.1"), "got '0.1'", id="a bound in quotes"),
-    pytest.param(lambda: trustrl.BinaryTV(max_increase=True), "got True", id="a boolean bound"),
-    pytest.param(lambda: trustrl.TopKTV(k=0), "For k = 0 use binary-tv", id="k = 0"),
-    pytest.param(lambda: trustrl.TopKTV(k=2.0), "whole number", id="k as a float"),
-    pytest.param(lambda: trustrl.TopKKL(act_on="upper"), "no finite upper end", id="the upper end of a KL"),
-    pytest.param(lambda: trustrl.BinaryTV(act_on="middle"), "one of 'lower', 'upper'", id="an unknown end"),
-    pytest.param(lambda: trustrl.DPPO(0.15), "Build one, for example", id="a bare number as divergence"),
-    pytest.param(lambda: trustrl.DPPO(anchor="old"), "one of 'behavior', 'proximal'", id="an unknown anchor"),
-    pytest.param(lambda: trustrl.DPPO(max_ratio=0), "max_ratio must be a cap", id="a cap of 0"),
-    pytest.param(lambda: trustrl.PPO(dual_clip=0.9), "dual_clip must be a ratio > 1", id="a dual clip below 1"),
-    pytest.param(lambda: trustrl.PPO(action="clip", max_ratio=3.0), "no max_ratio", id="textbook clip with a cap"),
-    pytest.param(lambda: trustrl.PPO(action="project"), "one of 'mask', 'clip'", id="ppo by projection"),
-    pytest.param(lambda: trustrl.CISPO(None), "For no cap use pg-is", id="cispo without a cap"),
-    pytest.param(lambda: trustrl.SAPO(0.0), "temperature_positive must be", id="a temperature of 0"),
-    pytest.param(lambda: trustrl.SPO(-1.0), "spo.width must be", id="a negative width"),
-    pytest.param(lambda: trustrl.TROLL(0.0), "troll.bound must be nats", id="an empty ball"),
-    pytest.param(lambda: trustrl.TROLL(k=0), "troll.k must be", id="troll without ids"),
-    pytest.param(lambda: trustrl.TROLL(alpha=-1.0), "troll.alpha must be", id="a negative pull"),
-    pytest.param(lambda: trustrl.TROLL(support="full", rest="fill"), "no unrecorded ids", id="filling a full vocabulary"),
-    pytest.param(lambda: trustrl.ScoreCentering(k=0), "score-centering.k must be", id="centering without ids"),
-    pytest.param(lambda: trustrl.ScoreCentering(tail_mass=1.0), "a mass below 1", id="centering without a record"),
-    pytest.param(lambda: trustrl.ScoreCentering(support="half"), "one of 'topk', 'full'", id="centering on a part"),
-    pytest.param(lambda: trustrl.ScoreCentering(weight=2.0), "score-centering.weight must be a TIS, IcePop", id="centering with a bare cap"),
-    pytest.param(lambda: trustrl.ScoreCentering(correction=trustrl.TIS()), "correction must be None", id="centering corrected twice"),
-    pytest.param(lambda: trustrl.IPO(log_ratio_penalty=math.inf), "finite number", id="an infinite penalty"),
-    pytest.param(lambda: trustrl.TRM(trustrl.BinaryKL(max_increase=0.1, max_decrease=0.2)), "equal bounds", id="trm with two bounds"),
-    pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.TopKKL()), "never exceeds the maximum", id="a mean bound that cannot act"),
-    pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.BinaryKL()), "never exceeds the maximum", id="another mean bound that cannot act"),
-    pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(), mean=trustrl.FullKL(max_increase=0.001)), "read the same ids", id="trm on two supports"),
-    pytest.param(lambda: trustrl.TRM(trustrl.TopKKL(k=20), mean=trustrl.TopKKL(k=10, max_increase=0.001)), "read the same ids", id="trm with two k"),
-    pytest.param(lambda: trustrl.TRM(trustrl.Ratio()), "trm.statistic must be", id="trm on the ratio"),
-    pytest.param(lambda: trustrl.CPPO(trustrl.TopKTV(max_increase=0.1, max_decrease=0.2)), "Give one bound for both directions", id="cppo with two bounds"),
-    pytest.param(lambda: trustrl.PrefixBudget(rate=-1), "Or use 'p90'", id="a negative budget"),
-    pytest.param(lambda: trustrl.PrefixBudget(rate_low=0.5), "at most rate_high", id="a budget band upside down"),
-    pytest.param(lambda: trustrl.PrefixBudget(last_weight=0.0), "a weight in", id="a last weight of 0"),
-    pytest.param(lambda: trustrl.MIS(min_ratio=2.0, max_ratio=1.0, level="token"), "must have 1 between them", id="a band upside down"),
-    pytest.param(lambda: trustrl.IcePop(min_ratio=1.5, max_ratio=5.0), "must have 1 between them", id="a band without agreement"),
-    pytest.param(lambda: trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="word"), "one of 'token', 'sequence-mean'", id="an unknown level"),
-    pytest.param(lambda: trustrl.TIS(max_ratio=0.0), "tis.max_ratio", id="a correction cap of 0"),
+    pytest.param(lambda: regions.BinaryTV(max_increase=0), "binary-tv.max_increase must be a probability gap", id="a bound of 0"),
+    pytest.param(lambda: regions.BinaryTV(max_increase=-0.1), "must be a probability gap", id="a negative bound"),
+    pytest.param(lambda: regions.BinaryTV(max_decrease=math.nan), "max_decrease must be", id="a NaN bound"),
+    pytest.param(lambda: regions.BinaryTV(max_increase="0.1"), "got '0.1'", id="a bound in quotes"),
+    pytest.param(lambda: regions.BinaryTV(max_increase=True), "got True", id="a boolean bound"),
+    pytest.param(lambda: regions.TopKTV(k=0), "For k = 0 use binary-tv", id="k = 0"),
+    pytest.param(lambda: regions.TopKTV(k=2.0), "whole number", id="k as a float"),
+    pytest.param(lambda: regions.TopKKL(act_on="upper"), "no finite upper end", id="the upper end of a KL"),
+    pytest.param(lambda: regions.BinaryTV(act_on="middle"), "one of 'lower', 'upper'", id="an unknown end"),
+    pytest.param(lambda: regions.DPPO(0.15), "Build one, for example", id="a bare number as divergence"),
+    pytest.param(lambda: regions.DPPO(anchor="old"), "one of 'behavior', 'proximal'", id="an unknown anchor"),
+    pytest.param(lambda: regions.DPPO(max_ratio=0), "max_ratio must be a cap", id="a cap of 0"),
+    pytest.param(lambda: regions.PPO(dual_clip=0.9), "dual_clip must be a ratio > 1", id="a dual clip below 1"),
+    pytest.param(lambda: regions.PPO(action="clip", max_ratio=3.0), "no max_ratio", id="textbook clip with a cap"),
+    pytest.param(lambda: regions.PPO(action="project"), "one of 'mask', 'clip'", id="ppo by projection"),
+    pytest.param(lambda: regions.CISPO(None), "For no cap use pg-is", id="cispo without a cap"),
+    pytest.param(lambda: regions.SAPO(0.0), "temperature_positive must be", id="a temperature of 0"),
+    pytest.param(lambda: regions.SPO(-1.0), "spo.width must be", id="a negative width"),
+    pytest.param(lambda: regions.TROLL(0.0), "troll.bound must be nats", id="an empty ball"),
+    pytest.param(lambda: regions.TROLL(k=0), "troll.k must be", id="troll without ids"),
+    pytest.param(lambda: regions.TROLL(alpha=-1.0), "troll.alpha must be", id="a negative pull"),
+    pytest.param(lambda: regions.TROLL(support="full", rest="fill"), "no unrecorded ids", id="filling a full vocabulary"),
+    pytest.param(lambda: regions.ScoreCentering(k=0), "score-centering.k must be", id="centering without ids"),
+    pytest.param(lambda: regions.ScoreCentering(tail_mass=1.0), "a mass below 1", id="centering without a record"),
+    pytest.param(lambda: regions.ScoreCentering(support="half"), "one of 'topk', 'full'", id="centering on a part"),
+    pytest.param(lambda: regions.ScoreCentering(weight=2.0), "score-centering.weight must be a TIS, IcePop", id="centering with a bare cap"),
+    pytest.param(lambda: regions.ScoreCentering(correction=regions.TIS()), "correction must be None", id="centering corrected twice"),
+    pytest.param(lambda: regions.IPO(log_ratio_penalty=math.inf), "finite number", id="an infinite penalty"),
+    pytest.param(lambda: regions.TRM(regions.BinaryKL(max_increase=0.1, max_decrease=0.2)), "equal bounds", id="trm with two bounds"),
+    pytest.param(lambda: regions.TRM(regions.TopKKL(), mean=regions.TopKKL()), "never exceeds the maximum", id="a mean bound that cannot act"),
+    pytest.param(lambda: regions.TRM(regions.TopKKL(), mean=regions.BinaryKL()), "never exceeds the maximum", id="another mean bound that cannot act"),
+    pytest.param(lambda: regions.TRM(regions.TopKKL(), mean=regions.FullKL(max_increase=0.001)), "read the same ids", id="trm on two supports"),
+    pytest.param(lambda: regions.TRM(regions.TopKKL(k=20), mean=regions.TopKKL(k=10, max_increase=0.001)), "read the same ids", id="trm with two k"),
+    pytest.param(lambda: regions.TRM(regions.Ratio()), "trm.statistic must be", id="trm on the ratio"),
+    pytest.param(lambda: regions.CPPO(regions.TopKTV(max_increase=0.1, max_decrease=0.2)), "Give one bound for both directions", id="cppo with two bounds"),
+    pytest.param(lambda: regions.PrefixBudget(rate=-1), "Or use 'p90'", id="a negative budget"),
+    pytest.param(lambda: regions.PrefixBudget(rate_low=0.5), "at most rate_high", id="a budget band upside down"),
+    pytest.param(lambda: regions.PrefixBudget(last_weight=0.0), "a weight in", id="a last weight of 0"),
+    pytest.param(lambda: regions.MIS(min_ratio=2.0, max_ratio=1.0, level="token"), "must have 1 between them", id="a band upside down"),
+    pytest.param(lambda: regions.IcePop(min_ratio=1.5, max_ratio=5.0), "must have 1 between them", id="a band without agreement"),
+    pytest.param(lambda: regions.MIS(min_ratio=0.5, max_ratio=2.0, level="word"), "one of 'token', 'sequence-mean'", id="an unknown level"),
+    pytest.param(lambda: regions.TIS(max_ratio=0.0), "tis.max_ratio", id="a correction cap of 0"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=-1.0), "kl.coefficient", id="a negative coefficient"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, estimator="k4"), "one of 'k1', 'k2', 'k3'", id="an unknown estimator"),
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, gradient="none"), "one of 'pathwise', 'score'", id="an unknown gradient"),
@@ -63,23 +64,23 @@ INVALID = [
     pytest.param(lambda: trustrl.KLPenalty(coefficient=1.0, only_kept="False"), "kl.only_kept must be true or false, got 'False'", id="a truth in quotes"),
     pytest.param(lambda: trustrl.EntropyBonus(coefficient=1.0, only_kept=1), "entropy.only_kept must be true or false, got 1", id="a number for a truth"),
     pytest.param(lambda: trustrl.FixedLength(length=0, num_sequences=2), "fixed-length.length", id="a length of 0"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKTV(), action="clip"), "where the textbook objective is defined", id="clip on a divergence"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKTV(), action="penalise"), "Only these have a signed gap", id="penalise on a top-K"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), action="penalise", max_ratio=2.0), "follows from the objective", id="penalise with a cap"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(act_on="upper"), action="penalise"), "follows from the objective", id="penalise on an upper end"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), action="truncate"), "Truncation masks nothing", id="truncate with a statistic"),
-    pytest.param(lambda: trustrl.TrustRegion(None), "trust-region.statistic must be a Ratio, LogRatio", id="a mask without a statistic"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.TopKKL(), action="project"), "Use trustrl.TROLL", id="project on the axes"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.SequenceRatio()), "must be 'sequence' with SequenceRatio", id="a sequence ratio per token"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(), level="prefix"), "one of 'token', 'sequence'", id="prefix without a budget"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(), level=trustrl.PrefixBudget(), direction="symmetric"), "must be 'away'", id="a symmetric budget"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.Ratio(), level=trustrl.PrefixBudget()), "Give one bound for both directions", id="a budget of ratios"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(), direction="up"), "one of 'away', 'symmetric'", id="an unknown direction"),
-    pytest.param(lambda: trustrl.TrustRegion(trustrl.BinaryTV(), correction=trustrl.TIS()), "twice", id="a correction on the behavior anchor"),
-    pytest.param(lambda: trustrl.PPO(anchor="proximal", correction="tis"), "must be a TIS", id="a correction by name"),
+    pytest.param(lambda: regions.TrustRegion(regions.TopKTV(), action="clip"), "where the textbook objective is defined", id="clip on a divergence"),
+    pytest.param(lambda: regions.TrustRegion(regions.TopKTV(), action="penalise"), "Only these have a signed gap", id="penalise on a top-K"),
+    pytest.param(lambda: regions.TrustRegion(regions.Ratio(), action="penalise", max_ratio=2.0), "follows from the objective", id="penalise with a cap"),
+    pytest.param(lambda: regions.TrustRegion(regions.BinaryTV(act_on="upper"), action="penalise"), "follows from the objective", id="penalise on an upper end"),
+    pytest.param(lambda: regions.TrustRegion(regions.Ratio(), action="truncate"), "Truncation masks nothing", id="truncate with a statistic"),
+    pytest.param(lambda: regions.TrustRegion(None), "trust-region.statistic must be a Ratio, LogRatio", id="a mask without a statistic"),
+    pytest.param(lambda: regions.TrustRegion(regions.TopKKL(), action="project"), "Use trustrl.regions.TROLL", id="project on the axes"),
+    pytest.param(lambda: regions.TrustRegion(regions.SequenceRatio()), "must be 'sequence' with SequenceRatio", id="a sequence ratio per token"),
+    pytest.param(lambda: regions.TrustRegion(regions.BinaryTV(), level="prefix"), "one of 'token', 'sequence'", id="prefix without a budget"),
+    pytest.param(lambda: regions.TrustRegion(regions.BinaryTV(), level=regions.PrefixBudget(), direction="symmetric"), "must be 'away'", id="a symmetric budget"),
+    pytest.param(lambda: regions.TrustRegion(regions.Ratio(), level=regions.PrefixBudget()), "Give one bound for both directions", id="a budget of ratios"),
+    pytest.param(lambda: regions.TrustRegion(regions.BinaryTV(), direction="up"), "one of 'away', 'symmetric'", id="an unknown direction"),
+    pytest.param(lambda: regions.TrustRegion(regions.BinaryTV(), correction=regions.TIS()), "twice", id="a correction on the behavior anchor"),
+    pytest.param(lambda: regions.PPO(anchor="proximal", correction="tis"), "must be a TIS", id="a correction by name"),
     pytest.param(lambda: trustrl.Sampling(logprobs="cooked"), "one of 'raw', 'processed'", id="an unknown log-prob mode"),
     pytest.param(lambda: trustrl.Sampling(logprobs="raw", temperature=0.0), "temperature must be", id="a sampling temperature of 0"),
-    pytest.param(lambda: trustrl.Needs(anchor="proximal"), "must contain the anchor 'proximal'", id="an anchor that is not needed"),
+    pytest.param(lambda: regions.Needs(anchor="proximal"), "must contain the anchor 'proximal'", id="an anchor that is not needed"),
     pytest.param(lambda: trustrl.preset("ppo", clip=0.2), "ppo has no setting 'clip'.*Its ratio has: max_increase, max_decrease", id="an override the region does not have"),
 ]  # fmt: skip
 
@@ -93,14 +94,14 @@ def test_a_wrong_setting_is_refused_with_a_sentence(build, message):
 
 
 def test_one_bound_sets_both_and_infinity_is_allowed():
-    assert trustrl.BinaryTV(max_increase=0.2).bounds == (0.2, 0.2)
-    assert trustrl.BinaryTV(max_decrease=0.3).bounds == (0.3, 0.3)
-    assert trustrl.BinaryTV(max_increase=math.inf, max_decrease=0.1).bounds == (0.1, math.inf)
-    assert trustrl.BinaryTV().bounds == (0.15, 0.15)
-    assert trustrl.BinaryTV(max_increase=1).bounds == (1.0, 1.0)
+    assert regions.BinaryTV(max_increase=0.2).bounds == (0.2, 0.2)
+    assert regions.BinaryTV(max_decrease=0.3).bounds == (0.3, 0.3)
+    assert regions.BinaryTV(max_increase=math.inf, max_decrease=0.1).bounds == (0.1, math.inf)
+    assert regions.BinaryTV().bounds == (0.15, 0.15)
+    assert regions.BinaryTV(max_increase=1).bounds == (1.0, 1.0)
 
 
-EQUAL, DIFFERENT = trustrl.TRM(trustrl.BinaryTV()), trustrl.PPO()
+EQUAL, DIFFERENT = regions.TRM(regions.BinaryTV()), regions.PPO()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_bounds_of_a_region_without_a_statistic_are_two_settings(monkeypatch):
     """The rule is a statistic's: a region of somebody else's may mean anything by these names."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Own(trustrl.Region):
+    class Own(regions.Region):
         kind: ClassVar[str] = "own-bounds"
         max_increase: float = 1.0
         max_decrease: float = 1.0
@@ -183,7 +184,7 @@ def test_settings_survive_json(name):
 
 
 def test_infinite_bounds_survive_json():
-    one_sided = trustrl.DPPO(trustrl.BinaryTV(max_increase=math.inf, max_decrease=0.1))
+    one_sided = regions.DPPO(regions.BinaryTV(max_increase=math.inf, max_decrease=0.1))
     assert (
         trustrl.config_from_dict(json.loads(json.dumps(trustrl.config_to_dict(one_sided), allow_nan=False)))
         == one_sided
@@ -219,19 +220,19 @@ def test_only_settings_become_dictionaries():
 
 def test_dppo_alone_is_its_binary_tv():
     assert trustrl.preset("dppo") == trustrl.preset("dppo-binary-tv")
-    assert trustrl.preset("dppo", max_increase=0.2) == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.2))
+    assert trustrl.preset("dppo", max_increase=0.2) == regions.DPPO(regions.BinaryTV(max_increase=0.2))
 
 
 @pytest.mark.parametrize(
     ("name", "given", "wanted"),
     [
-        pytest.param("dppo-binary-tv", {"max_increase": 0.2}, trustrl.DPPO(trustrl.BinaryTV(max_increase=0.2)), id="a nested setting by its own name"),
-        pytest.param("dppo-topk-tv", {"k": 50, "max_decrease": 0.3}, trustrl.DPPO(trustrl.TopKTV(k=50, max_decrease=0.3)), id="two of them"),
-        pytest.param("dppo-binary-tv", {"divergence": {"max_increase": 0.2}}, trustrl.DPPO(trustrl.BinaryTV(max_increase=0.2)), id="a nested mapping"),
-        pytest.param("dppo-binary-tv", {"divergence": trustrl.TopKKL(k=9)}, trustrl.DPPO(trustrl.TopKKL(k=9)), id="a settings object"),
-        pytest.param("dppo-binary-tv", {"divergence": {"kind": "binary-kl"}}, trustrl.DPPO(trustrl.BinaryKL()), id="another kind"),
-        pytest.param("ppo", {"max_increase": 0.4}, trustrl.PPO(trustrl.Ratio(max_increase=0.4, max_decrease=0.2)), id="one of two different bounds"),
-        pytest.param("cppo", {"last_weight": 0.5}, trustrl.CPPO(budget=trustrl.PrefixBudget(last_weight=0.5)), id="in another nested object"),
+        pytest.param("dppo-binary-tv", {"max_increase": 0.2}, regions.DPPO(regions.BinaryTV(max_increase=0.2)), id="a nested setting by its own name"),
+        pytest.param("dppo-topk-tv", {"k": 50, "max_decrease": 0.3}, regions.DPPO(regions.TopKTV(k=50, max_decrease=0.3)), id="two of them"),
+        pytest.param("dppo-binary-tv", {"divergence": {"max_increase": 0.2}}, regions.DPPO(regions.BinaryTV(max_increase=0.2)), id="a nested mapping"),
+        pytest.param("dppo-binary-tv", {"divergence": regions.TopKKL(k=9)}, regions.DPPO(regions.TopKKL(k=9)), id="a settings object"),
+        pytest.param("dppo-binary-tv", {"divergence": {"kind": "binary-kl"}}, regions.DPPO(regions.BinaryKL()), id="another kind"),
+        pytest.param("ppo", {"max_increase": 0.4}, regions.PPO(regions.Ratio(max_increase=0.4, max_decrease=0.2)), id="one of two different bounds"),
+        pytest.param("cppo", {"last_weight": 0.5}, regions.CPPO(budget=regions.PrefixBudget(last_weight=0.5)), id="in another nested object"),
     ],
 )  # fmt: skip
 def test_overrides_follow_one_rule_in_presets_recipes_and_engines(name, given, wanted):
@@ -246,7 +247,7 @@ def test_overrides_follow_one_rule_in_presets_recipes_and_engines(name, given, w
 
 
 def test_a_setting_that_two_nested_objects_have_must_be_said_where():
-    region = trustrl.TRM(trustrl.BinaryTV(), mean=trustrl.BinaryTV(max_increase=0.01))
+    region = regions.TRM(regions.BinaryTV(), mean=regions.BinaryTV(max_increase=0.01))
     with pytest.raises(trustrl.errors.ConfigError, match=r"Use one of: statistic.max_increase or mean.max_increase"):
         override(region, {"max_increase": 0.2})
 
@@ -276,24 +277,24 @@ def test_settings_load_without_torch():
 
 
 def test_needs_tell_an_engine_what_to_record():
-    troll = trustrl.TROLL(k=32).needs()
+    troll = regions.TROLL(k=32).needs()
     assert (troll.topk, troll.anchor, troll.tail_mass, troll.projects) == (32, "proximal", 1e-5, True)
     assert trustrl.preset("tis").needs().anchors == {"behavior", "proximal"}
     assert trustrl.preset("dppo-full-tv").needs().full
     assert trustrl.preset("cppo").needs().sequences
     assert trustrl.preset("gspo").needs().reduction is trustrl.SequenceMeanTokenMean
-    assert trustrl.IPO(log_ratio_penalty=0.1).needs().penalty == "log_ratio_penalty"
-    assert (troll.penalty, trustrl.TROLL(alpha=0.0).needs().penalty) == ("alpha", None)
-    per_sequence = trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean")
-    assert trustrl.PPO(anchor="proximal", correction=per_sequence).needs().sequences
-    assert trustrl.TROLL(correction=per_sequence).needs().sequences
+    assert regions.IPO(log_ratio_penalty=0.1).needs().penalty == "log_ratio_penalty"
+    assert (troll.penalty, regions.TROLL(alpha=0.0).needs().penalty) == ("alpha", None)
+    per_sequence = regions.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean")
+    assert regions.PPO(anchor="proximal", correction=per_sequence).needs().sequences
+    assert regions.TROLL(correction=per_sequence).needs().sequences
     assert not trustrl.preset("ppo").needs().sequences
-    centered = trustrl.ScoreCentering(k=32).needs()
+    centered = regions.ScoreCentering(k=32).needs()
     assert (centered.topk, centered.anchor, centered.tail_mass, centered.projects) == (32, "behavior", 1e-5, True)
     assert (centered.penalty, centered.own_topk, centered.full) == (None, "none", False)
-    whole = trustrl.ScoreCentering(support="full").needs()
+    whole = regions.ScoreCentering(support="full").needs()
     assert (whole.topk, whole.full, whole.tail_mass) == (0, True, 0.0)
-    both = trustrl.ScoreCentering(anchor="proximal", correction=per_sequence).needs()
+    both = regions.ScoreCentering(anchor="proximal", correction=per_sequence).needs()
     assert both.sequences
     assert both.anchors == {"behavior", "proximal"}
 
@@ -307,7 +308,7 @@ def test_gspo_is_refused_with_another_average(reduction):
     logp = torch.zeros(1, 1)
     rollout = trustrl.RolloutTokens(behavior_logp=logp, advantage=torch.ones(1), in_loss=torch.ones(1, 1).bool())
     with pytest.raises(trustrl.errors.ConfigError, match="another algorithm"):
-        trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, trustrl.GSPO(), reduction=reduction)
+        trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, regions.GSPO(), reduction=reduction)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +325,6 @@ def test_policy_loss_refuses_what_it_cannot_read(changes, message):
 
     logp = torch.zeros(1, 1)
     rollout = trustrl.RolloutTokens(behavior_logp=logp, advantage=torch.ones(1), in_loss=torch.ones(1, 1).bool())
-    settings = {"region": trustrl.DPPO(), "reduction": trustrl.TokenSum(), **changes}
+    settings = {"region": regions.DPPO(), "reduction": trustrl.TokenSum(), **changes}
     with pytest.raises(trustrl.errors.ConfigError, match=message):
         trustrl.policy_loss(trustrl.PolicyTokens(logp=logp, entropy=logp), rollout, settings.pop("region"), **settings)

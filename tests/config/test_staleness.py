@@ -2,17 +2,17 @@
 
 import pytest
 
-import trustrl
+from trustrl import regions
 from trustrl.errors import ConfigError
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: trustrl.DPPO(max_staleness=-1), "dppo.max_staleness must be"),
-        (lambda: trustrl.MiniRL(max_staleness=1.5), "minirl.max_staleness must be"),
-        (lambda: trustrl.PPO(when_stale="tighten"), "ppo.max_staleness must be given with when_stale='tighten'"),
-        (lambda: trustrl.PPO(max_staleness=1, when_stale="mask"), "ppo.when_stale must be"),
+        (lambda: regions.DPPO(max_staleness=-1), "dppo.max_staleness must be"),
+        (lambda: regions.MiniRL(max_staleness=1.5), "minirl.max_staleness must be"),
+        (lambda: regions.PPO(when_stale="tighten"), "ppo.max_staleness must be given with when_stale='tighten'"),
+        (lambda: regions.PPO(max_staleness=1, when_stale="mask"), "ppo.when_stale must be"),
     ],
     ids=["negative", "fraction", "no limit", "unknown"],
 )

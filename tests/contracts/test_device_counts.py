@@ -12,6 +12,7 @@ import trustrl
 from support.device_counts import counted
 from support.kernel_counts import limits, loss_and_sums, table, torch_release, totals
 from support.vocabulary_cases import CASES, call, loss_of
+from trustrl import regions
 
 RAISED = "If the rise is meant, tests/support/kernel_counts.py says how to record the numbers again."
 
@@ -130,7 +131,7 @@ def test_lines_are_named():
     )
     reduction = trustrl.TokenMean(num_tokens=2)
     with counted() as counts, pytest.raises(trustrl.errors.NonFiniteError):
-        trustrl.policy_loss(policy, rollout, trustrl.DPPO(), reduction=reduction, on_nonfinite="raise")
+        trustrl.policy_loss(policy, rollout, regions.DPPO(), reduction=reduction, on_nonfinite="raise")
     assert {(place.file, place.function) for place in counts.waits} == {
         ("trustrl/core/diagnostics.py", "raise_on_faults")
     }

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import trustrl
 import trustrl.functional as F
 from support.worlds import K, narrow_preset, reduction_for, world
+from trustrl import regions
 
 MESSAGE = r"must not be differentiated again, got a second derivative.*Call backward\(\) without create_graph=True"
 
@@ -65,7 +66,7 @@ def test_penalties_plain_functions_and_projections_raise_too():
     )  # fmt: skip
     losses = {
         "score": trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp), penalized, trustrl.CISPO(), reduction=trustrl.TokenSum(),
+            trustrl.PolicyTokens(logp=logp), penalized, regions.CISPO(), reduction=trustrl.TokenSum(),
             penalties=[trustrl.KLPenalty(coefficient=0.1, gradient="score")],
         ).loss,
         "function": F.dppo_loss(logp, rollout.behavior_logp, rollout.advantage, rollout.in_loss).sum(),

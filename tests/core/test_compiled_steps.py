@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.worlds import gradient, world
+from trustrl import regions
 from trustrl.core.diagnostics import histogram
 from trustrl.core.impl import choice, compiled, eager
 from trustrl.core.partition import flat_columns
@@ -20,11 +21,11 @@ FROM_COLUMNS = ("divergence", "divergence/upper", "max/divergence", "tail/", "ex
 REGIONS = {
     "top-20 tv": trustrl.preset("dppo-topk-tv"),
     "top-20 kl": trustrl.preset("dppo-topk-kl"),
-    "fewer columns than recorded": trustrl.DPPO(trustrl.TopKTV(k=3)),
-    "two bounds": trustrl.DPPO(trustrl.TopKKL(k=20, max_increase=0.02, max_decrease=0.2)),
-    "upper end": trustrl.DPPO(trustrl.TopKTV(k=20, act_on="upper")),
-    "troll": trustrl.TROLL(k=20),
-    "narrow record": trustrl.TROLL(k=30, tail_mass=0.05),
+    "fewer columns than recorded": regions.DPPO(regions.TopKTV(k=3)),
+    "two bounds": regions.DPPO(regions.TopKKL(k=20, max_increase=0.02, max_decrease=0.2)),
+    "upper end": regions.DPPO(regions.TopKTV(k=20, act_on="upper")),
+    "troll": regions.TROLL(k=20),
+    "narrow record": regions.TROLL(k=30, tail_mass=0.05),
 }
 CASES = [(name, torch.float32) for name in REGIONS]
 CASES += [(name, torch.bfloat16) for name in ("top-20 tv", "top-20 kl", "troll")]
@@ -175,7 +176,7 @@ def test_tokens_at_the_bound_are_decided_in_float64():
     out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum(), impl="eager")
     lower = out.decision.divergence.lower
     for bound in lower[rollout.in_loss & (lower > 0)].tolist():
-        region_there = trustrl.DPPO(trustrl.TopKTV(k=20, max_increase=bound, max_decrease=bound))
+        region_there = regions.DPPO(regions.TopKTV(k=20, max_increase=bound, max_decrease=bound))
         want, got = (
             trustrl.policy_loss(policy, rollout, region_there, reduction=trustrl.TokenSum(), impl=impl)
             for impl in ("eager", "compiled")

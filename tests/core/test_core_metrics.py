@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.worlds import run, world
+from trustrl import regions
 from trustrl.config.statistics import TopKTV
 from trustrl.core.metrics import CORE, FAULTS, METRICS, chosen
 from trustrl.errors import ConfigError
@@ -49,7 +50,7 @@ def test_a_usual_run_logs_eight_of_about_sixty():
 @pytest.mark.parametrize(
     ("region", "more"),
     [
-        pytest.param(trustrl.TROLL(k=16), "projected_share", id="a projection"),
+        pytest.param(regions.TROLL(k=16), "projected_share", id="a projection"),
         pytest.param(trustrl.preset("dppo-topk-tv"), "undecided_share", id="an interval that k narrows"),
     ],
 )
@@ -119,7 +120,7 @@ def test_a_larger_k_decides_more_tokens():
     for k in (1, 8, 32):
         rollout = w.rollout(k=k)
         out = trustrl.policy_loss(
-            w.policy_tokens(rollout), rollout, trustrl.DPPO(trustrl.TopKTV(k=k, max_increase=0.15)),
+            w.policy_tokens(rollout), rollout, regions.DPPO(regions.TopKTV(k=k, max_increase=0.15)),
             reduction=trustrl.TokenSum(),
         )  # fmt: skip
         shares.append(trustrl.rates(out.sums)["trustrl/undecided_share"])

@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.worlds import run, world
+from trustrl import regions
 from trustrl.core.diagnostics import Sums, bin_of, histogram
 from trustrl.core.histograms import HALF, NUM_BINS, quantile
 from trustrl.core.metrics import METRICS
@@ -20,7 +21,7 @@ def measured():
     rollout = w.rollout(version=torch.arange(288).reshape(12, 24) % 20)
     policy = w.policy_tokens(rollout)
     policy = trustrl.PolicyTokens(logp=policy.logp, topk_logp=policy.topk_logp, entropy=policy.entropy, version=20)
-    region = trustrl.DPPO(trustrl.TopKTV(), max_ratio=1.5)
+    region = regions.DPPO(regions.TopKTV(), max_ratio=1.5)
     out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenMean(num_tokens=w.num_tokens))
     m = w.in_loss.numpy()
     b, p, k = (w.at_token(x).exp().numpy()[m] for x in (w.behavior, w.policy, w.proximal))
@@ -135,7 +136,7 @@ def test_sequence_regions_count_by_the_sequences_direction():
     out = trustrl.policy_loss(
         trustrl.PolicyTokens(logp=logp),
         rollout,
-        trustrl.GSPO(),
+        regions.GSPO(),
         reduction=trustrl.SequenceMeanTokenMean(num_sequences=1),
     )
     rates = trustrl.rates(out.sums)

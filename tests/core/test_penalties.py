@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import trustrl
+from trustrl import regions
 
 BAD = (0, 1)
 
@@ -36,7 +37,7 @@ def test_a_bad_value_of_a_penalty_leaves_the_policy_term_alone(penalty, value, w
     at = BAD if where == "in the loss" else (0, 3)
     side[at] = value
     logp, entropy, policy, rollout = batch(side)
-    out = trustrl.policy_loss(policy, rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty])
+    out = trustrl.policy_loss(policy, rollout, regions.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty])
     out.loss.backward()
     assert torch.isfinite(out.loss)
     assert torch.isfinite(logp.grad).all()
@@ -46,13 +47,13 @@ def test_a_bad_value_of_a_penalty_leaves_the_policy_term_alone(penalty, value, w
         return
     assert faults(out) == ({f"penalty_{penalty.kind}": 1} if where == "in the loss" else {})
     plain_logp, _, plain, _ = batch(side)
-    trustrl.policy_loss(plain, rollout, trustrl.DPPO(), reduction=trustrl.TokenSum()).loss.backward()
+    trustrl.policy_loss(plain, rollout, regions.DPPO(), reduction=trustrl.TokenSum()).loss.backward()
     torch.testing.assert_close(logp.grad[at], plain_logp.grad[at])
     assert entropy.grad is None or entropy.grad[at] == 0
     # The other tokens' penalties are those of a healthy batch.
     healthy_logp, _, healthy, healthy_rollout = batch(torch.full((1, 4), -1.0))
     trustrl.policy_loss(
-        healthy, healthy_rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
+        healthy, healthy_rollout, regions.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
     ).loss.backward()
     torch.testing.assert_close(logp.grad[0, [0, 2]], healthy_logp.grad[0, [0, 2]])
 
@@ -65,7 +66,7 @@ def test_an_estimate_that_leaves_float32_is_counted(gap):
     with torch.no_grad():
         logp[BAD] = -1.0 - gap
     penalty = trustrl.KLPenalty(coefficient=1e-10, estimator="k2")
-    out = trustrl.policy_loss(policy, rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty])
+    out = trustrl.policy_loss(policy, rollout, regions.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty])
     assert faults(out) == ({} if gap < 80 else {"penalty_kl": 1})
 
 
@@ -81,6 +82,6 @@ def test_a_penalty_without_its_data_is_refused(penalty, message):
     rollout = trustrl.RolloutTokens(behavior_logp=logp, advantage=torch.ones(1), in_loss=torch.ones(1, 1).bool())
     with pytest.raises(trustrl.errors.MissingDataError) as caught:
         trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp), rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
+            trustrl.PolicyTokens(logp=logp), rollout, regions.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
         )
     assert str(caught.value) == message

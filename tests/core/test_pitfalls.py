@@ -13,6 +13,7 @@ import torch
 
 import trustrl
 from support.worlds import log, run, world
+from trustrl import regions
 from trustrl.core import divergences
 from trustrl.core.numerics import log1mexp
 from trustrl.core.sampling import within_kept
@@ -48,17 +49,17 @@ def test_pitfall_1_masked_tokens_may_hold_anything_without_poisoning_the_gradien
 
 def test_pitfall_2_a_huge_ratio_is_dropped_or_capped_and_counted_never_clamped_in_silence():
     """A log-ratio clamped at 20 prints a loss of 4.4e7 with gradient 0, or detached a gradient of e²⁰."""
-    gradient, out = single(trustrl.PolicyGradient(), -1.0, -101.0)
+    gradient, out = single(regions.PolicyGradient(), -1.0, -101.0)
     assert gradient == 0.0
     with pytest.warns(trustrl.errors.TrustRLWarning, match="dropped most of its tokens: the loss term overflows"):
         metrics = trustrl.rates(out.sums)
     assert metrics["trustrl/fault_overflow"] == 1
     assert metrics["trustrl/ratio_max"] == pytest.approx(math.exp(100), rel=1e-3)
-    gradient, out = single(trustrl.CISPO(5.0), -1.0, -101.0)
+    gradient, out = single(regions.CISPO(5.0), -1.0, -101.0)
     assert gradient == -5.0
     assert trustrl.rates(out.sums)["trustrl/capped_share"] == 1.0
     # Between: large and representable is neither clamped nor dropped.
-    gradient, _ = single(trustrl.PolicyGradient(), -1.0, -41.0)
+    gradient, _ = single(regions.PolicyGradient(), -1.0, -41.0)
     assert gradient == pytest.approx(-math.exp(40), rel=1e-5)
 
 
@@ -93,7 +94,7 @@ def test_pitfall_6_a_recorded_mass_above_one_is_clamped_not_smoothed():
         topk=trustrl.TopK(torch.tensor([[0, 1]]), logp),
     )  # fmt: skip
     policy = trustrl.PolicyTokens(logp=logp[:, 0], topk_logp=logp)
-    out = trustrl.policy_loss(policy, rollout, trustrl.DPPO(trustrl.TopKKL(k=2)), reduction=trustrl.TokenSum())
+    out = trustrl.policy_loss(policy, rollout, regions.DPPO(regions.TopKKL(k=2)), reduction=trustrl.TokenSum())
     assert trustrl.rates(out.sums)["trustrl/anchor_tail_mean"] == 0.0
     assert float(out.decision.divergence.lower) == 0.0
 
@@ -112,11 +113,11 @@ def test_pitfall_8_thresholds_carry_their_unit():
     assert trustrl.preset("dppo-binary-kl").divergence.bounds == (0.05, 0.05)
     assert trustrl.preset("dppo-binary-tv").max_ratio is None
     with pytest.raises(trustrl.errors.ConfigError, match="belongs to `ppo`"):
-        trustrl.BinaryTV(max_increase=1.2)
+        regions.BinaryTV(max_increase=1.2)
     with pytest.raises(trustrl.errors.ConfigError, match=r"dppo.divergence must be a BinaryTV, .*, got Ratio"):
-        trustrl.DPPO(trustrl.Ratio(max_increase=0.2))
+        regions.DPPO(regions.Ratio(max_increase=0.2))
     with pytest.raises(TypeError):
-        trustrl.DPPO(clip_ratio=0.2)
+        regions.DPPO(clip_ratio=0.2)
 
 
 def test_pitfall_9_a_missing_anchor_is_an_error_never_a_fallback():
@@ -124,18 +125,18 @@ def test_pitfall_9_a_missing_anchor_is_an_error_never_a_fallback():
     only_proximal = trustrl.RolloutTokens(proximal_logp=logp, advantage=torch.ones(1), in_loss=torch.ones(1, 1).bool())
     with pytest.raises(trustrl.errors.MissingDataError, match="set the region's anchor"):
         trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp), only_proximal, trustrl.DPPO(), reduction=trustrl.TokenSum()
+            trustrl.PolicyTokens(logp=logp), only_proximal, regions.DPPO(), reduction=trustrl.TokenSum()
         )
-    region = trustrl.DPPO(anchor="proximal")
+    region = regions.DPPO(anchor="proximal")
     trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), only_proximal, region, reduction=trustrl.TokenSum())
 
 
-@pytest.mark.parametrize("region", [trustrl.DPPO, trustrl.PPO, trustrl.CISPO, trustrl.TROLL, trustrl.GSPO])
+@pytest.mark.parametrize("region", [regions.DPPO, regions.PPO, regions.CISPO, regions.TROLL, regions.GSPO])
 def test_pitfall_10_the_mismatch_is_not_counted_twice(region):
     """π/μ already contains π'/μ."""
     with pytest.raises(trustrl.errors.ConfigError, match="apply the mismatch twice"):
-        region(anchor="behavior", correction=trustrl.TIS())
-    assert region(anchor="proximal", correction=trustrl.TIS()).correction is not None
+        region(anchor="behavior", correction=regions.TIS())
+    assert region(anchor="proximal", correction=regions.TIS()).correction is not None
 
 
 def sampling(**settings):
@@ -160,7 +161,7 @@ def test_pitfall_11_incompatible_log_probs_are_refused(rollout, policy, message)
     )
     with pytest.raises(trustrl.errors.IncompatibleSamplingError, match=message):
         trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp, sampling=policy), record, trustrl.DPPO(), reduction=trustrl.TokenSum()
+            trustrl.PolicyTokens(logp=logp, sampling=policy), record, regions.DPPO(), reduction=trustrl.TokenSum()
         )
 
 
@@ -209,9 +210,9 @@ def test_pitfall_11_the_argmax_recorded_as_the_sampled_token_is_found():
     ("build", "message"),
     [
         pytest.param(
-            lambda: trustrl.GSPO(trustrl.SequenceRatio(max_increase=0.2)), "500 times the published 4e-4", id="gspo"
+            lambda: regions.GSPO(regions.SequenceRatio(max_increase=0.2)), "500 times the published 4e-4", id="gspo"
         ),
-        pytest.param(lambda: trustrl.DRPO(12.5), r"\[0.92, 1.08\]", id="drpo"),
+        pytest.param(lambda: regions.DRPO(12.5), r"\[0.92, 1.08\]", id="drpo"),
     ],
 )
 def test_pitfall_12_settings_that_do_nothing_warn_with_the_arithmetic(build, message):
@@ -239,7 +240,7 @@ def test_pitfall_14_ratios_are_logged_before_and_after_truncation():
     rollout = trustrl.RolloutTokens(
         behavior_logp=torch.tensor([[log(0.009), log(0.5)]]), advantage=-torch.ones(1), in_loss=torch.ones(1, 2).bool()
     )
-    region = trustrl.DPPO(max_ratio=2.0)
+    region = regions.DPPO(max_ratio=2.0)
     rates = trustrl.rates(
         trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, region, reduction=trustrl.TokenSum()).sums
     )
@@ -252,18 +253,18 @@ def test_pitfall_14_ratios_are_logged_before_and_after_truncation():
 
 def test_pitfall_17_registries_never_overwrite():
     @dataclass(frozen=True)
-    class Mine(trustrl.Region):
+    class Mine(regions.Region):
         kind: ClassVar[str] = "dppo"
 
     with pytest.raises(trustrl.errors.DuplicateNameError, match="already registered"):
-        trustrl.register_region(Mine)(lambda tokens, region: None)
+        regions.register_region(Mine)(lambda tokens, region: None)
 
     @dataclass(frozen=True)
-    class Clash(trustrl.Region):
+    class Clash(regions.Region):
         kind: ClassVar[str] = "tis"  # a correction owns it
 
     with pytest.raises(trustrl.errors.DuplicateNameError, match="already registered"):
-        trustrl.register_region(Clash)(lambda tokens, region: None)
+        regions.register_region(Clash)(lambda tokens, region: None)
 
 
 def test_pitfall_18_the_ratio_is_one_before_the_first_step():

@@ -7,6 +7,7 @@ import torch
 
 import trustrl
 from support.worlds import run, world
+from trustrl import regions
 from trustrl.core.records import FullDivergence
 
 
@@ -200,15 +201,15 @@ def test_a_projection_needs_distributions_not_a_divergence():
     given = FullDivergence(kl=torch.zeros(4, 16), of="proximal")
     policy = trustrl.PolicyTokens(logp=w.at_token(w.policy), full_divergence=given)
     with pytest.raises(trustrl.errors.MissingDataError, match="full_logp must be given"):
-        trustrl.policy_loss(policy, w.rollout("proximal"), trustrl.TROLL(support="full"), reduction=trustrl.TokenSum())
+        trustrl.policy_loss(policy, w.rollout("proximal"), regions.TROLL(support="full"), reduction=trustrl.TokenSum())
 
 
 def test_more_columns_than_k_use_the_k_most_probable():
     w = world(3)
-    narrow, _ = run(trustrl.DPPO(trustrl.TopKTV(k=5)), w)
+    narrow, _ = run(regions.DPPO(regions.TopKTV(k=5)), w)
     rollout = w.rollout(k=30)
     wide = trustrl.policy_loss(
-        w.policy_tokens(rollout), rollout, trustrl.DPPO(trustrl.TopKTV(k=5)), reduction=trustrl.TokenSum()
+        w.policy_tokens(rollout), rollout, regions.DPPO(regions.TopKTV(k=5)), reduction=trustrl.TokenSum()
     )
     torch.testing.assert_close(wide.decision.divergence.lower, narrow.decision.divergence.lower)
     torch.testing.assert_close(wide.decision.divergence.upper, narrow.decision.divergence.upper)
@@ -219,7 +220,7 @@ def test_a_recorded_tail_is_used_only_when_both_sides_have_one():
     w = world(4, drift=0.0)
     rollout = w.rollout(dtype=torch.float32, with_tails=True, k=4)
     policy = w.policy_tokens(rollout, dtype=torch.float32)
-    region = trustrl.DPPO(trustrl.TopKTV(k=4))
+    region = regions.DPPO(regions.TopKTV(k=4))
 
     def tails(policy, rollout):
         out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum())

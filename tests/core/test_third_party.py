@@ -8,23 +8,24 @@ import torch
 
 import trustrl
 from support.worlds import run, world
+from trustrl import regions
 
 
 @dataclass(frozen=True)
-class OnlyUp(trustrl.Region):
+class OnlyUp(regions.Region):
     """Stops every token that fell."""
 
     kind: ClassVar[str] = "test-only-up"
     tolerance: float = 0.0
 
     def needs(self):
-        return trustrl.Needs()
+        return regions.Needs()
 
 
-@trustrl.register_region(OnlyUp)
+@regions.register_region(OnlyUp)
 def only_up(tokens, region):
     fallen = tokens.log_ratio < -region.tolerance
-    return trustrl.Decision(
+    return regions.Decision(
         keep=~fallen, weight=tokens.log_ratio.exp(), logp=tokens.logp, extra={"fallen_share": fallen.double()}
     )
 
@@ -51,20 +52,20 @@ def test_a_zero_advantage_is_kept_whatever_the_region_says():
     assert out.decision.keep[(w.advantage == 0)].all()
 
 
-@pytest.mark.parametrize("not_a_region", [dict, trustrl.BinaryTV, 3])
+@pytest.mark.parametrize("not_a_region", [dict, regions.BinaryTV, 3])
 def test_only_regions_register(not_a_region):
-    with pytest.raises(trustrl.errors.ConfigError, match=r"subclass of trustrl.Region"):
-        trustrl.register_region(not_a_region)
+    with pytest.raises(trustrl.errors.ConfigError, match=r"subclass of trustrl.regions.Region"):
+        regions.register_region(not_a_region)
 
 
 def test_a_kind_registers_once():
     with pytest.raises(trustrl.errors.DuplicateNameError, match="test-only-up"):
-        trustrl.register_region(OnlyUp)(only_up)
+        regions.register_region(OnlyUp)(only_up)
 
 
 def test_an_unregistered_region_is_named():
     @dataclass(frozen=True)
-    class Stranger(trustrl.Region):
+    class Stranger(regions.Region):
         kind: ClassVar[str] = "test-stranger"
 
     with pytest.raises(trustrl.errors.UnknownNameError, match="Unknown region 'test-stranger'"):
@@ -72,16 +73,16 @@ def test_an_unregistered_region_is_named():
 
 
 @dataclass(frozen=True)
-class Impostor(trustrl.Region):
+class Impostor(regions.Region):
     """Reports a number under a metric's name."""
 
     kind: ClassVar[str] = "test-impostor"
 
 
-@trustrl.register_region(Impostor)
+@regions.register_region(Impostor)
 def impostor(tokens, region):
     keep = torch.ones_like(tokens.usable)
-    return trustrl.Decision(keep, tokens.log_ratio.exp(), tokens.logp, extra={"masked_share": keep})
+    return regions.Decision(keep, tokens.log_ratio.exp(), tokens.logp, extra={"masked_share": keep})
 
 
 def test_a_region_cannot_replace_a_metric():

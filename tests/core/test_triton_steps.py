@@ -18,6 +18,7 @@ from contracts.test_second_derivatives import MESSAGE, case, loss_of
 from support.device_counts import counted
 from support.kernel_counts import launches, limits, loss_and_sums, micro_batch, torch_release
 from support.worlds import gradient, reduction_for, world
+from trustrl import regions
 
 pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
 
@@ -107,7 +108,7 @@ def test_recorded_tails_agree(name):
 
 
 OTHERS = {
-    "fewer columns than recorded": trustrl.DPPO(trustrl.TopKTV(k=3)),
+    "fewer columns than recorded": regions.DPPO(regions.TopKTV(k=3)),
     "tightened by age": replace(trustrl.preset("dppo-topk-tv"), max_staleness=3, when_stale="tighten"),
     "dropped by age": replace(trustrl.preset("dppo-binary-tv"), max_staleness=3),
     "penalty": replace(trustrl.preset("ipo"), log_ratio_penalty=0.01),

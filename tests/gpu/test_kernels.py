@@ -16,6 +16,7 @@ from core.test_triton_steps import must_agree, records
 from support import troll_oracle
 from support.devices import DEVICE, ON_GPU
 from support.worlds import gradient, mapped, reduction_for
+from trustrl import regions
 from trustrl.core.token_logprobs import AnchorStates
 
 pytestmark = [
@@ -88,7 +89,7 @@ def _on_device(x):
 def test_trolls_selections_have_the_weights_of_their_definition_in_bf16(rest, impl):
     """From bf16 states to the weight. Inside the ball it is π̂(a)/b̂(a): four log-probs, each off by at most the limit."""
     hidden, other, head, token_ids = drawn(torch.bfloat16, spread=0.5)
-    region = trustrl.TROLL(k=K, rest=rest, bound=20.0)
+    region = regions.TROLL(k=K, rest=rest, bound=20.0)
     anchor = trustrl.token_logprobs(other, head, token_ids, top_k=K, temperature=TEMPERATURE, impl="triton")
     policy = trustrl.token_logprobs(
         hidden, head, token_ids, gather_ids=anchor.topk.ids, top_k=K, temperature=TEMPERATURE, impl="triton"

@@ -79,13 +79,13 @@ RUNNER_AND_OLD_NAME = {"trustrl/runner/verl_cpu_settings.py", "trustrl/engines/v
 """The settings that a plan checks, and the command's old name: all that trustrl's wheel has of verl on a CPU."""
 
 
-def run(*command, cwd=None, stderr=subprocess.PIPE):
+def run(*command, cwd=None, stderr=subprocess.PIPE, code=0):
     """Its output; what it said where it fails. Neither our source nor our settings of Python reach it."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:] + (done.stderr or "")[-3000:]
+    assert done.returncode == code, done.stdout[-3000:] + (done.stderr or "")[-3000:]
     return done.stdout
 
 
@@ -249,13 +249,19 @@ def test_every_other_module_imports_with_the_core_alone(bin, tmp_path):
     )
 
 
-def test_type_checkers_know_every_public_name(bin, tmp_path):
-    names = json.loads(run(bin / "python", "-c", "import json, trustrl; print(json.dumps(trustrl.__all__))"))
-    (tmp_path / "user.py").write_text("import trustrl\n" + "".join(f"reveal_type(trustrl.{name})\n" for name in names))
-    said = run(sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", bin / "python", "user.py", cwd=tmp_path)
-    found = [one["message"] for one in json.loads(said)["generalDiagnostics"]]
-    assert len(found) == len(names)
-    assert [message for message in found if re.search(r"\bUnknown\b", message)] == []
+def test_type_checkers_know_every_public_name_and_no_others(bin, tmp_path):
+    code = "import json, trustrl; print(json.dumps([trustrl.__all__, trustrl.regions.__all__]))"
+    top, regions = json.loads(run(bin / "python", "-c", code))
+    names = [*top, *(f"regions.{name}" for name in regions)]
+    lines = ["import trustrl", *(f"reveal_type(trustrl.{name})" for name in names), "trustrl.DPPO", "trustrl.dppo_loss"]
+    (tmp_path / "user.py").write_text("\n".join(lines))
+    command = (sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", bin / "python", "user.py")
+    said = run(*command, cwd=tmp_path, code=1)  # the last two are in `trustrl.regions` and `trustrl.functional`
+    messages = [remark["message"] for remark in json.loads(said)["generalDiagnostics"]]
+    errors = [f'"{name}" is not a known attribute of module "trustrl"' for name in ("DPPO", "dppo_loss")]
+    assert [message for message in messages if "is not a known attribute" in message] == errors
+    assert sum(message.startswith("Type of ") for message in messages) == len(names)
+    assert [message for message in messages if re.search(r"\bUnknown\b", message)] == []
 
 
 @pytest.mark.parametrize("extras", TOGETHER, ids=",".join)

@@ -7,6 +7,7 @@ import pytest
 
 import trustrl
 from support.recipes import ROOT, SHIPPED, SMALL, TRIGGERS, small
+from trustrl import regions
 from trustrl.cli import main
 from trustrl.errors import ConfigError, TrustRLError
 from trustrl.recording import EntropySlope, NonFinite, Recording
@@ -63,7 +64,7 @@ def test_nothing_is_recorded_unless_the_recipe_says_so():
 
 def test_a_preset_keeps_what_is_not_overridden():
     region = small("region.preset=dppo-topk-tv", "region.divergence.k=7", "region.max_ratio=5.0").region
-    assert region == trustrl.DPPO(trustrl.TopKTV(k=7), max_ratio=5.0)
+    assert region == regions.DPPO(regions.TopKTV(k=7), max_ratio=5.0)
 
 
 def test_one_bound_laid_over_a_preset_sets_both_where_they_were_equal():
@@ -74,7 +75,7 @@ def test_one_bound_laid_over_a_preset_sets_both_where_they_were_equal():
 
 def test_another_kind_of_divergence_replaces_the_preset_s():
     region = small('region.divergence={kind="topk-tv", k=7}').region
-    assert region.divergence == trustrl.TopKTV(k=7)
+    assert region.divergence == regions.TopKTV(k=7)
 
 
 def test_a_region_is_chosen_whole():
@@ -87,7 +88,7 @@ def test_a_region_is_chosen_whole():
 
 def test_a_region_may_be_described_in_full():
     data = SMALL | {"region": {"kind": "dppo", "divergence": {"kind": "binary-kl", "max_increase": 0.1}}}
-    assert Recipe.from_dict(data).region == trustrl.DPPO(trustrl.BinaryKL(max_increase=0.1))
+    assert Recipe.from_dict(data).region == regions.DPPO(regions.BinaryKL(max_increase=0.1))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import trustrl
-from trustrl import PolicyTokens, RolloutTokens, TopK
+from trustrl import PolicyTokens, RolloutTokens, TopK, regions
 from trustrl.core.records import FullDivergence
 
 VOCABULARY, HIDDEN, PROMPT, RESPONSE, ROWS, K = 64, 32, 4, 12, 6, 8
@@ -51,40 +51,40 @@ class Case:
 
 
 def _tight(divergence, anchor="behavior", **settings):
-    edge = 0.002 if divergence is trustrl.BinaryTV else 0.02  # random tokens are rare ones, which hardly move
-    return trustrl.DPPO(divergence(max_increase=edge, max_decrease=edge / 2, **settings), anchor=anchor)
+    edge = 0.002 if divergence is regions.BinaryTV else 0.02  # random tokens are rare ones, which hardly move
+    return regions.DPPO(divergence(max_increase=edge, max_decrease=edge / 2, **settings), anchor=anchor)
 
 
 PENALTIES = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coeff": 0.2}
 CASES = {
-    "binary on μ": Case(_tight(trustrl.BinaryTV)),
-    "binary on μ, bypassed": Case(_tight(trustrl.BinaryTV), settings={"bypass": True}),
-    "binary on π'": Case(_tight(trustrl.BinaryTV, anchor="proximal")),
-    "binary on π', bypassed": Case(_tight(trustrl.BinaryTV, anchor="proximal"), settings={"bypass": True}),
-    "top-K on μ": Case(_tight(trustrl.TopKTV, k=K)),
-    "top-K on μ, mean of sequences": Case(_tight(trustrl.TopKTV, k=K), mode="seq-mean-token-mean"),
-    "top-K on π'": Case(_tight(trustrl.TopKTV, anchor="proximal", k=K)),
-    "top-K KL on μ": Case(_tight(trustrl.TopKKL, k=K)),
-    "top-K with penalties": Case(_tight(trustrl.TopKTV, k=K), settings=PENALTIES | {"calculate_entropy": True}),
+    "binary on μ": Case(_tight(regions.BinaryTV)),
+    "binary on μ, bypassed": Case(_tight(regions.BinaryTV), settings={"bypass": True}),
+    "binary on π'": Case(_tight(regions.BinaryTV, anchor="proximal")),
+    "binary on π', bypassed": Case(_tight(regions.BinaryTV, anchor="proximal"), settings={"bypass": True}),
+    "top-K on μ": Case(_tight(regions.TopKTV, k=K)),
+    "top-K on μ, mean of sequences": Case(_tight(regions.TopKTV, k=K), mode="seq-mean-token-mean"),
+    "top-K on π'": Case(_tight(regions.TopKTV, anchor="proximal", k=K)),
+    "top-K KL on μ": Case(_tight(regions.TopKKL, k=K)),
+    "top-K with penalties": Case(_tight(regions.TopKTV, k=K), settings=PENALTIES | {"calculate_entropy": True}),
     "TROLL on π'": Case(trustrl.preset("troll", k=K, bound=0.01)),
     "TROLL on μ": Case(trustrl.preset("troll", k=K, bound=0.01, anchor="behavior")),
-    "exact TV on π'": Case(_tight(trustrl.FullTV, anchor="proximal")),
+    "exact TV on π'": Case(_tight(regions.FullTV, anchor="proximal")),
     "both anchors": Case(trustrl.preset("minirl")),
     "both anchors, one rank's the same": Case(trustrl.preset("minirl"), same_on_rank=1),
     "both anchors, bypassed": Case(trustrl.preset("minirl"), settings={"bypass": True}),
 }
 TRUNCATED = {
-    "binary on μ, truncated": Case(_tight(trustrl.BinaryTV), truncated=True),
-    "top-K on μ, truncated": Case(_tight(trustrl.TopKTV, k=K), truncated=True),
+    "binary on μ, truncated": Case(_tight(regions.BinaryTV), truncated=True),
+    "top-K on μ, truncated": Case(_tight(regions.TopKTV, k=K), truncated=True),
     "TROLL on π', truncated": Case(trustrl.preset("troll", k=K, bound=0.01), truncated=True),
     "both anchors, truncated": Case(trustrl.preset("minirl"), truncated=True),
 }
 """Cases for engines that renormalize the policy over the sampler's kept ids."""
 
 LOOSE = {
-    "sampled": Case(trustrl.DPPO(trustrl.BinaryTV(max_increase=1.0, max_decrease=1.0))),
-    "top-K": Case(trustrl.DPPO(trustrl.TopKTV(k=K, max_increase=1.0, max_decrease=1.0))),
-    "top-K on π'": Case(trustrl.DPPO(trustrl.TopKTV(k=K, max_increase=1.0, max_decrease=1.0), anchor="proximal")),
+    "sampled": Case(regions.DPPO(regions.BinaryTV(max_increase=1.0, max_decrease=1.0))),
+    "top-K": Case(regions.DPPO(regions.TopKTV(k=K, max_increase=1.0, max_decrease=1.0))),
+    "top-K on π'": Case(regions.DPPO(regions.TopKTV(k=K, max_increase=1.0, max_decrease=1.0), anchor="proximal")),
 }
 """Bounds that no token leaves: verl's own forward pass and ours must give one gradient (on μ; π' is another anchor)."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import trustrl
+from trustrl import regions
 
 VOCABULARY, HIDDEN, LAYERS, PROMPT, K = 1000, 64, 2, 4, 20
 LENGTHS = (29, 3, 11, 1, 17, 6)
@@ -30,14 +31,14 @@ LARGEST_LOGIT = 60.0
 """Bound on |logit|: √D times the largest row of the output layer, at the lower temperature. `tokens` checks it."""
 
 KINDS = {
-    "Binary TV": trustrl.DPPO(trustrl.BinaryTV(), anchor="proximal"),
-    "Binary KL": trustrl.DPPO(trustrl.BinaryKL(), anchor="proximal"),
-    "Top-K TV": trustrl.DPPO(trustrl.TopKTV(k=K), anchor="proximal"),
-    "Top-K KL": trustrl.DPPO(trustrl.TopKKL(k=K), anchor="proximal"),
+    "Binary TV": regions.DPPO(regions.BinaryTV(), anchor="proximal"),
+    "Binary KL": regions.DPPO(regions.BinaryKL(), anchor="proximal"),
+    "Top-K TV": regions.DPPO(regions.TopKTV(k=K), anchor="proximal"),
+    "Top-K KL": regions.DPPO(regions.TopKKL(k=K), anchor="proximal"),
     "TROLL": trustrl.preset("troll", k=K),
-    "exact TV": trustrl.DPPO(trustrl.FullTV(), anchor="proximal"),
-    "exact KL": trustrl.DPPO(trustrl.FullKL(), anchor="proximal"),
-    "PPO clip": trustrl.PPO(anchor="proximal"),
+    "exact TV": regions.DPPO(regions.FullTV(), anchor="proximal"),
+    "exact KL": regions.DPPO(regions.FullKL(), anchor="proximal"),
+    "PPO clip": regions.PPO(anchor="proximal"),
     "GSPO": trustrl.preset("gspo", anchor="proximal"),
     "both anchors": trustrl.preset("dppo-decoupled"),
 }

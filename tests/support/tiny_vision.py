@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLFo
 
 import trustrl
 from support.regions_oracle import support
-from trustrl import PolicyTokens, RolloutTokens, TopK
+from trustrl import PolicyTokens, RolloutTokens, TopK, regions
 from trustrl.config.terms import TokenWeights
 from trustrl.core.records import FullVocabulary
 
@@ -30,15 +30,15 @@ TEMPLATE = (
 )
 
 
-def _tight(divergence: Any, **more: Any) -> trustrl.Region:
-    return trustrl.DPPO(divergence(max_increase=0.02, max_decrease=0.02, **more), anchor="proximal")
+def _tight(divergence: Any, **more: Any) -> regions.Region:
+    return regions.DPPO(divergence(max_increase=0.02, max_decrease=0.02, **more), anchor="proximal")
 
 
 REGIONS = {
-    "binary": _tight(trustrl.BinaryTV),
-    "top-K": _tight(trustrl.TopKTV, k=K),
+    "binary": _tight(regions.BinaryTV),
+    "top-K": _tight(regions.TopKTV, k=K),
     "TROLL": trustrl.preset("troll", k=K, bound=0.01),
-    "exact TV": _tight(trustrl.FullTV),
+    "exact TV": _tight(regions.FullTV),
 }
 
 

@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
-import trustrl
 from support import trl_world as world
-from trustrl import PPO, Ratio
+from trustrl import regions
 
-CLASSIC = Ratio(max_decrease=0.2, max_increase=0.2)
-CLIP = PPO(CLASSIC, action="clip")
+CLASSIC = regions.Ratio(max_decrease=0.2, max_increase=0.2)
+CLIP = regions.PPO(CLASSIC, action="clip")
 """The textbook form, whose loss value is TRL's too; `PPO(CLASSIC)` has the same gradient."""
 LORA = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
 LARGEST_ERROR = 1e-6
@@ -19,7 +18,7 @@ LARGEST_ERROR = 1e-6
 class Case(NamedTuple):
     """What to compare: a region on our side, TRL's settings on theirs."""
 
-    region: trustrl.Region
+    region: regions.Region
     theirs: dict[str, Any] = {}
     mine: dict[str, Any] = {}
     both: dict[str, Any] = {}
@@ -41,7 +40,7 @@ def stops_and_keeps(metrics: dict[str, float]) -> bool:
     return 0.05 < metrics["trustrl/masked_share"] < 0.6 and min(sides) > 0.02
 
 
-def adapted(region: trustrl.Region | None, **more: Any) -> Any:
+def adapted(region: regions.Region | None, **more: Any) -> Any:
     """Either trainer with LoRA on the attention layers, its matrices filled alike."""
     made = (
         world.stock(peft_config=LORA, **more)

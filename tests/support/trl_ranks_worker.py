@@ -12,17 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support import trl_world as world
 from support.fsdp2_shardings import SHARDINGS, move, shard, whole
-from trustrl import DPPO, TROLL, BinaryTV, FullKL, TopKTV
+from trustrl import regions
 from trustrl.engines.trl import record
 
 LENGTHS = (12, 5, 7, 2, 1, 4)
 """Completion tokens of each row: 24 in the first half and 7 in the second, whose longest is 4 instead of 12."""
 
 REGIONS = {
-    "dppo-binary-tv": DPPO(BinaryTV(max_increase=0.01, max_decrease=0.01)),
-    "dppo-topk-tv": DPPO(TopKTV(max_increase=0.1, max_decrease=0.1, k=20)),
-    "dppo-full-kl": DPPO(FullKL(max_increase=0.06, max_decrease=0.06)),
-    "troll": TROLL(bound=0.06, k=64),
+    "dppo-binary-tv": regions.DPPO(regions.BinaryTV(max_increase=0.01, max_decrease=0.01)),
+    "dppo-topk-tv": regions.DPPO(regions.TopKTV(max_increase=0.1, max_decrease=0.1, k=20)),
+    "dppo-full-kl": regions.DPPO(regions.FullKL(max_increase=0.06, max_decrease=0.06)),
+    "troll": regions.TROLL(bound=0.06, k=64),
 }
 """On TRL's own head; on ours, with the rollout's top-K, with the rollout's head, and with gradients at 64 ids."""
 

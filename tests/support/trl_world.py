@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-import trustrl
 from support.devices import ON_GPU
+from trustrl import regions
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 
@@ -74,7 +74,7 @@ def stock(model: Any = None, *, peft_config: Any = None, **more: Any) -> Any:
     return trainer_of(GRPOTrainer, model or tiny_model(), settings(**more), peft_config=peft_config)
 
 
-def ours(region: trustrl.Region, model: Any = None, *, given: dict[str, Any] | None = None, **more: Any) -> Any:
+def ours(region: regions.Region, model: Any = None, *, given: dict[str, Any] | None = None, **more: Any) -> Any:
     """Our trainer; `given` are its own arguments beside the region, `more` is TRL's."""
     usual = {"behavior": "trainer", "startup_checks": False, "region": region, "metrics": "all"}
     return trainer_of(TrustRegionGRPOTrainer, model or tiny_model(), settings(**more), **usual | (given or {}))

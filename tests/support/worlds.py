@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.oracle import Case
+from trustrl import regions
 from trustrl.core.clean import CleanTokens, clean_tokens
 
 K = 20
@@ -179,5 +180,5 @@ def tokens_of_sequences(*sequence_ids: int) -> CleanTokens:
         in_loss=torch.ones_like(logp, dtype=torch.bool),
         sequence_ids=torch.tensor(sequence_ids),
     )
-    needs = trustrl.Needs(anchors=frozenset({"behavior"}), anchor="behavior", sequences=True)
+    needs = regions.Needs(anchors=frozenset({"behavior"}), anchor="behavior", sequences=True)
     return clean_tokens(trustrl.PolicyTokens(logp=logp), rollout, needs)

@@ -71,7 +71,7 @@ class Region:
     kind: ClassVar[str]
 
     def axes(self) -> Any:
-        """Returns this region as a `trustrl.TrustRegion`, or None if it has rules that the shared axes do not cover."""
+        """Returns this region as a `TrustRegion`, or None if it has rules that the shared axes do not cover."""
         return None
 
     def needs(self) -> Needs:
@@ -80,7 +80,7 @@ class Region:
         return Needs() if axes is None else axes.needs()
 
     def decide(self, tokens: Any) -> Any:
-        """Returns the `trustrl.Decision` for each of the `trustrl.CleanTokens`.
+        """Returns the `Decision` for each of the `CleanTokens`.
 
         `trustrl.policy_loss` applies the rules that hold for all regions afterwards: the mismatch correction, stale
         tokens, and tokens with A = 0.
@@ -92,7 +92,7 @@ class Region:
         if axes is None:
             raise UnknownNameError(
                 f"Unknown region {self.kind!r}. Give {type(self).__name__} a method decide(tokens), or axes(), or "
-                "register a function with trustrl.register_region."
+                "register a function with trustrl.regions.register_region."
             )
         return axes.decide(tokens)
 

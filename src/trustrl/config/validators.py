@@ -49,7 +49,7 @@ def instance(where: str, value: Any, kinds: tuple[type, ...]) -> None:
     if not isinstance(value, kinds):
         names = list(dict.fromkeys(name for kind in kinds for name in _buildable(kind)))
         raise ConfigError(
-            f"{where} must be a {', '.join(names)}, got {value!r}. Build one, for example trustrl.{names[0]}()."
+            f"{where} must be a {', '.join(names)}, got {value!r}. Build one, for example trustrl.regions.{names[0]}()."
         )
 
 

@@ -140,7 +140,7 @@ def _needs(region: Region, reduction: Reduction) -> Needs:
     # Callers may run without a type checker.
     if not isinstance(region, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(
-            f"region must be a trustrl region such as trustrl.DPPO(), got {region!r}. See trustrl.presets()."
+            f"region must be a trustrl region such as trustrl.regions.DPPO(), got {region!r}. See trustrl.presets()."
         )
     if not isinstance(reduction, Reduction):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"reduction must be a trustrl reduction such as trustrl.TokenMean, got {reduction!r}.")

@@ -2,7 +2,8 @@
 
 `catalogue` imports every file of this folder. A file defines settings classes with a `kind`, and optionally `PRESETS`
 (names and factories), `ALIASES` (short names of presets) and functions that end in `_loss`. No file imports torch when
-it is loaded; `trustrl.regions.ops` does on first use.
+it is loaded; `trustrl.regions.ops` does on first use. `OTHERS` are the public names that go with regions: statistics,
+corrections, and what a region of your own needs.
 
 Another package adds regions in the same form by an entry point. Its module is loaded when a kind or a preset is sought
 that is not known otherwise, or when presets are listed:
@@ -27,6 +28,22 @@ GROUP = "trustrl.regions"
 
 SHARED = ("base", "loading", "ops", "presets", "words")
 """Modules of this folder that regions share."""
+
+OTHERS = {
+    "trustrl.config.axes": ("Needs", "PrefixBudget", "Region"),
+    "trustrl.config.statistics": (
+        "BinaryKL", "BinaryTV", "FullKL", "FullTV", "LogRatio", "Ratio", "SampledK2", "SampledK3", "SequenceRatio",
+        "SymmetricBinaryKL", "TopKKL", "TopKTV",
+    ),
+    "trustrl.config.terms": ("MIS", "TIS", "DivergenceGate", "IcePop"),
+    "trustrl.core.clean": ("CleanTokens",),
+    "trustrl.core.decision": ("Decision",),
+    "trustrl.core.divergences.interval": ("Interval",),
+    "trustrl.regions.loading": ("register_region",),
+}  # fmt: skip
+"""Names by module. Each is imported on first use: the core needs torch, and `loading` imports this module."""
+
+_MODULE_OF = {name: module for module, names in OTHERS.items() for name in names}
 
 
 @cache
@@ -99,8 +116,14 @@ def _public() -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     if name == "__all__":
-        return sorted(_public())
+        return sorted([*_public(), *_MODULE_OF])
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     # Importing a module of this folder asks for its name first, which must not load the folder.
     if (name[:1].isupper() or name.endswith("_loss")) and name in _public():
         return _public()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __getattr__("__all__")

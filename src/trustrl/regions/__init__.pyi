@@ -4,10 +4,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from trustrl.config.axes import Region
-
 GROUP: str
 SHARED: tuple[str, ...]
+OTHERS: dict[str, tuple[str, ...]]
 
 def catalogue() -> tuple[ModuleType, ...]: ...
 def installed() -> tuple[ModuleType, ...]: ...
@@ -17,7 +16,14 @@ def losses(module: ModuleType) -> dict[str, Callable[..., Any]]: ...
 def presets_of(module: ModuleType) -> dict[str, Callable[[], Region]]: ...
 
 # fmt: off
-__all__ = ["CISPO", "CPPO", "DPPO", "DRPO", "GMPO", "GSPO", "IPO", "KPOP", "M2PO", "MiniRL", "OPSM", "PPO", "PolicyGradient", "SAPO", "SPO", "ScoreCentering", "TRM", "TROLL", "TrustRegion", "VESPO", "cispo_loss", "dppo_kl_loss", "dppo_loss", "dppo_topk_loss", "drpo_loss", "gmpo_loss", "gspo_loss", "ipo_loss", "kpop_loss", "m2po_loss", "minirl_loss", "opsm_loss", "policy_gradient_loss", "ppo_loss", "sapo_loss", "spo_loss", "trm_loss", "vespo_loss"]
+__all__ = ["BinaryKL", "BinaryTV", "CISPO", "CPPO", "CleanTokens", "DPPO", "DRPO", "Decision", "DivergenceGate", "FullKL", "FullTV", "GMPO", "GSPO", "IPO", "IcePop", "Interval", "KPOP", "LogRatio", "M2PO", "MIS", "MiniRL", "Needs", "OPSM", "PPO", "PolicyGradient", "PrefixBudget", "Ratio", "Region", "SAPO", "SPO", "SampledK2", "SampledK3", "ScoreCentering", "SequenceRatio", "SymmetricBinaryKL", "TIS", "TRM", "TROLL", "TopKKL", "TopKTV", "TrustRegion", "VESPO", "cispo_loss", "dppo_kl_loss", "dppo_loss", "dppo_topk_loss", "drpo_loss", "gmpo_loss", "gspo_loss", "ipo_loss", "kpop_loss", "m2po_loss", "minirl_loss", "opsm_loss", "policy_gradient_loss", "ppo_loss", "register_region", "sapo_loss", "spo_loss", "trm_loss", "vespo_loss"]
+from trustrl.config.axes import Needs as Needs, PrefixBudget as PrefixBudget, Region as Region
+from trustrl.config.statistics import BinaryKL as BinaryKL, BinaryTV as BinaryTV, FullKL as FullKL, FullTV as FullTV, LogRatio as LogRatio, Ratio as Ratio, SampledK2 as SampledK2, SampledK3 as SampledK3, SequenceRatio as SequenceRatio, SymmetricBinaryKL as SymmetricBinaryKL, TopKKL as TopKKL, TopKTV as TopKTV
+from trustrl.config.terms import MIS as MIS, TIS as TIS, DivergenceGate as DivergenceGate, IcePop as IcePop
+from trustrl.core.clean import CleanTokens as CleanTokens
+from trustrl.core.decision import Decision as Decision
+from trustrl.core.divergences.interval import Interval as Interval
+from trustrl.regions.loading import register_region as register_region
 from trustrl.regions.cispo import CISPO as CISPO, cispo_loss as cispo_loss
 from trustrl.regions.cppo import CPPO as CPPO
 from trustrl.regions.dppo import DPPO as DPPO, dppo_kl_loss as dppo_kl_loss, dppo_loss as dppo_loss, dppo_topk_loss as dppo_topk_loss

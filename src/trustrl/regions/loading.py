@@ -48,7 +48,7 @@ for _class in (*STATISTICS, *_OTHERS, *(region for _module in catalogue() for re
     KINDS.register(_class.kind)(_class)
 
 Decide = Callable[[Any, Any], Any]
-"""(`trustrl.CleanTokens`, settings) → `trustrl.Decision`."""
+"""(`CleanTokens`, settings) → `Decision`."""
 
 
 def register_region(settings_class: type[Region]) -> Callable[[Decide], Decide]:
@@ -63,7 +63,7 @@ def register_region(settings_class: type[Region]) -> Callable[[Decide], Decide]:
     """
     # Callers may run without a type checker.
     if not (isinstance(settings_class, type) and issubclass(settings_class, Region)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"A region's settings must be a subclass of trustrl.Region, got {settings_class!r}.")
+        raise ConfigError(f"A region's settings must be a subclass of trustrl.regions.Region, got {settings_class!r}.")
 
     def add(decide: Decide) -> Decide:
         KINDS.register(settings_class.kind)(settings_class)

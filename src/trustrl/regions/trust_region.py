@@ -61,7 +61,7 @@ class TrustRegion(AnchoredRegion):
         if not isinstance(self.level, PrefixBudget):
             validators.one_of(f"{self.kind}.level", self.level, ("token", "sequence", "sequence-max"))
         if self.action == "project":
-            raise ConfigError("trust-region.action must not be 'project'. Use trustrl.TROLL for projection.")
+            raise ConfigError("trust-region.action must not be 'project'. Use trustrl.regions.TROLL for projection.")
         validators.one_of(f"{self.kind}.action", self.action, ("mask", "clip", "truncate", "penalise"))
         self._refuse_combinations()
 

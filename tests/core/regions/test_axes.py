@@ -7,6 +7,7 @@ import torch
 
 import trustrl
 from support.worlds import reduction_for, run, world
+from trustrl import regions
 from trustrl.core.records import FullDivergence
 from trustrl.errors import MissingDataError
 
@@ -21,13 +22,13 @@ def on_the_axes(region):
 PRESETS = {name: trustrl.preset(name) for name in trustrl.presets() if name != "ppo-relaxed"}  # a rule beside the axes
 VARIANTS = {
     **PRESETS,
-    "dppo, capped": trustrl.DPPO(trustrl.BinaryTV(max_increase=0.05), max_ratio=1.2),
-    "dppo, corrected": trustrl.DPPO(anchor="proximal", correction=trustrl.TIS(max_ratio=1.1)),
-    "ppo, textbook": trustrl.PPO(action="clip"),
-    "ppo, capped": trustrl.PPO(max_ratio=1.1),
-    "cispo, tight": trustrl.CISPO(max_ratio=1.05),
-    "cppo, capped": trustrl.CPPO(trustrl.BinaryTV(max_increase=0.05), max_ratio=1.1),
-    "trm, k2": trustrl.TRM(trustrl.SampledK2(max_increase=0.01)),
+    "dppo, capped": regions.DPPO(regions.BinaryTV(max_increase=0.05), max_ratio=1.2),
+    "dppo, corrected": regions.DPPO(anchor="proximal", correction=regions.TIS(max_ratio=1.1)),
+    "ppo, textbook": regions.PPO(action="clip"),
+    "ppo, capped": regions.PPO(max_ratio=1.1),
+    "cispo, tight": regions.CISPO(max_ratio=1.05),
+    "cppo, capped": regions.CPPO(regions.BinaryTV(max_increase=0.05), max_ratio=1.1),
+    "trm, k2": regions.TRM(regions.SampledK2(max_increase=0.01)),
 }
 POINTS = {name: region for name, region in VARIANTS.items() if on_the_axes(region) is not None}
 EQUAL = sorted(POINTS)
@@ -53,12 +54,12 @@ def test_a_region_decides_as_its_point_on_the_axes(name, drift):
 @pytest.mark.parametrize("level", ["sequence", "sequence-max"])
 def test_levels_and_directions_of_the_axes_differ(level):
     w = world(3, drift=0.7, rows=8)
-    statistic = trustrl.BinaryTV(max_increase=0.05)
+    statistic = regions.BinaryTV(max_increase=0.05)
     away, symmetric = (
-        run(trustrl.TrustRegion(statistic, level=level, direction=direction), w)[0].decision.keep
+        run(regions.TrustRegion(statistic, level=level, direction=direction), w)[0].decision.keep
         for direction in ("away", "symmetric")
     )
-    token = run(trustrl.TrustRegion(statistic), w)[0].decision.keep
+    token = run(regions.TrustRegion(statistic), w)[0].decision.keep
     assert not torch.equal(away, token)
     assert (symmetric <= away).all()
     assert (symmetric != away).any()
@@ -77,7 +78,7 @@ def test_a_correction_multiplies_the_weight_of_every_region_by_the_capped_mismat
     plain = replace(PRESETS[name], anchor="proximal", correction=None)
     reduction = reduction_for(plain, w)
     (before, _), (after, _) = (
-        run(one, w, reduction=reduction) for one in (plain, replace(plain, correction=trustrl.TIS(max_ratio=cap)))
+        run(one, w, reduction=reduction) for one in (plain, replace(plain, correction=regions.TIS(max_ratio=cap)))
     )
     factor = (w.at_token(w.proximal) - w.at_token(w.behavior)).exp().clamp(max=cap)
     assert (factor == cap).any()
@@ -89,9 +90,9 @@ def test_a_correction_multiplies_the_weight_of_every_region_by_the_capped_mismat
 @pytest.mark.parametrize(
     "region",
     [
-        pytest.param(trustrl.MiniRL(max_ratio=1.05), id="minirl"),
-        pytest.param(trustrl.CPPO(trustrl.BinaryTV(max_increase=0.2), max_ratio=1.05), id="cppo"),
-        pytest.param(trustrl.TRM(trustrl.SampledK2(max_increase=0.5), max_ratio=1.05), id="trm"),
+        pytest.param(regions.MiniRL(max_ratio=1.05), id="minirl"),
+        pytest.param(regions.CPPO(regions.BinaryTV(max_increase=0.2), max_ratio=1.05), id="cppo"),
+        pytest.param(regions.TRM(regions.SampledK2(max_increase=0.5), max_ratio=1.05), id="trm"),
     ],
 )
 def test_a_cap_bounds_the_weight(region):
@@ -109,8 +110,8 @@ def test_trm_also_masks_sequences_by_their_mean():
     k3 = torch.where(w.in_loss, log_ratio.exp() - 1 - log_ratio, 0.0)
     mean = k3.sum(1) / w.in_loss.sum(1).clamp(min=1)
     bound = mean.median().item()
-    wide = trustrl.SampledK2(max_increase=1e6)
-    out, _ = run(trustrl.TRM(wide, mean=trustrl.SampledK3(max_increase=bound)), w)
+    wide = regions.SampledK2(max_increase=1e6)
+    out, _ = run(regions.TRM(wide, mean=regions.SampledK3(max_increase=bound)), w)
     outside = (mean > bound)[:, None] & (w.advantage != 0) & w.in_loss
     assert torch.equal(~out.decision.keep & w.in_loss, outside)
     assert 0 < outside.sum() < (w.in_loss & (w.advantage != 0)).sum()
@@ -118,7 +119,7 @@ def test_trm_also_masks_sequences_by_their_mean():
 
 
 def test_a_prefix_budget_reports_the_thresholds_of_its_divergence():
-    region = trustrl.CPPO(trustrl.BinaryTV(max_increase=0.3))
+    region = regions.CPPO(regions.BinaryTV(max_increase=0.3))
     decision = run(region, world(3))[0].decision
     assert (decision.max_increase, decision.max_decrease) == (0.3, 0.3)
 
@@ -126,18 +127,18 @@ def test_a_prefix_budget_reports_the_thresholds_of_its_divergence():
 def test_a_penalty_on_the_axes_has_a_width_for_each_side_and_the_gap_of_its_statistic():
     w = world(3, drift=0.5)
     rises = w.at_token(w.policy) > w.at_token(w.behavior)
-    sides = trustrl.TrustRegion(trustrl.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise")
-    weight, up, down = (run(one, w)[0].decision.weight for one in (sides, trustrl.SPO(0.3), trustrl.SPO(0.1)))
+    sides = regions.TrustRegion(regions.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise")
+    weight, up, down = (run(one, w)[0].decision.weight for one in (sides, regions.SPO(0.3), regions.SPO(0.1)))
     torch.testing.assert_close(weight, torch.where(rises, up, down), rtol=1e-12, atol=0)
-    gap = trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.4), action="penalise")
-    weight, drpo = (run(one, w)[0].decision.weight for one in (gap, trustrl.DRPO(0.4)))
+    gap = regions.TrustRegion(regions.BinaryTV(max_increase=0.4), action="penalise")
+    weight, drpo = (run(one, w)[0].decision.weight for one in (gap, regions.DRPO(0.4)))
     torch.testing.assert_close(weight, drpo, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("statistic", "name"), [(trustrl.FullTV, "tv"), (trustrl.FullKL, "kl")])
+@pytest.mark.parametrize(("statistic", "name"), [(regions.FullTV, "tv"), (regions.FullKL, "kl")])
 def test_an_exact_divergence_may_be_given_instead_of_the_vocabulary(statistic, name):
     w = world(3, rows=8)
-    region = trustrl.DPPO(statistic())
+    region = regions.DPPO(statistic())
     whole, _ = run(region, w)
     rollout = w.rollout("behavior")
     policy, anchor = w.policy.exp(), w.behavior.exp()
@@ -159,7 +160,7 @@ def test_an_exact_divergence_may_be_given_instead_of_the_vocabulary(statistic, n
 @pytest.mark.parametrize("level", ["sequence", "sequence-max"])
 def test_a_cap_holds_at_the_level_of_sequences(level):
     w = world(3, drift=0.2, rows=8)
-    out, _ = run(trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.5), level=level, max_ratio=1.05), w)
+    out, _ = run(regions.TrustRegion(regions.BinaryTV(max_increase=0.5), level=level, max_ratio=1.05), w)
     ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
     on = w.in_loss & out.decision.keep
     torch.testing.assert_close(out.decision.weight[on], ratio.clamp(max=1.05)[on], rtol=1e-12, atol=0)
@@ -167,7 +168,7 @@ def test_a_cap_holds_at_the_level_of_sequences(level):
 
 def test_truncation_ignores_the_statistic():
     w = world(3, drift=0.5)
-    region = trustrl.TrustRegion(None, action="truncate", max_ratio=1.1)
+    region = regions.TrustRegion(None, action="truncate", max_ratio=1.1)
     out, _ = run(region, w)
     assert out.decision.keep.all()
     ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
@@ -185,9 +186,9 @@ def test_a_sequences_side_is_the_sign_of_its_mean_log_ratio():
 
 def test_a_prefix_budget_reads_the_end_that_acts():
     w = world(3, drift=0.3, rows=8)
-    statistic = trustrl.TopKTV(k=4, max_increase=0.1)
+    statistic = regions.TopKTV(k=4, max_increase=0.1)
     lower, upper = (
-        run(trustrl.CPPO(replace(statistic, act_on=end)), w)[0].decision.keep[w.in_loss] for end in ("lower", "upper")
+        run(regions.CPPO(replace(statistic, act_on=end)), w)[0].decision.keep[w.in_loss] for end in ("lower", "upper")
     )
     assert (upper <= lower).all()
     assert (upper != lower).any()

@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.worlds import grad_of, log, run, world
+from trustrl import regions
 from trustrl.regions.m2po import beyond_moment
 
 
@@ -45,7 +46,7 @@ FALLEN, RISEN = ([0.1, 0.2], [0.4, 0.4]), ([0.4, 0.4], [0.1, 0.2])  # (π, μ); 
     ],
 )
 def test_opsm_drops_a_losing_sequence_that_mu_finds_more_likely(sides, advantage, max_drift, kept):
-    (policy, behavior), region = sides, trustrl.OPSM(max_drift, statistic=None)
+    (policy, behavior), region = sides, regions.OPSM(max_drift, statistic=None)
     factors, out = row(region, policy, behavior, advantage)
     ratios = [p / b for p, b in zip(policy, behavior, strict=True)]
     assert factors == pytest.approx([r if kept and advantage else 0.0 for r in ratios])
@@ -60,20 +61,20 @@ def test_opsm_at_its_bound_is_inside():
         in_loss=torch.ones(1, 2, dtype=torch.bool),
     )  # fmt: skip
     for max_drift, kept in ((0.5, True), (0.5 - 1e-9, False)):
-        region = trustrl.OPSM(max_drift, statistic=None)
+        region = regions.OPSM(max_drift, statistic=None)
         assert trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum()).decision.keep.all() == kept
 
 
 def test_opsm_masks_single_tokens_of_kept_sequences_by_its_statistic():
-    factors, _ = row(trustrl.OPSM(10.0), [0.5, 0.3], [0.3, 0.31], 1.0)
+    factors, _ = row(regions.OPSM(10.0), [0.5, 0.3], [0.3, 0.31], 1.0)
     assert factors == pytest.approx([0.0, 0.3 / 0.31])  # PPO masks the first, r = 1.67
-    region = trustrl.OPSM(10.0, statistic=trustrl.BinaryTV(max_increase=0.25))
+    region = regions.OPSM(10.0, statistic=regions.BinaryTV(max_increase=0.25))
     assert row(region, [0.5, 0.3], [0.3, 0.31], 1.0)[0] == pytest.approx([5 / 3, 0.3 / 0.31])
 
 
 def test_opsm_around_the_trainers_policy_still_measures_its_drift_from_the_sampler():
     """π = π' and μ is far: PPO's ratio is 1, and the mean of log μ − log π alone decides."""
-    region = trustrl.OPSM(0.5, anchor="proximal")
+    region = regions.OPSM(0.5, anchor="proximal")
     assert region.needs().anchors == {"behavior", "proximal"}
     dropped, _ = row(region, [0.1, 0.2], [0.4, 0.4], -1.0, proximal=[0.1, 0.2])
     kept, _ = row(region, [0.1, 0.2], [0.15, 0.2], -1.0, proximal=[0.1, 0.2])
@@ -97,7 +98,7 @@ def test_gmpo_is_its_textbook_objective_in_value_and_gradient(bound):
     w = world(4, rows=6, drift=0.4)
     w.in_loss[:] = True
     w.advantage = w.advantage[:, :1].expand_as(w.advantage).clone()
-    out, policy = run(trustrl.GMPO(trustrl.LogRatio(max_increase=bound)), w)
+    out, policy = run(regions.GMPO(regions.LogRatio(max_increase=bound)), w)
     logp = policy.logp.detach().clone().requires_grad_()
     want = textbook_gmpo(logp, w.at_token(w.behavior), w.advantage, bound)
     want.backward()
@@ -107,9 +108,9 @@ def test_gmpo_is_its_textbook_objective_in_value_and_gradient(bound):
 
 
 def test_a_clipped_token_of_gmpo_has_no_gradient_and_still_moves_the_weight():
-    factors, _ = row(trustrl.GMPO(), [0.9, 0.3], [0.1, 0.3], 1.0)  # d = (2.2, 0), clipped to (0.4, 0)
+    factors, _ = row(regions.GMPO(), [0.9, 0.3], [0.1, 0.3], 1.0)  # d = (2.2, 0), clipped to (0.4, 0)
     assert factors == pytest.approx([0.0, math.exp(0.2)])
-    factors, _ = row(trustrl.GMPO(), [0.9, 0.3], [0.1, 0.3], -1.0)  # the update pulls it back
+    factors, _ = row(regions.GMPO(), [0.9, 0.3], [0.1, 0.3], -1.0)  # the update pulls it back
     assert factors == pytest.approx([3.0, 3.0])
 
 
@@ -119,15 +120,15 @@ def test_a_clipped_token_of_gmpo_has_no_gradient_and_still_moves_the_weight():
 @pytest.mark.parametrize(("advantage", "power", "decay"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
 def test_vespo_weighs_by_the_product_of_ratios(advantage, power, decay):
     w = (0.5 / 0.4) * (0.2 / 0.3)
-    factors, out = row(trustrl.VESPO(), [0.5, 0.2], [0.4, 0.3], advantage)
+    factors, out = row(regions.VESPO(), [0.5, 0.2], [0.4, 0.3], advantage)
     assert factors == pytest.approx([w**power * math.exp(decay * (1 - w))] * 2)
     assert out.decision.keep.all()
 
 
 def test_vespo_is_1_on_policy_and_0_far_from_it():
-    assert row(trustrl.VESPO(), [0.5, 0.2], [0.5, 0.2], 1.0)[0] == pytest.approx([1.0, 1.0])
+    assert row(regions.VESPO(), [0.5, 0.2], [0.5, 0.2], 1.0)[0] == pytest.approx([1.0, 1.0])
     for policy, behavior in (([0.9] * 400, [0.01] * 400), ([0.01] * 400, [0.9] * 400)):  # w = e^±1800
-        factors, out = row(trustrl.VESPO(), policy, behavior, -1.0)
+        factors, out = row(regions.VESPO(), policy, behavior, -1.0)
         assert factors == [0.0] * 400
         assert trustrl.rates(out.sums)["trustrl/dropped_share"] == 0.0
 
@@ -138,13 +139,13 @@ def test_vespo_is_1_on_policy_and_0_far_from_it():
 def test_m2po_removes_the_largest_outward_log_ratios_until_the_mean_is_at_its_bound():
     behavior = [0.1] * 5
     policy = [0.1 * math.exp(d) for d in (0.1, 0.3, 0.5, -2.0, 0.2)]
-    factors, _ = row(trustrl.M2PO(0.098), policy, behavior, 1.0)  # the mean of (.01, .04, .09, .25) is .0975
+    factors, _ = row(regions.M2PO(0.098), policy, behavior, 1.0)  # the mean of (.01, .04, .09, .25) is .0975
     assert [f != 0 for f in factors] == [True, True, True, True, True]
-    factors, _ = row(trustrl.M2PO(0.0467), policy, behavior, 1.0)  # the mean of (.01, .04, .09) is .04667
+    factors, _ = row(regions.M2PO(0.0467), policy, behavior, 1.0)  # the mean of (.01, .04, .09) is .04667
     assert [f != 0 for f in factors] == [True, True, False, True, True]
-    factors, _ = row(trustrl.M2PO(0.0466), policy, behavior, 1.0)
+    factors, _ = row(regions.M2PO(0.0466), policy, behavior, 1.0)
     assert [f != 0 for f in factors] == [True, False, False, True, True]
-    factors, _ = row(trustrl.M2PO(0.009), policy, behavior, 1.0)  # even the smallest, .01, is too large
+    factors, _ = row(regions.M2PO(0.009), policy, behavior, 1.0)  # even the smallest, .01, is too large
     assert [f != 0 for f in factors] == [False, False, False, True, False]  # the fourth is pulled back
 
 
@@ -156,10 +157,10 @@ def test_a_mean_at_m2pos_bound_is_inside_and_the_first_of_equal_tokens_stays():
 
 def test_m2po_ignores_tokens_outside_the_loss():
     w = world(2, drift=0.4)
-    out, _ = run(trustrl.M2PO(), w)
+    out, _ = run(regions.M2PO(), w)
     changed = w.at_token(w.behavior).clone()
     changed[~w.in_loss] = -30.0
-    again, _ = run(trustrl.M2PO(), w, behavior_logp=changed)
+    again, _ = run(regions.M2PO(), w, behavior_logp=changed)
     assert torch.equal(out.decision.keep[w.in_loss], again.decision.keep[w.in_loss])
     assert not out.decision.keep[w.in_loss].all()
 
@@ -169,20 +170,20 @@ def test_m2po_ignores_tokens_outside_the_loss():
 
 def corrected(correction, behavior, proximal):
     """The factors of PPO on π = π', which is 1, times the correction's."""
-    return row(trustrl.PPO(anchor="proximal", correction=correction), proximal, behavior, 1.0, proximal)[0]
+    return row(regions.PPO(anchor="proximal", correction=correction), proximal, behavior, 1.0, proximal)[0]
 
 
 def test_the_product_and_the_mean_of_a_sequence_are_different_corrections():
     behavior, proximal = [0.2, 0.2, 0.2], [0.3, 0.3, 0.3]  # k = 1.5 at each token; product 3.375, geometric mean 1.5
     band = {"min_ratio": 0.5, "max_ratio": 3.0}
-    assert corrected(trustrl.MIS(**band, level="token"), behavior, proximal) == pytest.approx([1.5] * 3)
-    assert corrected(trustrl.MIS(**band, level="sequence-mean"), behavior, proximal) == pytest.approx([1.5] * 3)
-    assert corrected(trustrl.MIS(**band, level="sequence-product"), behavior, proximal) == [0.0] * 3
-    wide = trustrl.MIS(min_ratio=0.0, max_ratio=4.0, level="sequence-product")
+    assert corrected(regions.MIS(**band, level="token"), behavior, proximal) == pytest.approx([1.5] * 3)
+    assert corrected(regions.MIS(**band, level="sequence-mean"), behavior, proximal) == pytest.approx([1.5] * 3)
+    assert corrected(regions.MIS(**band, level="sequence-product"), behavior, proximal) == [0.0] * 3
+    wide = regions.MIS(min_ratio=0.0, max_ratio=4.0, level="sequence-product")
     assert corrected(wide, behavior, proximal) == pytest.approx([3.375] * 3)
-    product = trustrl.TIS(max_ratio=3.0, level="sequence-product")
+    product = regions.TIS(max_ratio=3.0, level="sequence-product")
     assert corrected(product, behavior, proximal) == pytest.approx([3.0] * 3)
-    assert corrected(trustrl.TIS(max_ratio=3.0), behavior, proximal) == pytest.approx([1.5] * 3)
+    assert corrected(regions.TIS(max_ratio=3.0), behavior, proximal) == pytest.approx([1.5] * 3)
 
 
 def bernoulli_kl(b, p):
@@ -193,13 +194,13 @@ def bernoulli_kl(b, p):
 def test_the_gate_compares_the_mean_of_a_sequence_or_each_token(kind):
     behavior, proximal = [0.5, 0.5, 0.5], [0.5, 0.6, 0.52]
     far = [bernoulli_kl(b, p) if kind == "kl" else abs(b - p) for b, p in zip(behavior, proximal, strict=True)]
-    divergence = trustrl.BinaryKL if kind == "kl" else trustrl.BinaryTV
+    divergence = regions.BinaryKL if kind == "kl" else regions.BinaryTV
     k = [p / b for b, p in zip(behavior, proximal, strict=True)]
     mean = sum(far) / 3
     for bound, want in ((mean * 1.001, k), (mean * 0.999, [0.0] * 3)):
-        gate = trustrl.DivergenceGate(divergence=divergence(max_increase=bound))
+        gate = regions.DivergenceGate(divergence=divergence(max_increase=bound))
         assert corrected(gate, behavior, proximal) == pytest.approx(want)
-    token = trustrl.DivergenceGate(divergence=divergence(max_increase=mean), level="token")
+    token = regions.DivergenceGate(divergence=divergence(max_increase=mean), level="token")
     assert corrected(token, behavior, proximal) == pytest.approx([k[0], 0.0, k[2]])
 
 
@@ -207,7 +208,7 @@ def test_the_gate_measures_from_the_sampler():
     """KL(μ‖π') with μ first: the other order is on the other side of this bound."""
     one, other = bernoulli_kl(0.1, 0.4), bernoulli_kl(0.4, 0.1)
     assert one < other
-    gate = trustrl.DivergenceGate(divergence=trustrl.BinaryKL(max_increase=(one + other) / 2))
+    gate = regions.DivergenceGate(divergence=regions.BinaryKL(max_increase=(one + other) / 2))
     assert corrected(gate, [0.1], [0.4]) == pytest.approx([4.0])
     assert corrected(gate, [0.4], [0.1]) == [0.0]
 
@@ -218,8 +219,8 @@ def test_the_gate_measures_from_the_sampler():
 def test_troll_in_sequences_has_the_geometric_mean_of_projected_ratios():
     w = world(3, drift=1.0, vocabulary=96)
     w.in_loss[:] = True
-    token, _ = run(trustrl.TROLL(alpha=0.0), w)
-    sequence, policy = run(trustrl.TROLL(alpha=0.0, level="sequence"), w)
+    token, _ = run(regions.TROLL(alpha=0.0), w)
+    sequence, policy = run(regions.TROLL(alpha=0.0, level="sequence"), w)
     projected = token.decision.weight.log()  # log π̂/b
     want = projected.mean(-1, keepdim=True).exp().expand_as(projected)
     torch.testing.assert_close(sequence.decision.weight, want, rtol=1e-10, atol=0)
@@ -235,7 +236,7 @@ def test_the_published_selection_has_no_gradient_at_ids_that_only_the_anchor_kee
     top = w.policy.topk(k, -1)
     policy = replace(w.policy_tokens(rollout), topk=trustrl.TopK(top.indices, top.values))
     trustrl.policy_loss(
-        policy, rollout, trustrl.TROLL(k=k, rest="published"), reduction=trustrl.TokenSum()
+        policy, rollout, regions.TROLL(k=k, rest="published"), reduction=trustrl.TokenSum()
     ).loss.backward()
     shared = (rollout.topk.ids.unsqueeze(-1) == top.indices.unsqueeze(-2)).any(-1)
     alone = ~shared & (rollout.topk.ids != w.tokens.unsqueeze(-1))
@@ -249,12 +250,12 @@ def test_the_published_selection_has_no_gradient_at_ids_that_only_the_anchor_kee
 
 def test_ppo_relaxed_never_clips_improbable_tokens():
     policy, behavior = [0.15, 0.45, 0.2], [0.09, 0.1, 0.3]
-    assert row(trustrl.PPO(relax_below=0.1), policy, behavior, 1.0)[0] == pytest.approx([0.15 / 0.09, 0.0, 2 / 3])
-    assert row(trustrl.PPO(relax_below=0.1, action="clip"), policy, behavior, 1.0)[0] == pytest.approx(
+    assert row(regions.PPO(relax_below=0.1), policy, behavior, 1.0)[0] == pytest.approx([0.15 / 0.09, 0.0, 2 / 3])
+    assert row(regions.PPO(relax_below=0.1, action="clip"), policy, behavior, 1.0)[0] == pytest.approx(
         [5 / 3, 0.0, 2 / 3]
     )
-    assert row(trustrl.PPO(), policy, behavior, 1.0)[0] == pytest.approx([0.0, 0.0, 2 / 3])
-    _, out = row(trustrl.PPO(relax_below=0.1, action="clip"), policy, behavior, 2.0)
+    assert row(regions.PPO(), policy, behavior, 1.0)[0] == pytest.approx([0.0, 0.0, 2 / 3])
+    _, out = row(regions.PPO(relax_below=0.1, action="clip"), policy, behavior, 2.0)
     assert out.loss.item() == pytest.approx(-2 * (5 / 3 + 1.28 + 2 / 3))
 
 
@@ -283,7 +284,7 @@ def test_gradcheck_of_troll_in_sequences():
     """With one advantage per sequence the objective −A·exp(mean log π̂/b) is a true function of log π."""
     w = world(1, rows=2, width=3, vocabulary=8, drift=1.5)
     w.in_loss[:] = True
-    region = trustrl.TROLL(alpha=0.5, level="sequence", support="full")
+    region = regions.TROLL(alpha=0.5, level="sequence", support="full")
     rollout = w.rollout("proximal", advantage=torch.tensor([1.0, -0.7], dtype=torch.float64))
     ids = w.tokens.unsqueeze(-1)
 
@@ -297,7 +298,7 @@ def test_gradcheck_of_troll_in_sequences():
     out = loss(logits)
     (ours,) = torch.autograd.grad(out, logits)
     # The pull differentiates KL(π‖sg π̂) by π alone, so finite differences are taken of the objective without it.
-    region = trustrl.TROLL(alpha=0.0, level="sequence", support="full")
+    region = regions.TROLL(alpha=0.0, level="sequence", support="full")
     assert torch.autograd.gradcheck(loss, (logits,), atol=1e-6)
     assert not torch.allclose(ours, torch.autograd.grad(loss(logits), logits)[0])
 
@@ -321,7 +322,7 @@ def test_the_weighted_penalty_has_the_exact_value_and_gradient_in_expectation(es
         reduction = trustrl.TokenWeights(behavior.exp().unsqueeze(-1))
         term = trustrl.KLPenalty(coefficient=1.0, estimator=estimator, unbiased=unbiased)
         loss = trustrl.policy_loss(
-            policy, rollout, trustrl.PolicyGradient(), reduction=reduction, penalties=[term]
+            policy, rollout, regions.PolicyGradient(), reduction=reduction, penalties=[term]
         ).loss
         return loss, torch.autograd.grad(loss, logits)[0]
 

@@ -11,6 +11,7 @@ import trustrl.core.decision
 import trustrl.core.projection
 from support.troll_corpus import CORPUS, sparse_loss
 from support.worlds import tokens_of_sequences, world
+from trustrl import regions
 from trustrl.core import divergences
 from trustrl.core.clean import clean_tokens
 from trustrl.core.losses import penalty_terms, policy_terms
@@ -75,7 +76,7 @@ def test_the_soft_gate_takes_the_negative_temperature_at_zero():
     assert value == 0
 
 
-@pytest.mark.parametrize("region", [trustrl.SPO(), trustrl.DRPO()], ids=["spo", "drpo"])
+@pytest.mark.parametrize("region", [regions.SPO(), regions.DRPO()], ids=["spo", "drpo"])
 def test_an_endless_ratio_without_advantage_has_a_weight(region):
     rollout = trustrl.RolloutTokens(
         behavior_logp=t(-800.0, -1.0), advantage=t(0.0, 1.0), in_loss=torch.ones(2, dtype=torch.bool)
@@ -87,8 +88,8 @@ def test_an_endless_ratio_without_advantage_has_a_weight(region):
 ROUNDED = {
     "dppo": trustrl.preset("dppo-binary-kl"),
     "kpop": trustrl.preset("kpop"),
-    "trm": trustrl.TRM(trustrl.BinaryKL()),
-    "cppo": trustrl.CPPO(trustrl.BinaryKL()),
+    "trm": regions.TRM(regions.BinaryKL()),
+    "cppo": regions.CPPO(regions.BinaryKL()),
 }
 
 
@@ -149,7 +150,7 @@ def test_verdicts_are_float64_and_terms_are_float32(dtype):
         divergences.ratio_gap(policy.logp, rollout.behavior_logp),
     ):
         assert interval.lower.dtype == torch.float64
-    for region in (trustrl.DPPO(), trustrl.SPO()):
+    for region in (regions.DPPO(), regions.SPO()):
         tokens = clean_tokens(policy, rollout, region.needs())
         decision = trustrl.core.decision.decide(tokens, region)
         assert policy_terms(decision, tokens).value.dtype == torch.float32
@@ -181,7 +182,7 @@ def test_the_largest_term_is_kept_and_the_next_is_not(size):
             behavior_logp=t(-0.5), advantage=t(size * limit * factor), in_loss=torch.tensor([True])
         )
         out = trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp), rollout, trustrl.PolicyGradient(), reduction=trustrl.TokenSum()
+            trustrl.PolicyTokens(logp=logp), rollout, regions.PolicyGradient(), reduction=trustrl.TokenSum()
         )
         out.loss.backward()
         assert (float(logp.grad) != 0) == kept
@@ -246,7 +247,7 @@ def test_the_path_without_looking_gives_the_same_loss(monkeypatch, fault):
         monkeypatch.setattr(trustrl.core.projection, "free_to_look", lambda at, looking=looking: looking)
         monkeypatch.setattr(trustrl.core.projection, "free_to_look", lambda at, looking=looking: looking)
         logits = w.policy.clone().requires_grad_()
-        out = sparse_loss(trustrl.TROLL(k=6, anchor="behavior"), w, logits, 6)
+        out = sparse_loss(regions.TROLL(k=6, anchor="behavior"), w, logits, 6)
         out.loss.backward()
         grads.append((out.loss.item(), logits.grad, trustrl.rates(out.sums)))
     assert torch.isfinite(grads[1][1]).all()
@@ -275,7 +276,7 @@ def mismatched(correction, *log_k):
     rollout = trustrl.RolloutTokens(
         behavior_logp=behavior, proximal_logp=proximal, advantage=torch.ones(1), in_loss=torch.ones(1, len(log_k)).bool()
     )  # fmt: skip
-    region = trustrl.PPO(anchor="proximal", correction=correction)
+    region = regions.PPO(anchor="proximal", correction=correction)
     out = trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, region, reduction=trustrl.TokenSum())
     out.loss.backward()
     return (-logp.grad[0]).tolist(), trustrl.rates(out.sums)
@@ -284,7 +285,7 @@ def mismatched(correction, *log_k):
 def test_a_band_includes_its_ends_and_reports_what_it_dropped():
     edge = math.exp(0.5)
     factors, rates = mismatched(
-        trustrl.IcePop(min_ratio=math.exp(-0.5), max_ratio=edge), 0.5, -0.5, 0.5 + 1e-9, -0.5 - 1e-9, 0.0
+        regions.IcePop(min_ratio=math.exp(-0.5), max_ratio=edge), 0.5, -0.5, 0.5 + 1e-9, -0.5 - 1e-9, 0.0
     )
     assert factors == pytest.approx([edge, math.exp(-0.5), 0.0, 0.0, 1.0])
     assert rates["trustrl/correction_zero_share"] == pytest.approx(0.4)
@@ -297,7 +298,7 @@ def test_a_penalty_that_overflows_takes_its_token_out():
     rollout = trustrl.RolloutTokens(
         behavior_logp=torch.tensor([-1.5, -1.0]), advantage=torch.ones(2), in_loss=torch.tensor([True, True])
     )
-    region = trustrl.IPO(log_ratio_penalty=1e36)
+    region = regions.IPO(log_ratio_penalty=1e36)
     out = trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, region, reduction=trustrl.TokenSum())
     out.loss.backward()
     assert logp.grad.tolist() == [0.0, -1.0]
@@ -310,7 +311,7 @@ def test_a_reference_in_float64_does_not_widen_the_terms():
         behavior_logp=logp, advantage=torch.ones(1), in_loss=torch.tensor([True]), reference_logp=t(-1.5)
     )
     policy = trustrl.PolicyTokens(logp=logp)
-    tokens = clean_tokens(policy, rollout, trustrl.DPPO().needs())
+    tokens = clean_tokens(policy, rollout, regions.DPPO().needs())
     found = penalty_terms(trustrl.KLPenalty(coefficient=1.0), policy, rollout, tokens, tokens.usable)
     assert found.value.dtype == torch.float32
 
@@ -346,29 +347,29 @@ def troll_token(size, region, proximal_shift=0.0, advantage=1.0):
 
 def test_a_token_within_the_slack_is_not_counted_as_projected():
     """The ball's edge has a width of 1e-4 ε: rounding must not project what is on it."""
-    kl = troll_token(0.3, trustrl.TROLL(k=3))[0]["trustrl/projected_kl_before"]
+    kl = troll_token(0.3, regions.TROLL(k=3))[0]["trustrl/projected_kl_before"]
     for share, projected in ((1.00005, 0.0), (0.99995, 0.0), (0.9998, 1.0)):
-        rates, _ = troll_token(0.3, trustrl.TROLL(kl * share, k=3))
+        rates, _ = troll_token(0.3, regions.TROLL(kl * share, k=3))
         assert rates["trustrl/projected_share"] == projected, share
 
 
 def test_what_troll_reports():
-    rates, out = troll_token(1.0, trustrl.TROLL(k=3))
+    rates, out = troll_token(1.0, regions.TROLL(k=3))
     assert rates["trustrl/projected_share"] == 1.0
     assert rates["trustrl/projected_kl_after"] == pytest.approx(0.05, rel=1e-6)
     assert rates["trustrl/projected_kl_before"] > 0.05
     assert 0 < rates["trustrl/projected_beta"] < 1
     assert 1 <= rates["trustrl/projected_evaluations"] <= 8
     assert rates["trustrl/projected_unconverged"] == 0
-    inside, _ = troll_token(0.01, trustrl.TROLL(k=3))
+    inside, _ = troll_token(0.01, regions.TROLL(k=3))
     assert inside["trustrl/projected_share"] == 0.0
     assert inside["trustrl/projected_kl_after"] == inside["trustrl/projected_kl_before"] > 0
 
 
 def test_trolls_correction_scales_the_first_term():
     """k = e^.4: the loss is −k·π̂/b plus the pull."""
-    plain = troll_token(1.0, trustrl.TROLL(k=3, alpha=0.0), proximal_shift=0.4)[1].loss.item()
+    plain = troll_token(1.0, regions.TROLL(k=3, alpha=0.0), proximal_shift=0.4)[1].loss.item()
     corrected = troll_token(
-        1.0, trustrl.TROLL(k=3, alpha=0.0, correction=trustrl.TIS(max_ratio=10.0)), proximal_shift=0.4
+        1.0, regions.TROLL(k=3, alpha=0.0, correction=regions.TIS(max_ratio=10.0)), proximal_shift=0.4
     )[1]
     assert corrected.loss.item() == pytest.approx(plain * math.exp(0.4))

@@ -7,6 +7,7 @@ import torch
 import trustrl
 from support import oracle
 from support.worlds import grad_of, log, run, world
+from trustrl import regions
 
 CLOSED_FORM = sorted(oracle.ROWS | oracle.WHOLE)
 SEEDS = range(4)
@@ -57,7 +58,7 @@ def test_only_the_sampled_tokens_log_prob_carries_gradient(name):
 def test_ppo_clip_is_a_mask_on_the_ratio(seed, low, high):
     """The textbook min/clip objective and the masked form have the same gradient everywhere."""
     w = world(seed, rows=16, width=64, drift=0.4)
-    region = trustrl.PPO(trustrl.Ratio(max_decrease=low, max_increase=high))
+    region = regions.PPO(regions.Ratio(max_decrease=low, max_increase=high))
     out, policy = run(region, w)
     logp = policy.logp.detach().clone().requires_grad_()
     ratio = torch.exp(logp - w.at_token(w.behavior))
@@ -69,7 +70,7 @@ def test_ppo_clip_is_a_mask_on_the_ratio(seed, low, high):
 
 def test_ppo_with_action_clip_reports_the_textbook_loss():
     w = world(2, drift=0.4)
-    out, _ = run(trustrl.PPO(action="clip"), w)
+    out, _ = run(regions.PPO(action="clip"), w)
     ratio = torch.exp(w.at_token(w.policy) - w.at_token(w.behavior))
     textbook = -torch.minimum(ratio * w.advantage, ratio.clamp(0.8, 1.28) * w.advantage)[w.in_loss].sum()
     assert out.loss.item() == pytest.approx(textbook.item(), rel=1e-12)
@@ -78,7 +79,7 @@ def test_ppo_with_action_clip_reports_the_textbook_loss():
 def test_dual_clip_equals_its_textbook_form():
     """For A < 0 the objective is max(min(rA, clip(r)A), cA)."""
     w = world(3, rows=32, drift=2.0)
-    region = trustrl.PPO(dual_clip=3.0, action="clip")
+    region = regions.PPO(dual_clip=3.0, action="clip")
     out, policy = run(region, w)
     logp = policy.logp.detach().clone().requires_grad_()
     ratio = torch.exp(logp - w.at_token(w.behavior))
@@ -107,14 +108,14 @@ def true_loss(region, w, **kwargs):
 @pytest.mark.parametrize(
     "region",
     [
-        pytest.param(trustrl.SAPO(), id="sapo"),
-        pytest.param(trustrl.SAPO(temperature_positive=3.0, temperature_negative=0.5), id="sapo, other temperatures"),
-        pytest.param(trustrl.SPO(), id="spo"),
-        pytest.param(trustrl.DRPO(), id="drpo"),
-        pytest.param(trustrl.TrustRegion(trustrl.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise"), id="penalise, two widths"),
-        pytest.param(trustrl.PPO(action="clip"), id="ppo, textbook"),
-        pytest.param(trustrl.PPO(action="clip", dual_clip=1.5), id="ppo, dual clip"),
-        pytest.param(trustrl.SAPO(anchor="proximal", correction=trustrl.TIS()), id="sapo, corrected"),
+        pytest.param(regions.SAPO(), id="sapo"),
+        pytest.param(regions.SAPO(temperature_positive=3.0, temperature_negative=0.5), id="sapo, other temperatures"),
+        pytest.param(regions.SPO(), id="spo"),
+        pytest.param(regions.DRPO(), id="drpo"),
+        pytest.param(regions.TrustRegion(regions.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise"), id="penalise, two widths"),
+        pytest.param(regions.PPO(action="clip"), id="ppo, textbook"),
+        pytest.param(regions.PPO(action="clip", dual_clip=1.5), id="ppo, dual clip"),
+        pytest.param(regions.SAPO(anchor="proximal", correction=regions.TIS()), id="sapo, corrected"),
     ],
 )  # fmt: skip
 def test_gradcheck_where_the_loss_is_a_true_function(region):
@@ -138,7 +139,7 @@ def test_a_pathwise_penalty_is_a_true_function(estimator):
         # A stands still at 0: the penalty alone remains.
         return trustrl.policy_loss(
             policy, trustrl.RolloutTokens(behavior_logp=rollout.behavior_logp, advantage=torch.zeros(3), in_loss=rollout.in_loss, reference_logp=rollout.reference_logp),
-            trustrl.PolicyGradient(), reduction=trustrl.TokenSum(), penalties=[penalty],
+            regions.PolicyGradient(), reduction=trustrl.TokenSum(), penalties=[penalty],
         ).loss  # fmt: skip
 
     logp = w.at_token(w.policy).clone().requires_grad_()
@@ -165,7 +166,7 @@ def test_penalty_gradients_are_the_stated_ones(estimator, gradient, want):
     )  # fmt: skip
     penalty = trustrl.KLPenalty(coefficient=2.0, estimator=estimator, gradient=gradient)
     out = trustrl.policy_loss(
-        trustrl.PolicyTokens(logp=logp), rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
+        trustrl.PolicyTokens(logp=logp), rollout, regions.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
     )
     out.loss.backward()
     x = (logp.detach() - reference).numpy()
@@ -183,7 +184,7 @@ def test_the_entropy_bonus_is_minus_its_coefficient_times_entropy():
     out = trustrl.policy_loss(
         policy,
         rollout,
-        trustrl.DPPO(),
+        regions.DPPO(),
         reduction=trustrl.TokenSum(),
         penalties=[trustrl.EntropyBonus(coefficient=0.01)],
     )
@@ -204,7 +205,7 @@ def test_a_penalty_is_masked_only_when_asked():
         logp.grad = None
         penalty = trustrl.KLPenalty(coefficient=1.0, estimator="k2", only_kept=only_kept)
         trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=logp), rollout, trustrl.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
+            trustrl.PolicyTokens(logp=logp), rollout, regions.DPPO(), reduction=trustrl.TokenSum(), penalties=[penalty]
         ).loss.backward()
         return logp.grad[0, 0].item()
 
@@ -214,8 +215,8 @@ def test_a_penalty_is_masked_only_when_asked():
 
 def test_ipos_log_ratio_term_is_differentiated():
     w = world(8, drift=0.3)
-    _, plain = run(trustrl.IPO(), w)
-    _, with_term = run(trustrl.IPO(log_ratio_penalty=0.25), w)
+    _, plain = run(regions.IPO(), w)
+    _, with_term = run(regions.IPO(log_ratio_penalty=0.25), w)
     log_ratio = w.at_token(w.policy) - w.at_token(w.behavior)
     want = torch.where(w.in_loss, 0.25 * 2 * log_ratio, 0.0)
     torch.testing.assert_close(grad_of(with_term.logp) - grad_of(plain.logp), want, rtol=0, atol=1e-12)
@@ -223,7 +224,7 @@ def test_ipos_log_ratio_term_is_differentiated():
 
 @pytest.mark.parametrize(
     "region",
-    [*map(trustrl.preset, trustrl.presets()), trustrl.IPO(log_ratio_penalty=0.1), trustrl.TROLL(alpha=0.0)],
+    [*map(trustrl.preset, trustrl.presets()), regions.IPO(log_ratio_penalty=0.1), regions.TROLL(alpha=0.0)],
     ids=[*trustrl.presets(), "ipo with its penalty", "troll without its pull"],
 )
 def test_without_an_advantage_only_a_penalty_that_the_region_names_has_a_gradient(region):
@@ -236,7 +237,7 @@ def test_without_an_advantage_only_a_penalty_that_the_region_names_has_a_gradien
 
 def test_max_ratio_caps_the_weight_and_counts():
     w = world(9, drift=2.0)
-    out, policy = run(trustrl.DPPO(trustrl.BinaryTV(max_increase=1.0), max_ratio=1.5), w)
+    out, policy = run(regions.DPPO(regions.BinaryTV(max_increase=1.0), max_ratio=1.5), w)
     ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
     want = torch.where(w.in_loss, -ratio.clamp(max=1.5) * w.advantage, 0.0)
     torch.testing.assert_close(policy.logp.grad, want, rtol=1e-12, atol=1e-12)

@@ -27,12 +27,12 @@ import trustrl
 
 
 @dataclass(frozen=True)
-class Half(trustrl.Region):
+class Half(trustrl.regions.Region):
     kind: ClassVar[str] = "test-half"
     bound: float = 0.5
 
     def axes(self):
-        return trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.4))
+        return trustrl.regions.TrustRegion(trustrl.regions.BinaryTV(max_increase=0.4))
 
 
 PRESETS = {"test-half": Half, "test-quarter": lambda: Half(0.25)}
@@ -80,7 +80,7 @@ def test_a_decision_is_short_and_a_region_describes_itself(kind):
     assert "decide" in vars(region)
     source = inspect.getsource(region.decide).splitlines()
     assert len(source) <= (25 if kind == "trust-region" else 20)  # the general region is a choice between decisions
-    settings = region(trustrl.BinaryTV()) if kind == "trust-region" else region()
+    settings = region(regions.BinaryTV()) if kind == "trust-region" else region()
     assert settings.words().endswith(".")
 
 
@@ -116,14 +116,14 @@ def test_a_package_whose_names_are_taken_is_named_and_left_out(tmp_path):
 
 
 @dataclass(frozen=True)
-class ByAxes(trustrl.Region):
+class ByAxes(regions.Region):
     """A point on the axes, with a correction there."""
 
     kind: ClassVar[str] = "test-by-axes"
 
     def axes(self):
-        return trustrl.TrustRegion(
-            trustrl.BinaryTV(max_increase=0.1), anchor="proximal", correction=trustrl.TIS(max_ratio=1.05)
+        return regions.TrustRegion(
+            regions.BinaryTV(max_increase=0.1), anchor="proximal", correction=regions.TIS(max_ratio=1.05)
         )
 
 
@@ -152,13 +152,13 @@ def test_a_correction_multiplies_the_decision_of_any_region_with_that_setting():
         kind: ClassVar[str] = "test-plain"
 
         def needs(self):
-            return trustrl.PolicyGradient(anchor=self.anchor, correction=self.correction).needs()
+            return regions.PolicyGradient(anchor=self.anchor, correction=self.correction).needs()
 
         def decide(self, tokens):
             keep = torch.ones_like(tokens.usable)
-            return trustrl.Decision(keep, torch.full_like(tokens.log_ratio, 2.0), tokens.logp)
+            return regions.Decision(keep, torch.full_like(tokens.log_ratio, 2.0), tokens.logp)
 
     w = world(3, drift=0.2, rows=8)
-    out, _ = run(Plain(anchor="proximal", correction=trustrl.TIS(max_ratio=1.01)), w)
+    out, _ = run(Plain(anchor="proximal", correction=regions.TIS(max_ratio=1.01)), w)
     factor = (w.at_token(w.proximal) - w.at_token(w.behavior)).exp().clamp(max=1.01)
     torch.testing.assert_close(out.decision.weight[w.in_loss], 2 * factor[w.in_loss], rtol=1e-12, atol=0)

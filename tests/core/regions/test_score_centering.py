@@ -10,16 +10,17 @@ import torch
 import trustrl
 from support import oracle
 from support.worlds import run, world
+from trustrl import regions
 
 V = 12
 WEIGHTS = {
     "w = 1": (None, lambda r: 1.0),
-    "w = min(r, 1.2)": (trustrl.TIS(max_ratio=1.2), lambda r: min(r, 1.2)),
+    "w = min(r, 1.2)": (regions.TIS(max_ratio=1.2), lambda r: min(r, 1.2)),
     "w = r within a band": (
-        trustrl.IcePop(min_ratio=0.7, max_ratio=1.5),
+        regions.IcePop(min_ratio=0.7, max_ratio=1.5),
         lambda r: r if 0.7 <= r <= 1.5 else 0.0,
     ),
-    "w = r": (trustrl.TIS(max_ratio=math.inf), lambda r: r),
+    "w = r": (regions.TIS(max_ratio=math.inf), lambda r: r),
 }
 
 
@@ -77,7 +78,7 @@ def test_the_gradient_is_the_closed_form(weight, with_tails, k):
     for seed in range(4):
         logits, mu = pair(seed)
         advantage = torch.linspace(-2, 2, V, dtype=torch.float64)
-        got = gradients(trustrl.ScoreCentering(k=k, weight=setting), logits, mu, advantage, with_tails=with_tails)
+        got = gradients(regions.ScoreCentering(k=k, weight=setting), logits, mu, advantage, with_tails=with_tails)
         p = torch.softmax(logits, -1).numpy()
         want = [oracle.centered_gradient(mu.numpy(), p, a, advantage[a].item(), k, f) for a in range(V)]
         np.testing.assert_allclose(got.numpy(), np.stack(want), rtol=0, atol=1e-12)
@@ -89,7 +90,7 @@ def test_the_gradient_is_the_closed_form(weight, with_tails, k):
 def test_the_expected_gradient_of_a_constant_advantage_is_0(weight, seed, settings):
     """Σ_a μ(a)·gradient(a) = 0 on the whole vocabulary, however far π is from μ."""
     logits, mu = pair(seed, drift=1.0)
-    found = gradients(trustrl.ScoreCentering(**{"k": V} | settings, weight=WEIGHTS[weight][0]), logits, mu)
+    found = gradients(regions.ScoreCentering(**{"k": V} | settings, weight=WEIGHTS[weight][0]), logits, mu)
     assert found.abs().max() > 0.1
     assert (mu @ found).abs().max() < 1e-12
 
@@ -99,7 +100,7 @@ def test_the_expected_gradient_of_a_constant_advantage_is_0(weight, seed, settin
 def test_the_expected_gradient_over_the_cells_is_0(k, with_tails):
     """With a tail: 0 at each of the top K logits, and 0 in the sum over the others."""
     logits, mu = pair(5)
-    expected = mu @ gradients(trustrl.ScoreCentering(k=k), logits, mu, with_tails=with_tails)
+    expected = mu @ gradients(regions.ScoreCentering(k=k), logits, mu, with_tails=with_tails)
     rest = outside(mu, k)
     assert expected[~rest].abs().max() < 1e-12
     assert expected[rest].sum().abs() < 1e-12
@@ -109,7 +110,7 @@ def test_the_expected_gradient_over_the_cells_is_0(k, with_tails):
 def test_the_bias_of_the_tail_is_the_one_on_the_page(k):
     """−A·(μ_v − ρ π_v) at each logit outside the top K, of norm ≤ 2·m·TV(μ|tail, π|tail)·|A|."""
     logits, mu = pair(6)
-    expected = mu @ gradients(trustrl.ScoreCentering(k=k), logits, mu)
+    expected = mu @ gradients(regions.ScoreCentering(k=k), logits, mu)
     rest, p = outside(mu, k), torch.softmax(logits, -1)
     m, q = mu[rest].sum(), p[rest].sum()
     torch.testing.assert_close(expected[rest], -(mu - m / q * p)[rest], rtol=0, atol=1e-12)
@@ -122,7 +123,7 @@ def test_a_tail_proportional_to_the_policys_has_no_bias():
     rest, p = outside(mu, 4), torch.softmax(logits, -1)
     mu = torch.where(rest, mu[rest].sum() / p[rest].sum() * p, mu)
     assert torch.equal(outside(mu, 4), rest)
-    assert (mu @ gradients(trustrl.ScoreCentering(k=4), logits, mu)).abs().max() < 1e-12
+    assert (mu @ gradients(regions.ScoreCentering(k=4), logits, mu)).abs().max() < 1e-12
 
 
 def test_plain_policy_gradient_drifts_towards_the_sampler():
@@ -139,7 +140,7 @@ def test_the_covariance_with_the_advantage_is_kept():
     """For any advantage the expected gradient on the whole vocabulary is −Cov_μ(A, ∇log π)."""
     logits, mu = pair(9)
     advantage = torch.randn(V, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected = mu @ gradients(trustrl.ScoreCentering(k=V, support="full"), logits, mu, advantage)
+    expected = mu @ gradients(regions.ScoreCentering(k=V, support="full"), logits, mu, advantage)
     centered = advantage - mu @ advantage
     scores = torch.eye(V, dtype=torch.float64) - torch.softmax(logits, -1)
     torch.testing.assert_close(expected, -(mu * centered) @ scores, rtol=0, atol=1e-12)
@@ -150,7 +151,7 @@ def test_on_policy_nothing_is_subtracted():
     logits, _ = pair(10)
     mu, scores = torch.softmax(logits, -1), torch.eye(V, dtype=torch.float64) - torch.softmax(logits, -1)
     for k in (1, 5, V):
-        found = gradients(trustrl.ScoreCentering(k=k), logits, mu)
+        found = gradients(regions.ScoreCentering(k=k), logits, mu)
         torch.testing.assert_close(found, -scores, rtol=0, atol=1e-12)
 
 
@@ -158,9 +159,9 @@ def test_uncapped_weights_are_plain_importance_sampling():
     """w = r: the sampler's expectation of r ∇log π is 0, tail or not."""
     w = world(2, vocabulary=40, drift=0.6)
     for k in (5, 40):
-        region = trustrl.ScoreCentering(k=k, weight=trustrl.TIS(max_ratio=math.inf))
+        region = regions.ScoreCentering(k=k, weight=regions.TIS(max_ratio=math.inf))
         x, y = (torch.log_softmax(w.policy, -1).clone().requires_grad_() for _ in range(2))
-        for one, at in ((region, x), (trustrl.PolicyGradient(), y)):
+        for one, at in ((region, x), (regions.PolicyGradient(), y)):
             p = torch.log_softmax(at, -1)
             rollout = w.rollout(k=k)
             tokens = trustrl.PolicyTokens(logp=w.at_token(p), topk_logp=p.gather(-1, rollout.topk.ids))
@@ -168,13 +169,13 @@ def test_uncapped_weights_are_plain_importance_sampling():
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("weight", [None, trustrl.IcePop(min_ratio=0.7, max_ratio=1.5)], ids=["w = 1", "in a band"])
+@pytest.mark.parametrize("weight", [None, regions.IcePop(min_ratio=0.7, max_ratio=1.5)], ids=["w = 1", "in a band"])
 @pytest.mark.parametrize("support", ["topk", "full"])
 def test_gradcheck_with_the_coefficients_held(weight, support):
     """Finite differences of Σ sg(b w)·log π: the coefficients come from a detached copy of the same logits."""
     logits, mu = pair(11, vocabulary=6)
     advantage, k = torch.linspace(-1, 1, 6, dtype=torch.float64), 3
-    region = trustrl.ScoreCentering(k=k, support=support, weight=weight)
+    region = regions.ScoreCentering(k=k, support=support, weight=weight)
     p = torch.softmax(logits, -1)
     f = (lambda r: torch.ones_like(r)) if weight is None else lambda r: torch.where((r >= 0.7) & (r <= 1.5), r, 0.0)
     rest = outside(mu, k if support == "topk" else 6)
@@ -211,7 +212,7 @@ def test_a_table_by_hand(token, advantage, want):
     for p in ([0.5, 0.25, 0.25], [0.9, 0.05, 0.05]):
         logits = torch.tensor(p, dtype=torch.float64).log()
         every = torch.full((3,), advantage, dtype=torch.float64)
-        found = gradients(trustrl.ScoreCentering(k=1), logits, mu, every)[token]
+        found = gradients(regions.ScoreCentering(k=1), logits, mu, every)[token]
         torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
@@ -222,7 +223,7 @@ def test_a_policy_without_a_tail_stays_finite():
         x = p.log().expand(4, -1).to(torch.float32).clone().requires_grad_()
         mu = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
         tokens, rollout = records(x[:2].double(), mu, torch.arange(2), torch.ones(2), 2)
-        out = trustrl.policy_loss(tokens, rollout, trustrl.ScoreCentering(k=2), reduction=trustrl.TokenSum())
+        out = trustrl.policy_loss(tokens, rollout, regions.ScoreCentering(k=2), reduction=trustrl.TokenSum())
         out.loss.backward()
         assert x.grad[:, :2].isfinite().all()
         assert x.grad[:, :2].abs().max() < 1
@@ -240,14 +241,14 @@ def test_a_full_correction_of_a_proximal_anchor_is_centered_too():
         proximal_logp=other.log(),
         topk=replace(rollout.topk, of="proximal"),
     )
-    region = trustrl.ScoreCentering(k=V, anchor="proximal", correction=trustrl.TIS(max_ratio=math.inf))
+    region = regions.ScoreCentering(k=V, anchor="proximal", correction=regions.TIS(max_ratio=math.inf))
     trustrl.policy_loss(tokens, rollout, region, reduction=trustrl.TokenSum()).loss.backward()
     assert (mu @ x.grad).abs().max() < 1e-12
 
 
 def test_the_cap_is_counted():
     w = world(9, drift=1.0)
-    out, _ = run(trustrl.ScoreCentering(k=20, weight=trustrl.TIS(max_ratio=1.5)), w)
+    out, _ = run(regions.ScoreCentering(k=20, weight=regions.TIS(max_ratio=1.5)), w)
     ratio = (w.at_token(w.policy) - w.at_token(w.behavior)).exp()
     capped = ((ratio > 1.5) & w.in_loss).double().sum() / w.in_loss.sum()
     assert 0 < trustrl.rates(out.sums)["trustrl/capped_share"] == pytest.approx(capped.item())
@@ -258,7 +259,7 @@ def test_the_cap_is_counted():
 def test_the_kernels_give_the_same_gradient(weight, with_tails):
     pytest.importorskip("triton", reason="triton is not installed; `pip install triton==3.7.1` goes with torch 2.13")
     w = world(4, rows=3, width=5, vocabulary=40, drift=0.5)
-    region = trustrl.ScoreCentering(k=10, weight=WEIGHTS[weight][0])
+    region = regions.ScoreCentering(k=10, weight=WEIGHTS[weight][0])
     found = []
     for impl in ("eager", "triton"):
         rollout = w.rollout(k=10, dtype=torch.float32, with_tails=with_tails)
@@ -274,7 +275,7 @@ def test_a_faulty_record_leaves_finite_numbers_everywhere(with_tails):
     """NaN on one side of one token: it is dropped, and its neighbors have the gradient that they have without it."""
     w = world(6, rows=2, width=4, vocabulary=30)
     w.in_loss.fill_(True)
-    region, found = trustrl.ScoreCentering(k=8), []
+    region, found = regions.ScoreCentering(k=8), []
     for broken in (False, True):
         rollout = w.rollout(k=8, with_tails=with_tails)
         policy = w.policy_tokens(rollout)

@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support.worlds import grad_of, reduction_for, world
+from trustrl import regions
 from trustrl.errors import ConfigError, MissingDataError
 
 NOW, LIMIT = 9, 2
@@ -17,20 +18,20 @@ STALE = VERSION < NOW - LIMIT
 PRESETS = sorted(trustrl.presets())
 DROPPING = {name: trustrl.preset(name) for name in PRESETS} | {
     # The presets' bounds mask every sequence of this batch.
-    "trm": trustrl.TRM(trustrl.TopKKL(max_increase=2.0)),
+    "trm": regions.TRM(regions.TopKKL(max_increase=2.0)),
     "flash-reinforce": trustrl.preset("flash-reinforce", max_increase=2.0),
-    "trm-full-kl": trustrl.TRM(trustrl.FullKL(max_increase=2.0)),
-    "trm-sampled": trustrl.TRM(trustrl.SampledK2(max_increase=2.0)),
+    "trm-full-kl": regions.TRM(regions.FullKL(max_increase=2.0)),
+    "trm-sampled": regions.TRM(regions.SampledK2(max_increase=2.0)),
 }
 TIGHTENING = {
-    "dppo-binary-tv": trustrl.DPPO(trustrl.BinaryTV(max_increase=0.12, max_decrease=0.06)),
-    "dppo-topk-kl": trustrl.DPPO(trustrl.TopKKL(max_increase=0.2, k=20), max_ratio=1.5),
-    "ppo": trustrl.PPO(),
-    "ppo, textbook": trustrl.PPO(action="clip"),
-    "ipo": trustrl.IPO(),
-    "kpop": trustrl.KPOP(trustrl.SymmetricBinaryKL(max_increase=0.15)),
-    "minirl": trustrl.MiniRL(),
-    "trust-region": trustrl.TrustRegion(trustrl.BinaryKL(max_increase=0.1), direction="symmetric"),
+    "dppo-binary-tv": regions.DPPO(regions.BinaryTV(max_increase=0.12, max_decrease=0.06)),
+    "dppo-topk-kl": regions.DPPO(regions.TopKKL(max_increase=0.2, k=20), max_ratio=1.5),
+    "ppo": regions.PPO(),
+    "ppo, textbook": regions.PPO(action="clip"),
+    "ipo": regions.IPO(),
+    "kpop": regions.KPOP(regions.SymmetricBinaryKL(max_increase=0.15)),
+    "minirl": regions.MiniRL(),
+    "trust-region": regions.TrustRegion(regions.BinaryKL(max_increase=0.1), direction="symmetric"),
 }
 
 
@@ -65,7 +66,7 @@ def test_ages_at_the_limit_are_fresh(name):
 
 
 def test_a_dropped_token_adds_nothing_to_the_textbook_value():
-    region = trustrl.PPO(action="clip")
+    region = regions.PPO(action="clip")
     fresh = replace(W, in_loss=W.in_loss & ~STALE)
     rollout = fresh.rollout()
     want = trustrl.policy_loss(fresh.policy_tokens(rollout), rollout, region, reduction=trustrl.TokenSum())
@@ -76,7 +77,7 @@ def scaled(region, factor):
     """The region with every bound divided by a factor."""
     name = (
         "statistic"
-        if isinstance(region, trustrl.TrustRegion)
+        if isinstance(region, regions.TrustRegion)
         else "ratio"
         if hasattr(region, "ratio")
         else "divergence"
@@ -108,13 +109,13 @@ def test_a_stale_token_is_decided_by_the_bound_divided_by_one_plus_its_excess_ag
 
 @pytest.mark.parametrize("when", ["drop", "tighten"])
 def test_stale_tokens_are_counted_under_their_own_name(when):
-    found = trustrl.rates(run(trustrl.DPPO(max_staleness=LIMIT, when_stale=when))[0].sums)
+    found = trustrl.rates(run(regions.DPPO(max_staleness=LIMIT, when_stale=when))[0].sums)
     assert found["trustrl/stale_share"] == pytest.approx(float(STALE[W.in_loss].double().mean()))
     assert found["trustrl/dropped_share"] == 0  # a fault, which staleness is not
 
 
 def test_the_undecided_share_uses_the_tighter_bound():
-    out = run(trustrl.DPPO(trustrl.TopKTV(max_increase=0.3, k=5), max_staleness=LIMIT, when_stale="tighten"))[0]
+    out = run(regions.DPPO(regions.TopKTV(max_increase=0.3, k=5), max_staleness=LIMIT, when_stale="tighten"))[0]
     lower, upper = (end.numpy() for end in out.decision.divergence)
     bound = 0.3 / (1 + np.maximum(0, NOW - VERSION.numpy() - LIMIT))
     want = ((lower <= bound) & (bound < upper))[W.in_loss.numpy()].mean()
@@ -123,7 +124,7 @@ def test_the_undecided_share_uses_the_tighter_bound():
 
 
 def test_staleness_adds_up_over_micro_batches_and_ranks():
-    region, parts = trustrl.DPPO(), []
+    region, parts = regions.DPPO(), []
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         part = replace(
             W,
@@ -145,15 +146,15 @@ def test_staleness_adds_up_over_micro_batches_and_ranks():
 
 def test_a_token_outside_the_loss_has_no_age():
     version = torch.where(W.in_loss, NOW, -1)
-    found = trustrl.rates(run(trustrl.DPPO(max_staleness=0), version=version)[0].sums)
+    found = trustrl.rates(run(regions.DPPO(max_staleness=0), version=version)[0].sums)
     assert found["trustrl/staleness_max"] == found["trustrl/staleness_mean"] == found["trustrl/stale_share"] == 0
 
 
 @pytest.mark.parametrize(("version", "now"), [(None, NOW), (VERSION, None)], ids=["sampler's", "trainer's"])
 def test_a_missing_version_is_an_error_that_names_both_fields(version, now):
     with pytest.raises(MissingDataError, match=r"RolloutTokens.version and PolicyTokens.version must be given.*None"):
-        run(trustrl.DPPO(max_staleness=1), version=version, now=now)
-    run(trustrl.DPPO(), version=version, now=now)
+        run(regions.DPPO(max_staleness=1), version=version, now=now)
+    run(regions.DPPO(), version=version, now=now)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if trustrl.preset(name).kind in {
@@ -166,5 +167,5 @@ def test_a_region_without_a_bound_per_token_cannot_be_tightened(name):
 
 
 def test_settings_survive_a_round_trip():
-    region = trustrl.DPPO(max_staleness=3, when_stale="tighten")
+    region = regions.DPPO(max_staleness=3, when_stale="tighten")
     assert trustrl.config_from_dict(trustrl.config_to_dict(region)) == region

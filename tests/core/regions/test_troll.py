@@ -11,6 +11,7 @@ import trustrl
 from support import oracle
 from support.troll_corpus import CORPUS, EPS, normal, randoms, sparse_loss
 from support.worlds import world
+from trustrl import regions
 from trustrl.core.projection import MAX_EVALUATIONS, troll_project
 
 
@@ -156,7 +157,7 @@ def test_the_whole_dense_loss_is_a_true_function_of_the_logits(alpha):
     """Value and gradient belong together, up to the α-term's stopped target."""
     w = world(3, rows=2, width=3, vocabulary=6, drift=0.8)
     logits = w.policy.clone().requires_grad_()
-    region = trustrl.TROLL(support="full", alpha=alpha, anchor="behavior")
+    region = regions.TROLL(support="full", alpha=alpha, anchor="behavior")
     out = dense_loss(region, w, logits)
     out.loss.backward()
     got = logits.grad.clone()
@@ -185,7 +186,7 @@ def test_a_zero_advantage_still_feels_the_pull():
     w = world(4, rows=2, width=4, drift=1.0)
     w.advantage.zero_()
     logits = w.policy.clone().requires_grad_()
-    out = dense_loss(trustrl.TROLL(support="full", anchor="behavior"), w, logits)
+    out = dense_loss(regions.TROLL(support="full", anchor="behavior"), w, logits)
     out.loss.backward()
     assert logits.grad[w.in_loss].abs().sum() > 0
     assert logits.grad[~w.in_loss].abs().sum() == 0
@@ -195,7 +196,7 @@ def test_a_zero_advantage_still_feels_the_pull():
 def test_the_sparse_form_is_the_dense_form_over_its_cells(anchor):
     """Merge the unrecorded ids by hand, project densely over the cells, and compare loss and gradient."""
     w = world(5, rows=3, width=5, vocabulary=30, drift=0.35)
-    region = trustrl.TROLL(k=6, anchor=anchor)
+    region = regions.TROLL(k=6, anchor=anchor)
     logits = w.policy.clone().requires_grad_()
     out = sparse_loss(region, w, logits, 6)
     out.loss.backward()
@@ -226,7 +227,7 @@ def test_a_derived_tail_gives_the_same_gradient_as_a_masked_log_sum_exp():
     grads = []
     for tail in ("lse", "derived"):
         logits = w.policy.clone().requires_grad_()
-        sparse_loss(trustrl.TROLL(k=6, anchor="behavior"), w, logits, 6, tail).loss.backward()
+        sparse_loss(regions.TROLL(k=6, anchor="behavior"), w, logits, 6, tail).loss.backward()
         grads.append(logits.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-9)
 
@@ -234,8 +235,8 @@ def test_a_derived_tail_gives_the_same_gradient_as_a_masked_log_sum_exp():
 def test_all_ids_recorded_is_the_dense_form():
     w = world(7, rows=2, width=4, vocabulary=12, drift=1.0)
     dense, sparse = (w.policy.clone().requires_grad_() for _ in range(2))
-    a = dense_loss(trustrl.TROLL(support="full", anchor="behavior"), w, dense)
-    b = sparse_loss(trustrl.TROLL(k=12, anchor="behavior"), w, sparse, 12)
+    a = dense_loss(regions.TROLL(support="full", anchor="behavior"), w, dense)
+    b = sparse_loss(regions.TROLL(k=12, anchor="behavior"), w, sparse, 12)
     a.loss.backward()
     b.loss.backward()
     assert a.loss.item() == pytest.approx(b.loss.item(), rel=1e-9)
@@ -283,7 +284,7 @@ def without_the_tails_term(w, logits, known):
 
 
 def ours(tail):
-    return lambda w, logits, known: sparse_loss(trustrl.TROLL(k=8, anchor="behavior"), w, logits, 8, tail).loss
+    return lambda w, logits, known: sparse_loss(regions.TROLL(k=8, anchor="behavior"), w, logits, 8, tail).loss
 
 
 def test_pitfall_5_the_tails_gradient_keeps_entropy_from_exploding():
@@ -308,7 +309,7 @@ def test_the_policys_own_ids_join_as_cells_where_the_anchor_is_known():
 
     def kl(**own):
         policy = trustrl.PolicyTokens(logp=p[:, 0].log(), topk_logp=p[:, :2].log(), **own)
-        out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(k=2), reduction=trustrl.TokenSum())
+        out = trustrl.policy_loss(policy, rollout, regions.TROLL(k=2), reduction=trustrl.TokenSum())
         return trustrl.rates(out.sums)["trustrl/projected_kl_before"]
 
     own = trustrl.TopK(torch.tensor([[0, 2]]), p[:, [0, 2]].log(), "proximal")
@@ -330,7 +331,7 @@ def test_a_record_may_end_early_only_where_nearly_nothing_is_left(rest):
     policy = trustrl.PolicyTokens(
         logp=anchor[..., 0].clone().requires_grad_(), topk_logp=top.values, topk=trustrl.TopK(top.indices, top.values)
     )
-    out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(rest=rest), reduction=trustrl.TokenSum())
+    out = trustrl.policy_loss(policy, rollout, regions.TROLL(rest=rest), reduction=trustrl.TokenSum())
     out.loss.backward()
     assert trustrl.rates(out.sums)["trustrl/fault_narrow"] == 1
     assert policy.logp.grad[0].ne(0).tolist() == [True, False]
@@ -338,7 +339,7 @@ def test_a_record_may_end_early_only_where_nearly_nothing_is_left(rest):
 
 def test_a_tail_mass_is_below_1():
     with pytest.raises(trustrl.errors.ConfigError, match=r"troll\.tail_mass must be a mass below 1, got 5\.0"):
-        trustrl.TROLL(tail_mass=5.0)
+        regions.TROLL(tail_mass=5.0)
 
 
 @pytest.mark.parametrize("side", ["policy", "anchor"])
@@ -357,7 +358,7 @@ def test_bf16_rounding_of_the_recorded_tail_projects_nothing():
     w = world(10, rows=8, width=16, vocabulary=64, drift=0.0, mismatch=0.0)
     rollout = w.rollout("behavior", dtype=torch.bfloat16, k=32)
     policy = w.policy_tokens(rollout, dtype=torch.bfloat16)
-    out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(k=32, anchor="behavior"), reduction=trustrl.TokenSum())
+    out = trustrl.policy_loss(policy, rollout, regions.TROLL(k=32, anchor="behavior"), reduction=trustrl.TokenSum())
     assert trustrl.rates(out.sums)["trustrl/projected_share"] == 0.0
 
 
@@ -365,8 +366,8 @@ def test_the_correction_multiplies_the_first_term_alone():
     w = world(11, rows=3, width=5, vocabulary=20, drift=1.0, mismatch=0.5)
     w.advantage.zero_()
     plain, corrected = (w.policy.clone().requires_grad_() for _ in range(2))
-    sparse_loss(trustrl.TROLL(k=8), w, plain, 8).loss.backward()
+    sparse_loss(regions.TROLL(k=8), w, plain, 8).loss.backward()
     sparse_loss(
-        trustrl.TROLL(k=8, correction=trustrl.IcePop(min_ratio=0.99, max_ratio=1.01)), w, corrected, 8
+        regions.TROLL(k=8, correction=regions.IcePop(min_ratio=0.99, max_ratio=1.01)), w, corrected, 8
     ).loss.backward()
     torch.testing.assert_close(plain.grad, corrected.grad, rtol=0, atol=0)

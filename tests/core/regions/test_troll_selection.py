@@ -12,6 +12,7 @@ import trustrl
 from support import troll_oracle as oracle
 from support.troll_corpus import normal
 from support.worlds import world
+from trustrl import regions
 from trustrl.errors import MissingDataError
 
 BOUND = 0.05
@@ -58,7 +59,7 @@ def test_a_token_inside_the_ball_has_the_ratio_of_the_normalized_numbers():
         logp=logp[..., 0], topk_logp=logp[..., :2], topk=trustrl.TopK(torch.tensor([[[0, 1]]]), logp[..., :2])
     )
     for rest in RESTS:
-        out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(k=2, rest=rest), reduction=trustrl.TokenSum())
+        out = trustrl.policy_loss(policy, rollout, regions.TROLL(k=2, rest=rest), reduction=trustrl.TokenSum())
         assert not out.decision.extra["projected"].any()
         assert out.decision.weight.item() == pytest.approx((0.34 / 0.68) / (0.33 / 0.66), rel=1e-12)
         (gradient,) = torch.autograd.grad(out.loss, logits, retain_graph=True)
@@ -70,7 +71,7 @@ def test_a_token_inside_the_ball_has_the_ratio_of_the_normalized_numbers():
 @pytest.mark.parametrize(("rest", "tail_mass"), [("published", 0.0), ("published", 0.3), ("fill", 0.0)])
 def test_weights_and_gradients_are_those_of_the_definition(rest, tail_mass, drift):
     w = small(drift=drift)
-    region = trustrl.TROLL(k=K, rest=rest, tail_mass=tail_mass, alpha=0.7)
+    region = regions.TROLL(k=K, rest=rest, tail_mass=tail_mass, alpha=0.7)
     logits = w.policy.clone().requires_grad_()
     out = loss_on_selection(region, w, logits)
     (gradient,) = torch.autograd.grad(out.loss, logits)
@@ -95,7 +96,7 @@ def test_weights_and_gradients_are_those_of_the_definition(rest, tail_mass, drif
 def test_in_sequences_the_weight_is_the_geometric_mean_of_the_definitions(rest):
     w = small(drift=0.4)
     w.advantage = w.advantage[:, :1]
-    region = trustrl.TROLL(k=K, rest=rest, alpha=0.0, level="sequence")
+    region = regions.TROLL(k=K, rest=rest, alpha=0.0, level="sequence")
     logits = w.policy.clone().requires_grad_()
     out = loss_on_selection(region, w, logits, reduction=trustrl.SequenceMeanTokenMean(num_sequences=2))
     assert 0 < out.decision.extra["projected"].double().mean() < 1
@@ -119,21 +120,21 @@ def test_in_sequences_the_weight_is_the_geometric_mean_of_the_definitions(rest):
 def test_gradcheck_of_a_selection(rest):
     w = small(drift=0.4)
     logits = w.policy.clone().requires_grad_()
-    region = trustrl.TROLL(k=K, rest=rest, alpha=0.0)
+    region = regions.TROLL(k=K, rest=rest, alpha=0.0)
     assert torch.autograd.gradcheck(lambda x: loss_on_selection(region, w, x).loss, (logits,), atol=1e-6)
 
 
 @pytest.mark.parametrize("rest", RESTS)
 def test_a_selection_of_every_id_equals_the_whole_distribution(rest):
     w = small(drift=0.5)
-    region = trustrl.TROLL(k=16, rest=rest, tail_mass=0.0)
+    region = regions.TROLL(k=16, rest=rest, tail_mass=0.0)
     logits = w.policy.clone().requires_grad_()
     out = loss_on_selection(region, w, logits)
     (gradient,) = torch.autograd.grad(out.loss, logits)
     dense = trustrl.policy_loss(
         trustrl.PolicyTokens(logp=w.at_token(normal(logits)), full_logp=normal(logits)),
         w.rollout("proximal"),
-        trustrl.TROLL(support="full"),
+        regions.TROLL(support="full"),
         reduction=trustrl.TokenSum(),
     )
     assert 0 < out.decision.extra["projected"].double().mean() < 1
@@ -145,11 +146,11 @@ def test_a_selection_of_every_id_equals_the_whole_distribution(rest):
 def test_the_weight_is_continuous_across_the_balls_edge(rest):
     """A ball that a token just fits into and one that is smaller by 3e-6 of its size give nearly the same weight."""
     w = small(drift=0.6)
-    kl = loss_on_selection(trustrl.TROLL(k=K, rest=rest), w, w.policy).decision.extra["projected_kl_before"]
+    kl = loss_on_selection(regions.TROLL(k=K, rest=rest), w, w.policy).decision.extra["projected_kl_before"]
     for i, t in w.in_loss.nonzero().tolist():
         edge = kl[i, t].item() / (1 + 1e-4)
         inside, outside = (
-            loss_on_selection(trustrl.TROLL(bound, k=K, rest=rest), w, w.policy).decision
+            loss_on_selection(regions.TROLL(bound, k=K, rest=rest), w, w.policy).decision
             for bound in (edge * (1 + 1e-6), edge * (1 - 2e-6))
         )
         assert not inside.extra["projected"][i, t]
@@ -164,7 +165,7 @@ def test_a_policy_equal_to_the_anchor_has_the_ratio_1(rest, dtype):
     rollout = w.rollout("proximal", dtype=dtype, k=K)
     policy = w.policy_tokens(rollout, dtype=dtype)
     policy = replace(policy, topk=trustrl.TopK(rollout.topk.ids, policy.topk_logp.detach().clone()))
-    out = trustrl.policy_loss(policy, rollout, trustrl.TROLL(k=K, rest=rest), reduction=trustrl.TokenSum())
+    out = trustrl.policy_loss(policy, rollout, regions.TROLL(k=K, rest=rest), reduction=trustrl.TokenSum())
     assert (out.decision.weight == 1).all()
     assert not out.decision.extra["projected"].any()
     assert (out.decision.extra["projected_kl_before"].abs() < 1e-12).all()
@@ -175,7 +176,7 @@ def test_the_published_selection_needs_the_policys_own_ids():
     rollout = w.rollout("proximal", k=K)
     with pytest.raises(MissingDataError, match=r"PolicyTokens\.topk must be given"):
         trustrl.policy_loss(
-            w.policy_tokens(rollout), rollout, trustrl.TROLL(k=K, rest="published"), reduction=trustrl.TokenSum()
+            w.policy_tokens(rollout), rollout, regions.TROLL(k=K, rest="published"), reduction=trustrl.TokenSum()
         )
 
 
@@ -194,13 +195,13 @@ def weight_and_gradient(rest, w, mass):
     logits = w.policy.clone().requires_grad_()
     logp, size = normal(logits), w.policy.shape[-1]
     rollout, policy = w.rollout("proximal", k=size), trustrl.PolicyTokens(logp=w.at_token(logp), full_logp=logp)
-    region = trustrl.TROLL(support="full")
+    region = regions.TROLL(support="full")
     if rest != "whole":
         ids, anchor = most_probable(w.proximal, mass)
         own = None if rest == "bucket" else trustrl.TopK(*most_probable(logp, mass))
         rollout = replace(rollout, topk=trustrl.TopK(ids, anchor, "proximal"))
         policy = replace(policy, topk_logp=logp.gather(-1, ids.clamp(min=0)), topk=own)
-        region = trustrl.TROLL(k=size, rest=rest)
+        region = regions.TROLL(k=size, rest=rest)
     out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum())
     return out.decision.weight, torch.autograd.grad(out.loss, logits)[0]
 

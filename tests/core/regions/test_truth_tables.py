@@ -7,6 +7,7 @@ import torch
 
 import trustrl
 from support.worlds import log
+from trustrl import regions
 
 
 def verdict(region, policy, behavior, advantage, **extra):
@@ -42,9 +43,9 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("policy", "behavior", "advantage", "keep"), TABLE)
-@pytest.mark.parametrize("divergence", [trustrl.BinaryTV(), trustrl.BinaryKL()], ids=["binary-tv", "binary-kl"])
+@pytest.mark.parametrize("divergence", [regions.BinaryTV(), regions.BinaryKL()], ids=["binary-tv", "binary-kl"])
 def test_dppo_stops_only_what_is_outside_and_pushed_further(divergence, policy, behavior, advantage, keep):
-    kept, gradient, out = verdict(trustrl.DPPO(divergence), policy, behavior, advantage)
+    kept, gradient, out = verdict(regions.DPPO(divergence), policy, behavior, advantage)
     assert kept == keep
     assert gradient == pytest.approx(-policy / behavior * advantage if keep else 0.0)
     masked = trustrl.rates(out.sums).get("trustrl/masked_share")
@@ -61,13 +62,13 @@ def test_dppo_stops_only_what_is_outside_and_pushed_further(divergence, policy, 
     ],
 )
 def test_ppo_looks_at_the_ratio(policy, behavior, advantage, keep):
-    assert verdict(trustrl.PPO(), policy, behavior, advantage)[0] == keep
+    assert verdict(regions.PPO(), policy, behavior, advantage)[0] == keep
 
 
 @pytest.mark.parametrize("advantage", [+1.0, -1.0])
 @pytest.mark.parametrize(("policy", "keep"), [(0.75, False), (0.65, True), (0.05, False), (0.15, True)])
 def test_a_symmetric_mask_ignores_the_advantage(policy, keep, advantage):
-    assert verdict(trustrl.IPO(), policy, 0.4, advantage)[0] == keep
+    assert verdict(regions.IPO(), policy, 0.4, advantage)[0] == keep
 
 
 @pytest.mark.parametrize("region", ["ipo", "kpop", "trm-sampled"])
@@ -79,11 +80,11 @@ def test_a_zero_advantage_is_kept_by_symmetric_regions_too(region):
 
 def test_a_token_exactly_at_the_bound_is_inside():
     """Strict comparison, on a gap that float64 represents."""
-    region = trustrl.DPPO(trustrl.BinaryTV(max_increase=0.25))
+    region = regions.DPPO(regions.BinaryTV(max_increase=0.25))
     logp = torch.tensor([0.75, 0.5], dtype=torch.float64).log()
     gap = float(logp[0].exp() - logp[1].exp())
-    at = trustrl.DPPO(trustrl.BinaryTV(max_increase=gap))
-    below = trustrl.DPPO(trustrl.BinaryTV(max_increase=math.nextafter(gap, 0)))
+    at = regions.DPPO(regions.BinaryTV(max_increase=gap))
+    below = regions.DPPO(regions.BinaryTV(max_increase=math.nextafter(gap, 0)))
     assert verdict(at, 0.75, 0.5, 1.0)[0]
     assert not verdict(below, 0.75, 0.5, 1.0)[0]
     assert region.divergence.bounds == (0.25, 0.25)
@@ -91,27 +92,27 @@ def test_a_token_exactly_at_the_bound_is_inside():
 
 @pytest.mark.parametrize(("side", "policy", "advantage"), [("max_increase", 0.95, 1.0), ("max_decrease", 0.05, -1.0)])
 def test_infinity_switches_one_side_off(side, policy, advantage):
-    one_sided = trustrl.DPPO(trustrl.BinaryTV(**{"max_increase": 0.1, "max_decrease": 0.1, side: math.inf}))
+    one_sided = regions.DPPO(regions.BinaryTV(**{"max_increase": 0.1, "max_decrease": 0.1, side: math.inf}))
     assert verdict(one_sided, policy, 0.5, advantage)[0]
-    assert not verdict(trustrl.DPPO(trustrl.BinaryTV(max_increase=0.1)), policy, 0.5, advantage)[0]
+    assert not verdict(regions.DPPO(regions.BinaryTV(max_increase=0.1)), policy, 0.5, advantage)[0]
 
 
 def test_bounds_belong_to_their_side():
-    region = trustrl.DPPO(trustrl.BinaryTV(max_increase=0.4, max_decrease=0.1))
+    region = regions.DPPO(regions.BinaryTV(max_increase=0.4, max_decrease=0.1))
     assert verdict(region, 0.8, 0.5, 1.0)[0]
     assert not verdict(region, 0.2, 0.5, -1.0)[0]
 
 
 def test_acting_on_the_upper_end_stops_what_the_lower_end_cannot_see():
     """|b − π| = .02, but up to .9 of the mass may have moved elsewhere."""
-    lower, upper = (trustrl.DPPO(trustrl.BinaryTV(act_on=end)) for end in ("lower", "upper"))
+    lower, upper = (regions.DPPO(regions.BinaryTV(act_on=end)) for end in ("lower", "upper"))
     assert verdict(lower, 0.12, 0.10, 1.0)[0]
     assert not verdict(upper, 0.12, 0.10, 1.0)[0]
 
 
 def test_undecided_tokens_keep_their_gradient():
     """The bound .15 lies between |b − π| = .02 and the upper end .9."""
-    _, gradient, out = verdict(trustrl.DPPO(), 0.12, 0.10, 1.0)
+    _, gradient, out = verdict(regions.DPPO(), 0.12, 0.10, 1.0)
     lower, upper = (float(end) for end in out.decision.divergence)
     assert lower < 0.15 < upper
     assert gradient == pytest.approx(-1.2)
@@ -120,19 +121,19 @@ def test_undecided_tokens_keep_their_gradient():
 @pytest.mark.parametrize(
     ("correction", "k", "factor"),
     [
-        pytest.param(trustrl.TIS(), 1.5, 1.5, id="tis below the cap"),
-        pytest.param(trustrl.TIS(), 4.0, 2.0, id="tis above the cap"),
-        pytest.param(trustrl.IcePop(), 0.4, 0.0, id="icepop below its band"),
-        pytest.param(trustrl.IcePop(), 0.6, 0.6, id="icepop inside its band"),
-        pytest.param(trustrl.IcePop(), 6.0, 0.0, id="icepop above its band"),
-        pytest.param(trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="token"), 2.5, 0.0, id="mis above its band"),
+        pytest.param(regions.TIS(), 1.5, 1.5, id="tis below the cap"),
+        pytest.param(regions.TIS(), 4.0, 2.0, id="tis above the cap"),
+        pytest.param(regions.IcePop(), 0.4, 0.0, id="icepop below its band"),
+        pytest.param(regions.IcePop(), 0.6, 0.6, id="icepop inside its band"),
+        pytest.param(regions.IcePop(), 6.0, 0.0, id="icepop above its band"),
+        pytest.param(regions.MIS(min_ratio=0.5, max_ratio=2.0, level="token"), 2.5, 0.0, id="mis above its band"),
         pytest.param(
-            trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean"), 1.9, 1.9, id="mis inside its band"
+            regions.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean"), 1.9, 1.9, id="mis inside its band"
         ),
     ],
 )
 def test_corrections_multiply_the_weight(correction, k, factor):
-    region = trustrl.PPO(anchor="proximal", correction=correction)
+    region = regions.PPO(anchor="proximal", correction=correction)
     _, gradient, _ = verdict(region, 0.1, 0.1 / k, 1.0, proximal=0.1)
     assert gradient == pytest.approx(-factor)
 
@@ -146,7 +147,7 @@ def test_sequence_level_mis_uses_the_geometric_mean():
     )  # fmt: skip
     for level, want in (("token", 0.0), ("sequence-mean", -1.0), ("sequence-product", -1.0)):
         logp.grad = None
-        region = trustrl.PPO(anchor="proximal", correction=trustrl.MIS(min_ratio=0.5, max_ratio=2.0, level=level))
+        region = regions.PPO(anchor="proximal", correction=regions.MIS(min_ratio=0.5, max_ratio=2.0, level=level))
         trustrl.policy_loss(
             trustrl.PolicyTokens(logp=logp), rollout, region, reduction=trustrl.TokenSum()
         ).loss.backward()
@@ -165,16 +166,16 @@ def two_tokens(region, policy, behavior, advantage):
 
 def test_sequence_level_takes_one_verdict_from_the_mean():
     """D = .4 and .0: the mean .2 is outside, the sequence as a whole rose."""
-    mean = trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.15), level="sequence")
+    mean = regions.TrustRegion(regions.BinaryTV(max_increase=0.15), level="sequence")
     assert two_tokens(mean, (0.9, 0.5), (0.5, 0.5), 1.0) == [False, False]
     assert two_tokens(mean, (0.9, 0.5), (0.5, 0.5), -1.0) == [True, True]
     assert two_tokens(mean, (0.7, 0.5), (0.5, 0.5), 1.0) == [True, True]
-    worst = trustrl.TrustRegion(trustrl.BinaryTV(max_increase=0.15), level="sequence-max")
+    worst = regions.TrustRegion(regions.BinaryTV(max_increase=0.15), level="sequence-max")
     assert two_tokens(worst, (0.7, 0.5), (0.5, 0.5), 1.0) == [False, False]
 
 
 def test_trm_drops_the_whole_sequence_without_a_sign_test():
-    region = trustrl.TRM(trustrl.BinaryKL(max_increase=0.05))
+    region = regions.TRM(regions.BinaryKL(max_increase=0.05))
     assert two_tokens(region, (0.9, 0.5), (0.5, 0.5), -1.0) == [False, False]
     assert two_tokens(region, (0.55, 0.5), (0.5, 0.5), -1.0) == [True, True]
     # log r cancels to a mean of 0: there is no side, and the sequence goes all the same.
@@ -182,20 +183,20 @@ def test_trm_drops_the_whole_sequence_without_a_sign_test():
 
 
 def test_trm_can_also_look_at_the_mean():
-    by_max = trustrl.TRM(trustrl.SampledK2(max_increase=1.0))
-    by_mean = trustrl.TRM(trustrl.SampledK2(max_increase=1.0), mean=trustrl.SampledK3(max_increase=0.001))
+    by_max = regions.TRM(regions.SampledK2(max_increase=1.0))
+    by_mean = regions.TRM(regions.SampledK2(max_increase=1.0), mean=regions.SampledK3(max_increase=0.001))
     assert two_tokens(by_max, (0.6, 0.5), (0.5, 0.5), 1.0) == [True, True]
     assert two_tokens(by_mean, (0.6, 0.5), (0.5, 0.5), 1.0) == [False, False]
 
 
 def test_cppo_spends_a_budget():
     """Each token alone is inside .15; what the first ones spend the last one lacks."""
-    budget = trustrl.PrefixBudget(rate=0.015, last_weight=0.8)
-    region = trustrl.CPPO(trustrl.BinaryTV(max_increase=0.15), budget=budget)
+    budget = regions.PrefixBudget(rate=0.015, last_weight=0.8)
+    region = regions.CPPO(regions.BinaryTV(max_increase=0.15), budget=budget)
     assert two_tokens(region, (0.62, 0.62, 0.62), (0.5, 0.5, 0.5), 1.0) == [True, False, False]
     assert two_tokens(region, (0.62, 0.5, 0.5), (0.5, 0.5, 0.5), 1.0) == [True, True, True]
     assert two_tokens(region, (0.62, 0.62, 0.62), (0.5, 0.5, 0.5), -1.0) == [True, True, True]
-    token_level = trustrl.DPPO(trustrl.BinaryTV(max_increase=0.15))
+    token_level = regions.DPPO(regions.BinaryTV(max_increase=0.15))
     assert two_tokens(token_level, (0.62, 0.62, 0.62), (0.5, 0.5, 0.5), 1.0) == [True, True, True]
 
 
@@ -208,7 +209,7 @@ def test_the_top_k_set_is_a_union_with_the_sampled_token():
         topk=trustrl.TopK(torch.tensor([[0, 1]]), b[:2].log().view(1, 2)),
     )  # fmt: skip
     policy = trustrl.PolicyTokens(logp=p[[3]].log(), topk_logp=p[:2].log().view(1, 2))
-    region = trustrl.DPPO(trustrl.TopKTV(k=2))
+    region = regions.DPPO(regions.TopKTV(k=2))
     out = trustrl.policy_loss(policy, rollout, region, reduction=trustrl.TokenSum())
     # cells {0}, {1}, {3}, rest: ½(0 + .2 + .2 + 0) = .2; replacing id 1 by the sampled one would see ½(.2 + .2) as well,
     # but with the tail .45 → .25 merged away it could not tell id 1 from id 2.

@@ -9,6 +9,7 @@ from axolotl.core.trainers.grpo.trainer import AxolotlGRPOTrainer
 
 import trustrl
 from support import axolotl_world as world, parity
+from trustrl import regions
 from trustrl.engines.axolotl import TrustRegionTrainer
 
 
@@ -36,7 +37,7 @@ def test_each_preset_has_the_oracles_gradient_and_verdicts_in_axolotls_trainer(n
 def test_ppo_has_the_gradient_of_axolotls_own_clip(tmp_path):
     batch = parity.read("ppo").batch
     batch = batch._replace(logp=batch.logp.clone().requires_grad_(True))
-    region = trustrl.PPO(trustrl.Ratio(max_increase=0.2, max_decrease=0.2))
+    region = regions.PPO(regions.Ratio(max_increase=0.2, max_decrease=0.2))
     ours = world.gradient(trainer(tmp_path, region), batch, inputs=anchors(batch))
     stock = world.trainer(AxolotlGRPOTrainer, tmp_path)
     theirs = world.gradient(stock, batch, inputs={"old_per_token_logps": batch.behavior_logp})

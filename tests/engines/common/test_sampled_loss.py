@@ -7,6 +7,7 @@ import torch
 
 import trustrl
 from support import parity
+from trustrl import regions
 from trustrl.engines.common.region_settings import region_given
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.errors import ConfigError, MissingDataError, UnknownNameError
@@ -105,7 +106,7 @@ def test_a_setting_that_describes_no_region_is_refused():
         (3, "loss.region must be a preset's name, or a dictionary"),
         ({"max_ratio": 5.0}, "with `preset` or `kind`"),
         ("{preset", "valid JSON"),
-        (trustrl.config_to_dict(trustrl.BinaryTV(max_increase=0.1)), "must describe a region"),
+        (trustrl.config_to_dict(regions.BinaryTV(max_increase=0.1)), "must describe a region"),
     ]:
         with pytest.raises(ConfigError, match=said):
             region_given(given, "loss.region")

@@ -13,6 +13,7 @@ from skyrl.train.config import AlgorithmConfig, make_config
 
 import trustrl
 from support import skyrl_world as world
+from trustrl import regions
 from trustrl.engines import skyrl as engine
 from trustrl.engines.skyrl import losses
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError, MissingDataError
@@ -69,13 +70,13 @@ def config(*arguments, loss="trustrl-dppo-binary-tv"):
 def test_settings_arrive_from_skyrls_command_line():
     asked = ["trainer.algorithm.region.divergence.max_increase=0.3", "trainer.algorithm.region.max_ratio=5.0"]
     found = engine.check_settings(config(*asked))
-    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3), max_ratio=5.0)
+    assert found == regions.DPPO(regions.BinaryTV(max_increase=0.3), max_ratio=5.0)
     assert engine.check_settings(config()) == trustrl.preset("dppo-binary-tv")
 
 
 def test_a_region_can_be_described_in_full():
     asked = ["trainer.algorithm.region.kind=dppo", "trainer.algorithm.region.divergence.kind=binary-kl"]
-    assert engine.check_settings(config(*asked, loss="trustrl")) == trustrl.DPPO(trustrl.BinaryKL())
+    assert engine.check_settings(config(*asked, loss="trustrl")) == regions.DPPO(regions.BinaryKL())
 
 
 def test_skyrls_own_settings_are_enough_for_a_preset():

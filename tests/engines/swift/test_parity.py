@@ -13,6 +13,7 @@ from swift.rlhf_trainers import GRPOTrainer
 
 import trustrl
 from support import parity, swift_world as world
+from trustrl import regions
 from trustrl.engines.swift.trainer import TrustRegionGRPOTrainer
 
 AVERAGES = {"grpo": parity.sequence_mean, "bnpo": parity.token_mean}
@@ -91,7 +92,7 @@ def test_a_preset_has_the_files_gradients_with_a_fake_model(trainer, name):
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
 def test_ppo_is_ms_swifts_own_clip_with_a_fake_model(trainer, loss_type):
-    region = trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.2), anchor="proximal")
+    region = regions.PPO(regions.Ratio(max_decrease=0.2, max_increase=0.2), anchor="proximal")
     choose(trainer, region, loss_type)
     batch = parity.read("ppo").batch
     batch = batch._replace(logp=batch.logp.clone().requires_grad_(True))
@@ -103,7 +104,7 @@ def test_ppo_is_ms_swifts_own_clip_with_a_fake_model(trainer, loss_type):
 
 
 def test_the_region_is_added_to_ms_swifts_kl_with_a_fake_model(trainer, monkeypatch):
-    region = trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.2), anchor="proximal")
+    region = regions.PPO(regions.Ratio(max_decrease=0.2, max_increase=0.2), anchor="proximal")
     choose(trainer, region, "grpo")
     batch = parity.read("ppo").batch
     batch = batch._replace(logp=batch.logp.clone().requires_grad_(True))

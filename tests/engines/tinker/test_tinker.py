@@ -10,6 +10,7 @@ import torch
 
 import trustrl
 from support import parity
+from trustrl import regions
 from trustrl.config.axes import PrefixBudget
 from trustrl.engines.tinker import create_loss, input_ranks, loss_hook, traceable_loss, traced_data
 from trustrl.errors import ConfigError, MissingDataError, RecordError
@@ -238,7 +239,7 @@ def test_a_region_with_ages_is_refused(make):
 
 
 def test_a_region_whose_graph_depends_on_the_length_is_refused_when_traced():
-    region = trustrl.TrustRegion(statistic=trustrl.BinaryTV(max_increase=0.2), level=PrefixBudget())
+    region = regions.TrustRegion(statistic=regions.BinaryTV(max_increase=0.2), level=PrefixBudget())
     with pytest.raises(ConfigError, match="Use `loss_hook`"):
         traceable_loss(region)
     assert loss_hook(region)

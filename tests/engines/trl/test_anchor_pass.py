@@ -11,13 +11,14 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from trustrl import regions
 from trustrl.engines.trl import anchors
 
 REGIONS = {
     "binary": trustrl.preset("dppo-binary-tv", anchor="proximal"),
-    "top-K": trustrl.DPPO(trustrl.TopKTV(max_increase=0.05, max_decrease=0.05, k=20), anchor="proximal"),
+    "top-K": regions.DPPO(regions.TopKTV(max_increase=0.05, max_decrease=0.05, k=20), anchor="proximal"),
     "TROLL": trustrl.preset("troll", k=20),
-    "exact TV": trustrl.DPPO(trustrl.FullTV(max_increase=0.05, max_decrease=0.05), anchor="proximal"),
+    "exact TV": regions.DPPO(regions.FullTV(max_increase=0.05, max_decrease=0.05), anchor="proximal"),
 }
 ROWS, ROLLOUTS = 6, 2
 

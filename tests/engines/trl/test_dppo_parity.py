@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support import trl_world as world
-from trustrl import DPPO, BinaryKL, BinaryTV, TopKKL, TopKTV
+from trustrl import regions
 
 RELEASE = os.environ.get("TRUSTRL_TRL_1_8")
 pytestmark = [
@@ -29,15 +29,20 @@ pytestmark = [
 
 LOW, HIGH, CAP, K = {"tv": 0.06, "kl": 0.02}, {"tv": 0.08, "kl": 0.03}, 20.0, 20
 SMALL_K = 5
-STATISTICS = {"binary_tv": BinaryTV, "binary_kl": BinaryKL, "topk_tv": TopKTV, "topk_kl": TopKKL}
+STATISTICS = {
+    "binary_tv": regions.BinaryTV,
+    "binary_kl": regions.BinaryKL,
+    "topk_tv": regions.TopKTV,
+    "topk_kl": regions.TopKKL,
+}
 STEPS = [(1, 1), (1, 4), (2, 4)]
 """(gradient_accumulation_steps, steps_per_generation)."""
 
 
-def region(kind: str, k: int = K) -> DPPO:
+def region(kind: str, k: int = K) -> regions.DPPO:
     bounds = {"max_decrease": LOW[kind[-2:]], "max_increase": HIGH[kind[-2:]]}
     more = {"k": k} if kind.startswith("topk") else {}
-    return DPPO(STATISTICS[kind](**bounds, **more), max_ratio=CAP)
+    return regions.DPPO(STATISTICS[kind](**bounds, **more), max_ratio=CAP)
 
 
 def their_settings(kind: str, k: int = K, **more) -> dict:

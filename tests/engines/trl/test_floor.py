@@ -13,7 +13,7 @@ import torch
 import trustrl
 from support import trl_world as world
 from support.trl_parity import CLASSIC, CLIP, LARGEST_ERROR, Case, adapted, compared, stops_and_keeps
-from trustrl import PPO
+from trustrl import regions
 from trustrl.engines.common import seam
 from trustrl.engines.refusals.trl import LUSPO_WITHOUT_PADDING
 
@@ -50,13 +50,13 @@ TERMS = {
 
 @pytest.mark.parametrize("name", TERMS)
 def test_the_other_terms_are_those_of_the_installed_trl(name):
-    found, wanted = compared(Case(PPO(CLASSIC), **TERMS[name]))
+    found, wanted = compared(Case(regions.PPO(CLASSIC), **TERMS[name]))
     assert stops_and_keeps(found.metrics)
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
 
 
 def test_adapters_get_the_gradient_of_the_installed_trl():
-    mine, theirs = adapted(PPO(CLASSIC)), adapted(None)
+    mine, theirs = adapted(regions.PPO(CLASSIC)), adapted(None)
     inputs = world.batch(theirs.model)
     found, wanted = world.result(mine, inputs), world.result(theirs, inputs)
     assert all("lora" in name for name in wanted.gradient)
@@ -65,7 +65,7 @@ def test_adapters_get_the_gradient_of_the_installed_trl():
 
 def test_the_samplers_mismatch_is_corrected_once_by_the_installed_trl():
     inputs = world.batch(world.tiny_model())
-    mine, theirs = world.ours(PPO(CLASSIC, anchor="proximal")), world.stock()
+    mine, theirs = world.ours(regions.PPO(CLASSIC, anchor="proximal")), world.stock()
     for trainer in (mine, theirs):
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     found, wanted = world.result(mine, inputs), world.result(theirs, inputs)
@@ -75,7 +75,7 @@ def test_the_samplers_mismatch_is_corrected_once_by_the_installed_trl():
 
 def test_a_run_trains_with_every_check_and_its_first_ratio_is_one():
     trainer = world.ours(
-        trustrl.DPPO(trustrl.BinaryTV(max_increase=0.01, max_decrease=0.01)), given={"startup_checks": True},
+        regions.DPPO(regions.BinaryTV(max_increase=0.01, max_decrease=0.01)), given={"startup_checks": True},
         max_steps=4, num_iterations=4, learning_rate=1e-2, logging_steps=1,
     )  # fmt: skip
     before = trainer.model.lm_head.weight.detach().clone()

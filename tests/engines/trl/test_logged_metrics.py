@@ -4,13 +4,13 @@ import pytest
 
 pytest.importorskip("trl")
 
-import trustrl
 from support import trl_world as world
+from trustrl import regions
 from trustrl.core.metrics import CORE
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 from trustrl.errors import ConfigError, TrustRLWarning
 
-REGION = trustrl.DPPO(trustrl.BinaryTV(max_increase=0.9, max_decrease=0.9))
+REGION = regions.DPPO(regions.BinaryTV(max_increase=0.9, max_decrease=0.9))
 
 
 def trained(**given):

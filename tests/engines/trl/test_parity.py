@@ -25,7 +25,7 @@ from transformers import (
 import trustrl
 from support import trl_world as world
 from support.trl_parity import CLASSIC, CLIP, LARGEST_ERROR, Case, adapted, compared, stops_and_keeps
-from trustrl import DPPO, GSPO, PPO, TROLL, FullKL, FullTV, Ratio, SequenceRatio, TopKKL, TopKTV
+from trustrl import regions
 
 
 def same(found: dict[str, float], wanted: dict[str, float], *prefixes: str) -> None:
@@ -41,17 +41,17 @@ def same(found: dict[str, float], wanted: dict[str, float], *prefixes: str) -> N
 # ── each of TRL's clips has a region that is the same ───────────────────────────────────────────────────────────────
 
 CLIPS = {
-    "ppo": Case(PPO(CLASSIC)),
-    "ppo from the trainer's own log-probs": Case(PPO(CLASSIC, anchor="proximal")),
+    "ppo": Case(regions.PPO(CLASSIC)),
+    "ppo from the trainer's own log-probs": Case(regions.PPO(CLASSIC, anchor="proximal")),
     "ppo in its textbook form": Case(CLIP),
     "ppo with a higher upper bound": Case(
-        PPO(Ratio(max_decrease=0.1, max_increase=0.28)), {"epsilon": 0.1, "epsilon_high": 0.28}
+        regions.PPO(regions.Ratio(max_decrease=0.1, max_increase=0.28)), {"epsilon": 0.1, "epsilon_high": 0.28}
     ),
     "ppo with dual clip": Case(
-        PPO(CLASSIC, dual_clip=1.25), {"delta": 1.25}, batch={"noise": 0.5}
+        regions.PPO(CLASSIC, dual_clip=1.25), {"delta": 1.25}, batch={"noise": 0.5}
     ),
     "gspo": Case(
-        GSPO(SequenceRatio(max_decrease=0.008, max_increase=0.008)),
+        regions.GSPO(regions.SequenceRatio(max_decrease=0.008, max_increase=0.008)),
         {"importance_sampling_level": "sequence", "epsilon": 0.008, "epsilon_high": 0.008},
         both={"loss_type": "grpo"},
         batch={"noise": 0.15},
@@ -147,7 +147,7 @@ TERMS = {
 
 @pytest.mark.parametrize("name", TERMS)
 def test_everything_else_in_the_loss_is_trls(name):
-    found, wanted = compared(Case(PPO(CLASSIC), **TERMS[name]))
+    found, wanted = compared(Case(regions.PPO(CLASSIC), **TERMS[name]))
     assert stops_and_keeps(found.metrics)
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
     logged = ["entropy", "clip_ratio/"] + ["kl"] * ("beta" in TERMS[name].get("both", {}))
@@ -158,7 +158,7 @@ def test_the_adaptive_entropy_bonus_follows_trls_course():
     """Three steps: the coefficient moves after each, so the later gradients differ from the first."""
     both = {"use_adaptive_entropy": True, "entropy_target": 50.0, "entropy_coef": 0.01, "entropy_coef_delta": 0.02}
     inputs = world.batch(world.tiny_model())
-    mine, theirs = world.ours(PPO(CLASSIC), **both), world.stock(**both)
+    mine, theirs = world.ours(regions.PPO(CLASSIC), **both), world.stock(**both)
     courses = []
     for _ in range(3):
         found, wanted = world.result(mine, inputs), world.result(theirs, inputs)
@@ -179,7 +179,7 @@ def test_the_router_loss_of_experts_is_trls():
             Qwen3MoeConfig, Qwen3MoeForCausalLM, output_router_logits=True, router_aux_loss_coef=0.5, **experts
         )
 
-    found, wanted = compared(Case(PPO(CLASSIC)), model=model)
+    found, wanted = compared(Case(regions.PPO(CLASSIC)), model=model)
     assert stops_and_keeps(found.metrics)
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
     same(found.metrics, wanted.metrics, "aux_loss")
@@ -188,7 +188,7 @@ def test_the_router_loss_of_experts_is_trls():
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_adapters_get_trls_gradient(checkpointing):
     both = {"gradient_checkpointing": checkpointing, "entropy_coef": 0.05}
-    mine, theirs = adapted(PPO(CLASSIC), **both), adapted(None, **both)
+    mine, theirs = adapted(regions.PPO(CLASSIC), **both), adapted(None, **both)
     inputs = world.batch(theirs.model)
     found, wanted = world.result(mine, inputs), world.result(theirs, inputs)
     assert all("lora" in name for name in wanted.gradient)
@@ -199,8 +199,8 @@ def test_adapters_get_trls_gradient(checkpointing):
 @pytest.mark.parametrize("float32_head", [False, True])
 def test_bfloat16_autocast_gives_trls_gradient(float32_head):
     both = {"bf16": True, "cast_lm_head_to_fp32": float32_head}
-    found, wanted = compared(Case(PPO(CLASSIC), both=both))
-    exact, _ = compared(Case(PPO(CLASSIC)))
+    found, wanted = compared(Case(regions.PPO(CLASSIC), both=both))
+    exact, _ = compared(Case(regions.PPO(CLASSIC)))
     assert stops_and_keeps(found.metrics)
     assert world.error(found.gradient, exact.gradient) > 1e-3  # bfloat16 was at work
     assert world.error(found.gradient, wanted.gradient) <= 1e-3
@@ -210,7 +210,9 @@ def test_bfloat16_autocast_gives_trls_gradient(float32_head):
 def test_the_samplers_mismatch_is_corrected_once(correction):
     """By TRL's own importance weights over a region on the trainer's log-probs, or by the region's correction."""
     inputs = world.batch(world.tiny_model())
-    region = PPO(CLASSIC, anchor="proximal", correction=None if correction == "trl" else trustrl.TIS(max_ratio=2.0))
+    region = regions.PPO(
+        CLASSIC, anchor="proximal", correction=None if correction == "trl" else regions.TIS(max_ratio=2.0)
+    )
     mine, theirs = world.ours(region), world.stock()
     for trainer, corrects in ((mine, correction == "trl"), (theirs, True)):
         trainer.use_vllm, trainer.vllm_importance_sampling_correction = True, corrects
@@ -230,7 +232,7 @@ def test_trls_correction_leaves_a_regions_own_penalty_alone(factor):
     inputs["advantages"] = torch.zeros(6)
     found = []
     for by in (1.0, factor):
-        trainer = world.ours(TROLL(k=20))
+        trainer = world.ours(regions.TROLL(k=20))
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
         inputs["importance_sampling_ratio"] = torch.full_like(inputs["old_per_token_logps"], by)
         found.append(world.result(trainer, inputs))
@@ -243,7 +245,7 @@ def test_trls_correction_leaves_a_regions_own_penalty_alone(factor):
 def test_trls_correction_is_no_wrong_average(loss_type):
     inputs = world.batch(world.tiny_model(), noise=0.0)
     inputs["importance_sampling_ratio"] = torch.full_like(inputs["old_per_token_logps"], 0.5)
-    trainer = world.ours(PPO(anchor="proximal"), loss_type=loss_type, given={"startup_checks": True})
+    trainer = world.ours(regions.PPO(anchor="proximal"), loss_type=loss_type, given={"startup_checks": True})
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     with pytest.warns(trustrl.errors.TrustRLWarning) as said:
         world.result(trainer, inputs)
@@ -296,7 +298,7 @@ def test_a_truncated_completion_is_not_the_least_stopped_one():
     for name in ("old_per_token_logps", "trustrl_behavior_logp"):
         inputs[name] = inputs[name] + 0.3 * inputs["completion_mask"]
     inputs["advantages"] = -torch.ones(6)
-    found, wanted = world.result(world.ours(PPO(CLASSIC)), inputs), world.result(world.stock(), inputs)
+    found, wanted = world.result(world.ours(regions.PPO(CLASSIC)), inputs), world.result(world.stock(), inputs)
     assert wanted.metrics["clip_ratio/low_min"] > 0
     same(found.metrics, wanted.metrics, "clip_ratio/")
 
@@ -306,7 +308,7 @@ def test_a_micro_batch_of_truncated_completions_changes_nothing():
     inputs = world.batch(world.tiny_model())
     inputs["completion_mask"] = torch.zeros_like(inputs["completion_mask"])
     inputs["num_items_in_batch"] = inputs["num_items_in_batch"] * 0
-    trainer = world.ours(PPO(CLASSIC), given={"startup_checks": True})
+    trainer = world.ours(regions.PPO(CLASSIC), given={"startup_checks": True})
     found = world.result(trainer, inputs)
     assert found.loss == 0
     assert all((x == 0).all() for x in found.gradient.values())
@@ -328,7 +330,7 @@ FAULTS = {
 def run_with_fault(name: str, value: float | None, monkeypatch: Any, **settings: Any) -> world.Result:
     """One token's number replaced by `value`; with None the token is taken out of the loss instead."""
     inputs = world.batch(world.tiny_model(), advantages_per_token=True)
-    trainer = world.ours(PPO(CLASSIC), **settings)
+    trainer = world.ours(regions.PPO(CLASSIC), **settings)
     row, column = 1, 4
     if value is None:
         inputs["tool_mask"] = torch.ones_like(inputs["completion_mask"])
@@ -397,7 +399,7 @@ def phi():
 
 
 MODELS = {"qwen": world.tiny_model, "gemma": gemma, "granite": granite, "cohere": cohere, "phi": phi}
-UNBOUNDED = DPPO(TopKTV(max_increase=math.inf))
+UNBOUNDED = regions.DPPO(regions.TopKTV(max_increase=math.inf))
 """Looks at the top K and stops nothing: the policy gradient with the weight r."""
 NO_CLIP = {"epsilon": 1e9}
 """TRL's own policy gradient with the weight r."""
@@ -463,7 +465,7 @@ def test_our_output_layer_is_as_close_to_the_truth_as_trls_in_bfloat16(float32_h
     assert not float32_head or world.error(found.gradient, wanted.gradient) <= 1e-3
 
 
-def plain(region: trustrl.Region, model: Any, before: Any, inputs: dict[str, Any]) -> world.Result:
+def plain(region: regions.Region, model: Any, before: Any, inputs: dict[str, Any]) -> world.Result:
     """The core's own loss on plain logits of two models, without any trainer."""
     needs = region.needs()
     in_loss = inputs["completion_mask"].bool()
@@ -505,17 +507,17 @@ def plain(region: trustrl.Region, model: Any, before: Any, inputs: dict[str, Any
 DRIFTS = {"qwen": 0.02, "gemma": 0.06, "granite": 0.005, "cohere": 0.015, "phi": 0.03}
 """How far a model's weights move after the rollout, so that some tokens leave the region and some do not."""
 ON_EVERY_MODEL = {
-    "top-k tv": DPPO(TopKTV(max_increase=0.15)),
-    "full kl": DPPO(FullKL(max_increase=0.05)),
-    "projection": TROLL(bound=0.1, k=16),
+    "top-k tv": regions.DPPO(regions.TopKTV(max_increase=0.15)),
+    "full kl": regions.DPPO(regions.FullKL(max_increase=0.05)),
+    "projection": regions.TROLL(bound=0.1, k=16),
 }
 ON_ONE_MODEL = {
     "top-k kl": trustrl.preset("dppo-topk-kl"),
     "top-k tv from the trainer's log-probs": trustrl.preset("dppo-topk-tv", anchor="proximal"),
     "full tv": trustrl.preset("dppo-full-tv"),
     "prefix budget": trustrl.preset("cppo"),
-    "whole sequences": trustrl.TRM(TopKKL(max_increase=0.4)),
-    "projection with the paper's fill": TROLL(bound=3.0, k=16, rest="fill"),
+    "whole sequences": regions.TRM(regions.TopKKL(max_increase=0.4)),
+    "projection with the paper's fill": regions.TROLL(bound=3.0, k=16, rest="fill"),
 }
 RECORDED = [(model, kind, region) for model in MODELS for kind, region in ON_EVERY_MODEL.items()]
 RECORDED += [("qwen", kind, region) for kind, region in ON_ONE_MODEL.items()]
@@ -545,10 +547,10 @@ def test_a_preset_on_the_sampled_token_has_the_cores_verdicts_and_gradient(name)
 
 
 @pytest.mark.parametrize(("weights", "largest_error"), [(torch.float32, 1e-5), (torch.float64, LARGEST_ERROR)])
-@pytest.mark.parametrize("weight", [None, trustrl.TIS(max_ratio=1.1)], ids=["no ratio", "capped ratio"])
+@pytest.mark.parametrize("weight", [None, regions.TIS(max_ratio=1.1)], ids=["no ratio", "capped ratio"])
 def test_score_centering_gets_what_plain_logits_give(weight, weights, largest_error):
     """It masks and projects nothing: the gradient is compared, and differs from that without the centering term."""
-    region = trustrl.ScoreCentering(k=16, weight=weight)
+    region = regions.ScoreCentering(k=16, weight=weight)
     trainer, before = world.ours(region, world.tiny_model().to(weights)), world.tiny_model().to(weights)
     inputs = world.sequences()
     world.draw(before, inputs)
@@ -616,7 +618,7 @@ def test_an_evaluation_between_two_steps_of_a_rollout_leaves_its_output_layer_al
     def measured(**more):
         data = Dataset.from_dict({"prompt": ["1+1=", "2+1="]})
         trainer = world.ours(
-            DPPO(FullTV(), anchor="proximal"), given={"eval_dataset": data}, max_steps=2, learning_rate=3e-2,
+            regions.DPPO(regions.FullTV(), anchor="proximal"), given={"eval_dataset": data}, max_steps=2, learning_rate=3e-2,
             steps_per_generation=2, gradient_accumulation_steps=1, **more,
         )  # fmt: skip
         with monkeypatch.context() as patched:

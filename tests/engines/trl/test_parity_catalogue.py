@@ -11,7 +11,7 @@ import torch
 import trustrl
 from support import trl_world as world
 from support.trl_parity import CLASSIC, LARGEST_ERROR
-from trustrl import GMPO, MIS, OPSM, PPO, TIS, VESPO, LogRatio
+from trustrl import regions
 
 SAMPLER = "sampling_per_token_logps"
 
@@ -24,7 +24,7 @@ def test_opsm_is_trls_mask_around_its_clip(threshold, tools):
     rows = torch.arange(len(inputs[SAMPLER]))[:, None]
     inputs[SAMPLER] = (inputs[SAMPLER] + 0.08 * rows).clamp(max=-1e-3)  # μ finds later rows more likely than π does
     inputs["trustrl_behavior_logp"] = inputs[SAMPLER]
-    region = OPSM(threshold, statistic=CLASSIC, anchor="proximal")
+    region = regions.OPSM(threshold, statistic=CLASSIC, anchor="proximal")
     found = world.result(world.ours(region, world.tiny_model()), inputs)
     wanted = world.result(world.stock(world.tiny_model(), off_policy_mask_threshold=threshold), inputs)
     without = world.result(world.stock(world.tiny_model()), inputs)
@@ -40,7 +40,9 @@ OTHER = {"vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.0, "vespo
 @pytest.mark.parametrize("noise", [0.05, 0.2])
 @pytest.mark.parametrize("sampled", [False, True], ids=["by transformers", "by a sampler"])
 @pytest.mark.parametrize(
-    ("theirs", "region"), [({}, VESPO()), (OTHER, VESPO(1.5, 2.5, 2.0, 1.5))], ids=["defaults", "others"]
+    ("theirs", "region"),
+    [({}, regions.VESPO()), (OTHER, regions.VESPO(1.5, 2.5, 2.0, 1.5))],
+    ids=["defaults", "others"],
 )
 def test_vespo_is_trls_own(noise, sampled, theirs, region):
     """With a sampler, TRL multiplies Π π/π' by its π'/μ per token, which is 1 on padding: Π π/μ."""
@@ -61,7 +63,7 @@ def test_gmpo_is_trls_experimental_trainer(bounds):
     gmpo = pytest.importorskip("trl.experimental.gmpo")
     low, high = bounds
     inputs = world.batch(world.tiny_model(), noise=0.3)
-    region = GMPO(LogRatio(max_decrease=low, max_increase=high))
+    region = regions.GMPO(regions.LogRatio(max_decrease=low, max_increase=high))
     found = world.result(world.ours(region, world.tiny_model(), loss_type="grpo"), inputs)
     usual = {name: getattr(world.settings(), name) for name in WORLD_SETTINGS}
     args = gmpo.GMPOConfig(**usual, epsilon=low, epsilon_high=high)
@@ -110,9 +112,9 @@ def generated(mode, largest, smallest=None):
 @pytest.mark.parametrize(
     ("mode", "correction"),
     [
-        ("sequence_mask", MIS(min_ratio=0.0, max_ratio=1.1, level="sequence-product")),
-        ("sequence_mask", MIS(min_ratio=0.75, max_ratio=2.5, level="sequence-product")),
-        ("sequence_truncate", TIS(max_ratio=1.1, level="sequence-product")),
+        ("sequence_mask", regions.MIS(min_ratio=0.0, max_ratio=1.1, level="sequence-product")),
+        ("sequence_mask", regions.MIS(min_ratio=0.75, max_ratio=2.5, level="sequence-product")),
+        ("sequence_truncate", regions.TIS(max_ratio=1.1, level="sequence-product")),
     ],
     ids=["mask from above", "mask from both sides", "truncate"],
 )
@@ -131,7 +133,7 @@ def test_a_product_over_the_sequence_is_trls_own_correction_with_generation_stub
         "trustrl_proximal_logp": old, "trustrl_behavior_logp": inputs[SAMPLER] + (old - then),
         "trustrl_version": torch.full(old.shape, -1),
     }  # fmt: skip
-    region = PPO(CLASSIC, anchor="proximal", correction=correction)
+    region = regions.PPO(CLASSIC, anchor="proximal", correction=correction)
     found = world.result(world.ours(region, world.tiny_model()), mine)
     assert world.error(found.gradient, wanted.gradient) <= LARGEST_ERROR
     mean = replace(correction, level="sequence-mean") if mode == "sequence_mask" else replace(correction, level="token")

@@ -15,6 +15,7 @@ import torch
 
 import trustrl
 from support import trl_world as world
+from trustrl import regions
 from trustrl.engines.trl import trainer as engine
 
 STEPS, UPDATES_PER_ROLLOUT = 20, 4
@@ -59,7 +60,7 @@ def run_of(name):
     def both(policy, rollout, region, **kwargs):
         out = original(policy, rollout, region, **kwargs)
         recorded = "proximal" if rollout.behavior_logp is None else "behavior"  # the trainer's own, either way
-        plain = original(policy, rollout, trustrl.PolicyGradient(anchor=recorded), **kwargs)
+        plain = original(policy, rollout, regions.PolicyGradient(anchor=recorded), **kwargs)
         head = trainer.model.lm_head.weight
         g, g_plain = (torch.autograd.grad(x.loss, head, retain_graph=True)[0] for x in (out, plain))
         differences.append(((g - g_plain).norm() / g_plain.norm()).item())

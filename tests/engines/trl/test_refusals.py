@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
-from trustrl import DPPO, PPO, TROLL, FullTV
+from trustrl import regions
 from trustrl.engines.common import seam
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
@@ -32,15 +32,15 @@ SAMPLER = {"behavior": "sampler"}
 
 # name: (region, our arguments, TRL's settings, what the message must say)
 SETTINGS = {
-    "a word that is no source": (PPO(), {"behavior": "oracle"}, {}, ["behavior", "'sampler', 'trainer'", "oracle"]),
-    "cispo as an average": (PPO(), {}, {"loss_type": "cispo"}, ["loss_type='dapo'", "trustrl.preset('cispo')"]),
-    "sapo as an average": (PPO(), {}, {"loss_type": "sapo"}, ["loss_type='grpo'", "trustrl.preset('sapo')"]),
-    "vespo as an average": (PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "trustrl.preset('vespo')"]),
-    "an average nobody knows": (PPO(), {}, {"loss_type": "mine"}, ["loss_type", "grpo, bnpo, dr_grpo, dapo, luspo"]),
+    "a word that is no source": (regions.PPO(), {"behavior": "oracle"}, {}, ["behavior", "'sampler', 'trainer'", "oracle"]),
+    "cispo as an average": (regions.PPO(), {}, {"loss_type": "cispo"}, ["loss_type='dapo'", "trustrl.preset('cispo')"]),
+    "sapo as an average": (regions.PPO(), {}, {"loss_type": "sapo"}, ["loss_type='grpo'", "trustrl.preset('sapo')"]),
+    "vespo as an average": (regions.PPO(), {}, {"loss_type": "vespo"}, ["loss_type='dapo'", "trustrl.preset('vespo')"]),
+    "an average nobody knows": (regions.PPO(), {}, {"loss_type": "mine"}, ["loss_type", "grpo, bnpo, dr_grpo, dapo, luspo"]),
     "gspo averaged over tokens": (trustrl.preset("gspo"), {}, {"loss_type": "dapo"}, ["loss_type must be 'grpo'"]),
     **{
         f"routed experts of {name}": (
-            PPO(), {"recording": Recording(folder="records", experts=True), **ours}, theirs,
+            regions.PPO(), {"recording": Recording(folder="records", experts=True), **ours}, theirs,
             ["recording.experts must be False without a colocated vLLM", 'vllm_mode="colocate"'],
         )
         for name, ours, theirs in (
@@ -48,55 +48,55 @@ SETTINGS = {
         )
     },
     "ratios of sequences": (
-        PPO(), {}, {"importance_sampling_level": "sequence"}, ["importance_sampling_level", "trustrl.preset('gspo')"]
+        regions.PPO(), {}, {"importance_sampling_level": "sequence"}, ["importance_sampling_level", "trustrl.preset('gspo')"]
     ),
-    "a bound of TRL's": (PPO(), {}, {"epsilon": 0.3}, ["epsilon must be left at 0.2", "trustrl.PPO("]),
-    "an upper bound of TRL's": (PPO(), {}, {"epsilon_high": 0.28}, ["epsilon_high must be left at None", "trustrl.PPO("]),
-    "a dual clip of TRL's": (PPO(), {}, {"delta": 2.0}, ["delta must be left at None", "trustrl.PPO("]),
-    "part of the tokens": (PPO(), {}, {"top_entropy_quantile": 0.2}, ["top_entropy_quantile must be 1.0"]),
+    "a bound of TRL's": (regions.PPO(), {}, {"epsilon": 0.3}, ["epsilon must be left at 0.2", "trustrl.preset('ppo'"]),
+    "an upper bound of TRL's": (regions.PPO(), {}, {"epsilon_high": 0.28}, ["epsilon_high must be left at None", "trustrl.preset('ppo'"]),
+    "a dual clip of TRL's": (regions.PPO(), {}, {"delta": 2.0}, ["delta must be left at None", "trustrl.preset('ppo'"]),
+    "part of the tokens": (regions.PPO(), {}, {"top_entropy_quantile": 0.2}, ["top_entropy_quantile must be 1.0"]),
     "a second region": (
-        PPO(), {}, {"off_policy_mask_threshold": 0.5}, ["off_policy_mask_threshold must be None", "trustrl.OPSM"]
+        regions.PPO(), {}, {"off_policy_mask_threshold": 0.5}, ["off_policy_mask_threshold must be None", "trustrl.regions.OPSM"]
     ),
-    "a replaced forward pass": (PPO(), {}, {"use_liger_kernel": True}, ["use_liger_kernel must be False", "Liger"]),
-    "a replaced loss": (PPO(), {}, {"use_liger_loss": True}, ["use_liger_loss must be False", "Liger"]),
+    "a replaced forward pass": (regions.PPO(), {}, {"use_liger_kernel": True}, ["use_liger_kernel must be False", "Liger"]),
+    "a replaced loss": (regions.PPO(), {}, {"use_liger_loss": True}, ["use_liger_loss must be False", "Liger"]),
     "vllm's tokens with the trainer's log-probs": (
-        PPO(), {"behavior": "trainer"}, VLLM, ["behavior must be 'sampler'", "anchor='proximal'"]
+        regions.PPO(), {"behavior": "trainer"}, VLLM, ["behavior must be 'sampler'", "anchor='proximal'"]
     ),
     "a mismatch counted twice": (
-        PPO(), SAMPLER, {"use_vllm": True},
+        regions.PPO(), SAMPLER, {"use_vllm": True},
         ["vllm_importance_sampling_correction must be False", "anchor='proximal'"],
     ),
     "a sampler without log-probs": (
-        DPPO(), SAMPLER, {}, ["behavior must be 'trainer'", "behavior='trainer'", "use_vllm=True", "dppo"]
+        regions.DPPO(), SAMPLER, {}, ["behavior must be 'trainer'", "behavior='trainer'", "use_vllm=True", "dppo"]
     ),
     "a sampler without log-probs, by default": (
-        DPPO(), {"behavior": None}, {}, ["behavior must be 'trainer'", "use_vllm=True"]
+        regions.DPPO(), {"behavior": None}, {}, ["behavior must be 'trainer'", "use_vllm=True"]
     ),
     "a correction without the sampler's log-probs": (
         trustrl.preset("tis"), SAMPLER, {}, ["behavior must be 'trainer'", "use_vllm=True"]
     ),
-    "a projection of the vocabulary": (TROLL(support="full"), {}, {}, ["region must be on a top-K support", "support='topk'"]),
+    "a projection of the vocabulary": (regions.TROLL(support="full"), {}, {}, ["region must be on a top-K support", "support='topk'"]),
     "the sampler's whole distribution": (
-        DPPO(FullTV()), SAMPLER, VLLM, ["region must be a Top-K or Binary one", "anchor='proximal'"]
+        regions.DPPO(regions.FullTV()), SAMPLER, VLLM, ["region must be a Top-K or Binary one", "anchor='proximal'"]
     ),
-    "top-p": (PPO(), {}, {"top_p": 0.9}, ["top_p must be 1.0", "colocated vLLM or a rollout_func"]),
-    "top-k": (PPO(), {}, {"top_k": 50}, ["top_k must be 0", "colocated vLLM or a rollout_func"]),
-    "min-p": (PPO(), {}, {"min_p": 0.1}, ["min_p must be None", "colocated vLLM or a rollout_func"]),
-    "a repetition penalty": (PPO(), {}, {"repetition_penalty": 1.1}, ["repetition_penalty must be 1.0", "π"]),
+    "top-p": (regions.PPO(), {}, {"top_p": 0.9}, ["top_p must be 1.0", "colocated vLLM or a rollout_func"]),
+    "top-k": (regions.PPO(), {}, {"top_k": 50}, ["top_k must be 0", "colocated vLLM or a rollout_func"]),
+    "min-p": (regions.PPO(), {}, {"min_p": 0.1}, ["min_p must be None", "colocated vLLM or a rollout_func"]),
+    "a repetition penalty": (regions.PPO(), {}, {"repetition_penalty": 1.1}, ["repetition_penalty must be 1.0", "π"]),
     "a grammar": (
-        PPO(), {}, {"vllm_structured_outputs_regex": "[0-9]+"},
+        regions.PPO(), {}, {"vllm_structured_outputs_regex": "[0-9]+"},
         ["vllm_structured_outputs_regex must be None", "whole vocabulary"],
     ),
     "another temperature": (
-        PPO(), {}, {"generation_kwargs": {"temperature": 0.5}},
+        regions.PPO(), {}, {"generation_kwargs": {"temperature": 0.5}},
         ["generation_kwargs['temperature'] must be left out", "temperature with TRL's own setting"],
     ),
     "banned words": (
-        PPO(), {}, {"generation_kwargs": {"seed": 3, "suppress_tokens": [5]}},
+        regions.PPO(), {}, {"generation_kwargs": {"seed": 3, "suppress_tokens": [5]}},
         ["generation_kwargs['suppress_tokens'] must be left out"],
     ),
     "options for a vllm that is not there": (
-        PPO(), {"vllm_options": {"dtype": "float32"}}, {}, ["vllm_options must be None", "command line"]
+        regions.PPO(), {"vllm_options": {"dtype": "float32"}}, {}, ["vllm_options must be None", "command line"]
     ),
     "a region by name": ("ppo", {}, {}, ["region must be a trustrl region, got 'ppo'", "trustrl.preset("]),
     "no region": (None, {}, {}, ["region must be a trustrl region, got None", "trustrl.preset("]),
@@ -125,17 +125,17 @@ def test_a_setting_is_refused_before_the_model_is_loaded(name, monkeypatch):
 
 
 ALLOWED = {
-    "a harmless keyword": (PPO(), {"behavior": "trainer"}, {"generation_kwargs": {"max_new_tokens": 4}}),
-    "the trainer's own anchor": (PPO(anchor="proximal"), SAMPLER, {}),
+    "a harmless keyword": (regions.PPO(), {"behavior": "trainer"}, {"generation_kwargs": {"max_new_tokens": 4}}),
+    "the trainer's own anchor": (regions.PPO(anchor="proximal"), SAMPLER, {}),
     "gspo averaged over sequences": (trustrl.preset("gspo"), {"behavior": "trainer"}, {"loss_type": "grpo"}),
-    "an exact divergence from the trainer": (DPPO(FullTV(), anchor="proximal"), SAMPLER, {}),
-    "a sampler of one's own": (DPPO(), SAMPLER | {"rollout_func": print}, {}),
+    "an exact divergence from the trainer": (regions.DPPO(regions.FullTV(), anchor="proximal"), SAMPLER, {}),
+    "a sampler of one's own": (regions.DPPO(), SAMPLER | {"rollout_func": print}, {}),
     "a top-K of the trainer beside a sampler of one's own": (
         trustrl.preset("dppo-topk-tv", anchor="proximal"),
         SAMPLER | {"rollout_func": print},
         {},
     ),
-    "another temperature where both know it": (PPO(), {"behavior": "trainer"}, {"temperature": 0.7}),
+    "another temperature where both know it": (regions.PPO(), {"behavior": "trainer"}, {"temperature": 0.7}),
 }
 
 
@@ -146,10 +146,10 @@ def test_what_goes_with_a_region_is_not_refused(name):
 
 
 def test_trls_correction_may_stay_beside_a_proximal_anchor():
-    region = PPO(anchor="proximal")
+    region = regions.PPO(anchor="proximal")
     check_settings(settings(use_vllm=True), region, "sampler")
     with pytest.raises(ConfigError, match="vllm_importance_sampling_correction"):
-        check_settings(settings(use_vllm=True), DPPO(), "sampler")
+        check_settings(settings(use_vllm=True), regions.DPPO(), "sampler")
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +169,7 @@ def test_an_output_layer_whose_weight_is_not_all_of_it_is_refused(adapter):
     with pytest.raises(ConfigError, match=r"output layer must be a plain linear layer.*Leave the output layer out of"):
         refuse_adapted_head(engine._base_model(model))
     # TRL has come to refuse the adapter itself, in words of its own.
-    for region in (PPO(), trustrl.preset("dppo-topk-tv")):
+    for region in (regions.PPO(), trustrl.preset("dppo-topk-tv")):
         with pytest.raises(ValueError, match=r"`target_modules`"):
             world.ours(region, given={"peft_config": ADAPTERS[adapter]})
 
@@ -192,13 +192,13 @@ def moe() -> Any:
 def test_router_losses_are_refused_where_our_own_output_layer_runs():
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef must be 0.*got 0.001.*does not compute router losses"):
         world.ours(trustrl.preset("dppo-topk-tv"), moe())
-    assert world.ours(PPO(), moe()).aux_loss_enabled
+    assert world.ours(regions.PPO(), moe()).aux_loss_enabled
 
 
 def test_weights_that_zero_3_takes_apart_are_refused_where_our_own_output_layer_runs(monkeypatch):
     trainer = world.ours(trustrl.preset("dppo-topk-tv"))
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
-    check_model(trainer, PPO(), output_layer=None)
+    check_model(trainer, regions.PPO(), output_layer=None)
     with pytest.raises(ConfigError, match=r"ZeRO stage must be below 3.*Use FSDP2"):
         check_model(trainer, trainer.region, output_layer=None)
 
@@ -245,7 +245,9 @@ def test_a_model_that_caps_its_logits_has_its_own_log_probs():
 # ── TRL itself: what the adapter relies on ──────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("region", [trustrl.preset("dppo-topk-tv"), TROLL(), DPPO(FullTV(), anchor="proximal")])
+@pytest.mark.parametrize(
+    "region", [trustrl.preset("dppo-topk-tv"), regions.TROLL(), regions.DPPO(regions.FullTV(), anchor="proximal")]
+)
 def test_a_trl_without_the_fused_output_layer_is_refused_where_the_vocabulary_is_needed(region, monkeypatch):
     monkeypatch.setattr(seam.metadata, "version", lambda _: "1.14.2")
     with pytest.raises(EngineError, match=r'trl must be at least 1.15, got 1.14.2.*exact.*pip install "trl>=1.15"'):
@@ -274,14 +276,14 @@ def changed_method(*_: Any) -> None:
 def test_a_method_with_other_parameters_is_refused(method, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, method, changed_method)
     with pytest.raises(EngineError, match=rf"GRPOTrainer.{method} must take .*'inputs'.*trustrl.policy_loss"):
-        world.ours(PPO())
+        world.ours(regions.PPO())
 
 
 @pytest.mark.parametrize("method", ["_compute_loss", "_generate_and_score_completions"])
 def test_a_method_that_is_gone_is_refused(method, monkeypatch):
     monkeypatch.delattr(GRPOTrainer, method)
     with pytest.raises(EngineError, match=rf"GRPOTrainer.{method} must exist"):
-        world.ours(PPO())
+        world.ours(regions.PPO())
 
 
 def test_the_mixin_alone_is_refused():
@@ -292,7 +294,7 @@ def test_the_mixin_alone_is_refused():
         ConfigError,
         match=r"before a GRPOTrainer in a class's bases, got Mine.*class Mine\(TrustRegionMixin, MyGRPOTrainer\)",
     ):
-        Mine(region=PPO())
+        Mine(region=regions.PPO())
 
 
 class Negated(GRPOTrainer):
@@ -339,7 +341,7 @@ LOSSES = {
 def test_a_subclass_whose_loss_is_not_trls_is_told_what_its_loss_did(base):
     """And not to install another TRL, which is not at fault."""
     cls = type("Mine", (TrustRegionMixin, base), {})
-    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(), region=PPO(), behavior="trainer")
+    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(), region=regions.PPO(), behavior="trainer")
     with pytest.raises(EngineError) as error:
         trainer._compute_loss(trainer.model, world.batch(trainer.model))
     for part in [f"{base.__name__}._compute_loss must", *LOSSES[base], "super()._compute_loss", "trustrl.policy_loss"]:
@@ -359,7 +361,9 @@ class InFrontOfAll(TrustRegionGRPOTrainer):
 
 @pytest.mark.parametrize("cls", [InFront, InFrontOfAll])
 def test_a_subclass_that_never_calls_the_regions_loss_is_stopped_after_one_step(cls):
-    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(max_steps=3), region=PPO(), behavior="trainer")
+    trainer = world.trainer_of(
+        cls, world.tiny_model(), world.settings(max_steps=3), region=regions.PPO(), behavior="trainer"
+    )
     with pytest.raises(EngineError, match=rf"it never ran. {cls.__name__} overrides .*Call super\(\) in it"):
         trainer.train()
     assert trainer.state.global_step == 1
@@ -373,7 +377,9 @@ def test_a_subclass_whose_rollout_lacks_something_is_told_so():
             return rollout
 
     cls = type("Mine", (TrustRegionMixin, Lacking), {})
-    trainer = world.trainer_of(cls, world.tiny_model(), world.settings(max_steps=1), region=PPO(), behavior="trainer")
+    trainer = world.trainer_of(
+        cls, world.tiny_model(), world.settings(max_steps=1), region=regions.PPO(), behavior="trainer"
+    )
     with pytest.raises(
         EngineError, match=r"Lacking._generate_and_score_completions must carry prompt_mask, got .*everything that TRL"
     ):
@@ -382,7 +388,7 @@ def test_a_subclass_whose_rollout_lacks_something_is_told_so():
 
 @pytest.mark.parametrize("name", engine.NEEDED_INPUTS)
 def test_a_rollout_without_what_the_loss_needs_is_refused(name, monkeypatch):
-    trainer = world.ours(PPO())
+    trainer = world.ours(regions.PPO())
     inputs = world.batch(trainer.model)
     inputs[name] = None
     with pytest.raises(EngineError, match=f"TRL's rollout must carry {name}, got .*Install a TRL version"):
@@ -403,9 +409,9 @@ def test_a_subclass_of_ones_own_keeps_its_own_term():
         pass
 
     args = [world.tiny_model(), world.settings()]
-    mine = world.trainer_of(Mine, *args, region=PPO(), behavior="trainer", startup_checks=False)
+    mine = world.trainer_of(Mine, *args, region=regions.PPO(), behavior="trainer", startup_checks=False)
     inputs = world.batch(mine.model)
-    found, alone = world.result(mine, inputs), world.result(world.ours(PPO()), inputs)
+    found, alone = world.result(mine, inputs), world.result(world.ours(regions.PPO()), inputs)
     wanted = alone.gradient | {"lm_head.weight": alone.gradient["lm_head.weight"] + 0.2 * mine.model.lm_head.weight}
     assert 0.05 < found.metrics["trustrl/masked_share"] < 0.6
     assert world.error(found.gradient, wanted) <= 1e-6
@@ -422,7 +428,7 @@ def fresh(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])
 def test_an_anchor_that_is_not_the_policy_at_its_own_weights_is_refused(anchor):
-    trainer = world.ours(PPO(anchor=anchor), given={"startup_checks": True})
+    trainer = world.ours(regions.PPO(anchor=anchor), given={"startup_checks": True})
     with pytest.raises(EngineError) as error:
         trainer._compute_loss(trainer.model, fresh(world.batch(trainer.model)))
     for part in ("ratio π/b must be 1", "trainer's log-probs", "a different temperature", "startup_checks=False"):
@@ -430,7 +436,7 @@ def test_an_anchor_that_is_not_the_policy_at_its_own_weights_is_refused(anchor):
 
 
 def test_the_right_anchor_passes_once_and_is_not_looked_at_again():
-    trainer = world.ours(PPO(), given={"startup_checks": True})
+    trainer = world.ours(regions.PPO(), given={"startup_checks": True})
     right = fresh(world.batch(trainer.model, noise=0.0))
     assert trainer._compute_loss(trainer.model, right).isfinite()
     assert trainer._compute_loss(trainer.model, fresh(world.batch(trainer.model))).isfinite()
@@ -438,7 +444,7 @@ def test_the_right_anchor_passes_once_and_is_not_looked_at_again():
 
 @pytest.mark.parametrize("why", ["switched off", "older weights"])
 def test_an_anchor_is_not_compared_where_it_need_not_agree(why):
-    trainer = world.ours(PPO(), given={"startup_checks": why != "switched off"})
+    trainer = world.ours(regions.PPO(), given={"startup_checks": why != "switched off"})
     inputs = world.batch(trainer.model)
     inputs = fresh(inputs) if why == "switched off" else inputs
     assert trainer._compute_loss(trainer.model, inputs).isfinite()
@@ -524,7 +530,7 @@ def with_server(**more: Any) -> SimpleNamespace:
     client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "raw_logprobs"}})
     generation = SimpleNamespace(mode="server", enable_sleep_mode=False, vllm_client=client)
     usual = {
-        "use_vllm": True, "vllm_generation": generation, "temperature": 1.0, "region": DPPO(),
+        "use_vllm": True, "vllm_generation": generation, "temperature": 1.0, "region": regions.DPPO(),
         "accelerator": SimpleNamespace(is_main_process=True),
     }  # fmt: skip
     return SimpleNamespace(**usual | more)
@@ -544,9 +550,9 @@ def test_a_sampler_that_sleeps_is_not_refused_because_it_need_not_score_again(pr
 def test_speculative_decoding_is_refused_on_a_cpu_alone():
     """The installed vLLM says which: `vllm_on_cpu` is what the trainer asks it."""
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-    check_settings(settings(**VLLM), PPO(), "sampler", vllm_options=drafts, vllm_on_cpu=False)
+    check_settings(settings(**VLLM), regions.PPO(), "sampler", vllm_options=drafts, vllm_on_cpu=False)
     with pytest.raises(ConfigError, match=r"vllm_options\['speculative_config'\] must be left out .*NaN log-probs"):
-        check_settings(settings(**VLLM), PPO(), "sampler", vllm_options=drafts, vllm_on_cpu=True)
+        check_settings(settings(**VLLM), regions.PPO(), "sampler", vllm_options=drafts, vllm_on_cpu=True)
 
 
 # ── the table of refusals ───────────────────────────────────────────────────────────────────────────────────────────
@@ -573,7 +579,7 @@ def test_a_row_of_the_table_refuses_its_example_and_no_other_row_does(row):
 
 
 def test_log_probs_the_sampler_did_not_record_are_never_replaced():
-    trainer = world.ours(PPO(), given={"behavior": "trainer"})
+    trainer = world.ours(regions.PPO(), given={"behavior": "trainer"})
     trainer._recorder.behavior = "sampler"
     inputs = world.batch(trainer.model)
     del inputs["sampling_per_token_logps"]

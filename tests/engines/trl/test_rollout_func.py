@@ -14,13 +14,14 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from trustrl import regions
 from trustrl.engines.common import replica_gaps, seam
 from trustrl.engines.refusals.trl import OLDEST_FUSED
 from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin
 from trustrl.errors import ConfigError, EngineError, MissingDataError, NonFiniteError, RecordError, TrustRLWarning
 
 EDGE = 0.002
-REGION = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE))
+REGION = regions.DPPO(regions.BinaryTV(max_increase=EDGE, max_decrease=EDGE))
 TOOL = slice(2, 4)
 """Places of a completion that an environment wrote, where there is one."""
 
@@ -171,7 +172,7 @@ def test_what_an_environment_wrote_is_neither_counted_nor_anchored(monkeypatch):
 
 
 def test_a_region_on_the_trainer_reports_the_mismatch_for_nothing():
-    trainer = trainer_of(trustrl.PPO(anchor="proximal"), roll_out=rollout_func(sampler_network()))
+    trainer = trainer_of(regions.PPO(anchor="proximal"), roll_out=rollout_func(sampler_network()))
     trainer.train()
     assert logs(trainer)[0]["trustrl/mismatch_abs_mean"] > 0.01
     assert logs(trainer)[0]["trustrl/ratio_mean"] == pytest.approx(1, abs=1e-5)
@@ -238,7 +239,7 @@ def test_a_server_that_the_function_names_and_that_does_not_follow_is_named(monk
 
 @fused
 def test_a_top_k_that_the_function_recorded_is_the_anchor_and_reward_functions_do_not_see_it(monkeypatch):
-    region = trustrl.DPPO(trustrl.TopKTV(k=K, max_increase=EDGE, max_decrease=EDGE))
+    region = regions.DPPO(regions.TopKTV(k=K, max_increase=EDGE, max_decrease=EDGE))
     network, rewarded = sampler_network(), []
 
     def reward(completions, **fields):
@@ -296,7 +297,7 @@ def test_versions_per_token_reach_the_records_and_the_bins_of_staleness(monkeypa
     ],
 )
 def test_tables_that_do_not_fit_are_refused_before_the_first_step(edit, error, sentence):
-    region = trustrl.DPPO(trustrl.TopKTV(k=K))
+    region = regions.DPPO(regions.TopKTV(k=K))
     trainer = trainer_of(region, roll_out=recording_func(sampler_network(), edit=edit))
     with pytest.raises(error, match=sentence):
         trainer.train()
@@ -353,7 +354,7 @@ def truncating_func(network, *, records=True):
 @pytest.mark.parametrize("anchor", ["behavior", "proximal"])
 def test_kept_ids_that_the_function_recorded_make_the_first_ratio_one(anchor, monkeypatch):
     """The trainer's own weights draw, so every ratio inside the kept sets is 1, and π' inside them is μ."""
-    region = trustrl.DPPO(trustrl.BinaryTV(max_increase=EDGE, max_decrease=EDGE), anchor=anchor)
+    region = regions.DPPO(regions.BinaryTV(max_increase=EDGE, max_decrease=EDGE), anchor=anchor)
     trainer = trainer_of(
         region, roll_out=truncating_func(world.tiny_model().eval()), top_k=9, given={"measure_mismatch": True}
     )

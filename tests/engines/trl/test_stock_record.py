@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 import trustrl
 from support import trl_world as world
 from support.rendezvous import own_environment, python_path
+from trustrl import regions
 from trustrl.engines.trl import TrustRegionGRPOTrainer, record
 from trustrl.errors import ConfigError, TrustRLWarning
 from trustrl.recording import Recorder, Recording, read, read_run, read_sequences, read_texts
@@ -73,7 +74,7 @@ def without(tmp_path_factory):
     return trainer
 
 
-OBSERVED = trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.2), anchor="proximal")
+OBSERVED = regions.PPO(regions.Ratio(max_decrease=0.2, max_increase=0.2), anchor="proximal")
 """TRL's own clip."""
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("trl.experimental.async_grpo")
 
 import trustrl
 from support.rendezvous import own_environment, python_path
+from trustrl import regions
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import ASYNC
 from trustrl.errors import ConfigError
@@ -24,8 +25,8 @@ from trustrl.errors import ConfigError
 pytestmark = pytest.mark.xdist_group("AsyncGRPOTrainer")
 SCRIPT = Path(__file__).with_name("async_grpo_run.py")
 REGIONS = {
-    "PPO as TRL clips": trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.2), action="clip"),
-    "DPPO, at most one version old": trustrl.DPPO(max_staleness=1),
+    "PPO as TRL clips": regions.PPO(regions.Ratio(max_decrease=0.2, max_increase=0.2), action="clip"),
+    "DPPO, at most one version old": regions.DPPO(max_staleness=1),
 }
 
 
@@ -89,7 +90,7 @@ def test_refused_settings_name_the_fix(row):
     region = replace(trustrl.preset(row.preset), **row.region)
     with pytest.raises(ConfigError, match=r"must be .* with a region, got "):
         rows.check(ASYNC, rows.reader(row.example), region)
-    rows.check(ASYNC, rows.reader({}), trustrl.DPPO())
+    rows.check(ASYNC, rows.reader({}), regions.DPPO())
 
 
 def test_the_mixin_names_the_trainer_to_use_instead():
@@ -101,4 +102,4 @@ def test_the_mixin_names_the_trainer_to_use_instead():
         pass
 
     with pytest.raises(ConfigError, match=r"For AsyncGRPOTrainer.*TrustRegionAsyncGRPOTrainer"):
-        Mine(region=trustrl.DPPO())
+        Mine(region=regions.DPPO())

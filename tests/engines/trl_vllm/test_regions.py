@@ -14,13 +14,14 @@ pytest.importorskip("trl")
 
 import trustrl
 from support.rendezvous import own_environment, python_path
+from trustrl import regions
 
 pytestmark = pytest.mark.xdist_group("regions with vLLM")
 SCRIPT = Path(__file__).with_name("region_run.py")
 
 
 def topk(anchor):
-    return trustrl.DPPO(trustrl.TopKTV(k=32), anchor=anchor)
+    return regions.DPPO(regions.TopKTV(k=32), anchor=anchor)
 
 
 REGIONS = {
@@ -28,7 +29,7 @@ REGIONS = {
     "top-K on μ, recorded while vLLM decodes": topk("behavior"),
     "top-K on π'": topk("proximal"),
     "TROLL on μ": trustrl.preset("troll", anchor="behavior"),
-    "exact TV on π'": trustrl.DPPO(trustrl.FullTV(), anchor="proximal"),
+    "exact TV on π'": regions.DPPO(regions.FullTV(), anchor="proximal"),
     "both anchors": trustrl.preset("minirl"),
 }
 
@@ -72,7 +73,7 @@ RUNS = {  # experts first: vLLM makes their process groups with the first engine
     },
     "a sync that does nothing": {"region": BINARY, "break_sync": True},
     "a correction and a region on the trainer": {
-        "region": replace(trustrl.PPO(), anchor="proximal"),
+        "region": replace(regions.PPO(), anchor="proximal"),
         "correction": True,
     },
     "a correction and a region on the sampler": {"region": BINARY, "correction": True},

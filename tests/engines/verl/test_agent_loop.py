@@ -25,6 +25,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 import trustrl
+from trustrl import regions
 from trustrl.engines.common.kept_columns import KeptColumn, column_of
 from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, REPLICA, TOPK, TOPK_IDS, TOPK_LOGP
 from trustrl.engines.verl import anchors, rollout_pieces
@@ -32,7 +33,7 @@ from trustrl.engines.verl.agent_loop import RecordsTopK, wanted
 from trustrl.errors import EngineError, MissingDataError
 
 VOCABULARY, K = 12, 4
-NEEDS = trustrl.preset("dppo-topk-tv", divergence=trustrl.TopKTV(k=K)).needs()
+NEEDS = trustrl.preset("dppo-topk-tv", divergence=regions.TopKTV(k=K)).needs()
 PROMPT = [3, 1, 4, 1]
 
 

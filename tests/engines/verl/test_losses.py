@@ -19,6 +19,7 @@ from verl.workers.utils.losses import ppo_loss
 
 import trustrl
 from support import verl_world as world, worlds
+from trustrl import regions
 from trustrl.engines import verl as engine
 from trustrl.engines.verl import losses
 from trustrl.engines.verl.loss_context import LossContext, active
@@ -117,14 +118,14 @@ def test_a_preset_without_settings_has_its_published_ones():
 
 def test_settings_replace_the_presets_one_by_one():
     found = region("trustrl-dppo-binary-tv", {"divergence": {"max_increase": 0.3}, "max_ratio": 5.0})
-    assert found == trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3), max_ratio=5.0)
+    assert found == regions.DPPO(regions.BinaryTV(max_increase=0.3), max_ratio=5.0)
     one_sided = region("trustrl-ppo", {"kind": "ppo", "ratio": {"max_increase": "inf"}})
     assert one_sided.ratio.bounds == (0.2, float("inf"))
 
 
 def test_a_region_can_be_described_in_full():
     given = {"kind": "cppo", "divergence": {"kind": "binary-tv", "max_increase": 0.1}}
-    assert region("trustrl", given) == trustrl.CPPO(trustrl.BinaryTV(max_increase=0.1))
+    assert region("trustrl", given) == regions.CPPO(regions.BinaryTV(max_increase=0.1))
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_records_have_the_advantage_that_was_decided_on_where_verl_corrects():
     weights = some_correction(tokens)
     weights[:, 0] = 0.0
     context = LossContext(
-        trustrl.PPO(anchor="proximal"), {"proximal_logp": tokens.old_log_prob}, lambda *given: taken.append(given)
+        regions.PPO(anchor="proximal"), {"proximal_logp": tokens.old_log_prob}, lambda *given: taken.append(given)
     )
     with active(context):
         world.result(world.actor("trustrl-ppo"), tokens, is_weights=weights)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import trustrl
+from trustrl import regions
 from trustrl.config.axes import Needs
 from trustrl.core.clean import clean_tokens
 from trustrl.core.decision import decide
@@ -73,26 +74,26 @@ def regions_at(low, high, anchor):
     """Every rule that does not call `decide`, with these bounds."""
     bounds = {"max_decrease": low, "max_increase": high}
     probability = {name: min(x, 1.0) for name, x in bounds.items()}
-    tv, kl, ratio = trustrl.BinaryTV(**probability), trustrl.BinaryKL(**bounds), trustrl.Ratio(**bounds)
+    tv, kl, ratio = regions.BinaryTV(**probability), regions.BinaryKL(**bounds), regions.Ratio(**bounds)
     return [
-        trustrl.DPPO(tv, anchor=anchor),
-        trustrl.DPPO(trustrl.BinaryTV(**probability, act_on="upper"), anchor=anchor),
-        trustrl.DPPO(kl, anchor=anchor, max_ratio=1.5),
-        trustrl.PPO(ratio, anchor=anchor, action="clip"),
-        trustrl.TrustRegion(ratio, anchor=anchor, direction="symmetric"),
-        trustrl.TrustRegion(tv, anchor=anchor, direction="symmetric"),
-        trustrl.TrustRegion(kl, anchor=anchor, direction="symmetric", max_ratio=2.0),
-        trustrl.TrustRegion(trustrl.BinaryTV(**probability, act_on="upper"), anchor=anchor, direction="symmetric"),
-        trustrl.TrustRegion(trustrl.SequenceRatio(**bounds), anchor=anchor, level="sequence"),
-        trustrl.PPO(ratio, anchor="proximal", correction=trustrl.TIS(max_ratio=1.001)),
-        trustrl.IPO(trustrl.BinaryTV(max_increase=probability["max_increase"]), anchor=anchor),
+        regions.DPPO(tv, anchor=anchor),
+        regions.DPPO(regions.BinaryTV(**probability, act_on="upper"), anchor=anchor),
+        regions.DPPO(kl, anchor=anchor, max_ratio=1.5),
+        regions.PPO(ratio, anchor=anchor, action="clip"),
+        regions.TrustRegion(ratio, anchor=anchor, direction="symmetric"),
+        regions.TrustRegion(tv, anchor=anchor, direction="symmetric"),
+        regions.TrustRegion(kl, anchor=anchor, direction="symmetric", max_ratio=2.0),
+        regions.TrustRegion(regions.BinaryTV(**probability, act_on="upper"), anchor=anchor, direction="symmetric"),
+        regions.TrustRegion(regions.SequenceRatio(**bounds), anchor=anchor, level="sequence"),
+        regions.PPO(ratio, anchor="proximal", correction=regions.TIS(max_ratio=1.001)),
+        regions.IPO(regions.BinaryTV(max_increase=probability["max_increase"]), anchor=anchor),
     ]
 
 
 def bounds_of(piece, region, seed):
     """Two bounds that equal some token's own distance, or lie one float64 below it."""
     tokens, _ = engine(piece, region)
-    axes = region if isinstance(region, trustrl.TrustRegion) else region.axes()
+    axes = region if isinstance(region, regions.TrustRegion) else region.axes()
     distance = acting_end(measure(tokens, axes.statistic), axes.statistic)
     distance = distance[(distance > 1e-12) & (distance <= 1)]
     draw = torch.Generator().manual_seed(seed)
@@ -120,9 +121,9 @@ def test_verdicts_and_weights_are_the_engines_at_any_bound_and_with_any_fault(se
 @settings(max_examples=100, deadline=None)
 def test_a_kl_above_its_bound_is_found_without_computing_every_kl(seed, bound):
     piece = piece_of(seed, faults=True)
-    region = trustrl.DPPO(trustrl.BinaryKL())
+    region = regions.DPPO(regions.BinaryKL())
     tokens, _ = engine(piece, region)
-    exact = measure(tokens, trustrl.BinaryKL())
+    exact = measure(tokens, regions.BinaryKL())
     shared = AnchoredTokens(piece.columns, piece.run, region.needs())
     for limit in (bound, *exact.lower[(exact.lower > 0) & (exact.lower < math.inf)][:5].tolist(), math.inf):
         assert torch.equal(shared.above("kl", "lower", limit), exact.lower > limit)

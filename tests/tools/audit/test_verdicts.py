@@ -8,6 +8,7 @@ import torch
 
 import trustrl
 from support import recorded
+from trustrl import regions
 from trustrl.core.policy_loss import policy_loss
 from trustrl.recording import Piece
 from trustrl.tools.audit import TokenCounts, arm
@@ -16,10 +17,10 @@ from trustrl.tools.audit.token_counts import REPRODUCED
 
 REPLAYED = [name for name in trustrl.presets() if arm(name, trustrl.preset(name)).how == "replayed"]
 MORE = {
-    "cppo-binary": trustrl.CPPO(trustrl.BinaryTV(max_increase=0.05)),
-    "ppo-dual": trustrl.PPO(dual_clip=1.5, max_ratio=1.2),
-    "mis-sequence": trustrl.PPO(
-        anchor="proximal", correction=trustrl.MIS(min_ratio=0.9, max_ratio=1.1, level="sequence-mean")
+    "cppo-binary": regions.CPPO(regions.BinaryTV(max_increase=0.05)),
+    "ppo-dual": regions.PPO(dual_clip=1.5, max_ratio=1.2),
+    "mis-sequence": regions.PPO(
+        anchor="proximal", correction=regions.MIS(min_ratio=0.9, max_ratio=1.1, level="sequence-mean")
     ),
 }
 
@@ -72,7 +73,7 @@ def test_a_missing_anchor_leaves_a_region_out(tmp_path):
 
 @pytest.mark.parametrize("when", ["drop", "tighten"])
 def test_a_region_that_reads_ages_is_replayed_if_versions_are_recorded(when, tmp_path):
-    region = trustrl.DPPO(trustrl.BinaryTV(max_increase=0.05), max_staleness=1, when_stale=when)
+    region = regions.DPPO(regions.BinaryTV(max_increase=0.05), max_staleness=1, when_stale=when)
     (piece,) = recorded.pieces(recorded.record(tmp_path))
     given = arm("aged", region)
     assert given.how == "replayed"
@@ -81,7 +82,7 @@ def test_a_region_that_reads_ages_is_replayed_if_versions_are_recorded(when, tmp
 
     version = piece.columns["step"] - torch.arange(len(piece)) % 4
     aged = Piece({**piece.columns, "sampler_version": version}, piece.run, piece.region)
-    found, plain = (Replay(aged).verdict(arm("one", one)).masked for one in (region, trustrl.DPPO(region.divergence)))
+    found, plain = (Replay(aged).verdict(arm("one", one)).masked for one in (region, regions.DPPO(region.divergence)))
     old = (torch.arange(len(piece)) % 4 > 1) & (aged.columns["advantage"] != 0)
     assert torch.equal(found[~old], plain[~old])
     assert found[old].all() if when == "drop" else (found > plain)[old].any()
@@ -97,8 +98,8 @@ BOUND = 0.12
 
 def statistic(kind, k=0, **more):
     family = {
-        "tv": (trustrl.BinaryTV, trustrl.TopKTV, trustrl.FullTV),
-        "kl": (trustrl.BinaryKL, trustrl.TopKKL, trustrl.FullKL),
+        "tv": (regions.BinaryTV, regions.TopKTV, regions.FullTV),
+        "kl": (regions.BinaryKL, regions.TopKKL, regions.FullKL),
     }
     binary, topk, full = family[kind]
     more = {"max_increase": BOUND, **more}
@@ -132,8 +133,8 @@ def decided(region):
 @pytest.mark.parametrize("recorded_k", [0, 2, 4, 12])
 @pytest.mark.parametrize("asked_k", [2, 4, 12])
 def test_bounds_hold_against_the_whole_vocabulary(kind, recorded_k, asked_k, direction):
-    _, piece = decided(trustrl.DPPO(statistic(kind, recorded_k)))
-    region = trustrl.TrustRegion(statistic(kind, asked_k), direction=direction)
+    _, piece = decided(regions.DPPO(statistic(kind, recorded_k)))
+    region = regions.TrustRegion(statistic(kind, asked_k), direction=direction)
     truth, _ = decided(region)
     found = Replay(piece).verdict(arm("asked", region))
     assert not (found.masked & ~truth).any()
@@ -145,9 +146,9 @@ def test_bounds_hold_against_the_whole_vocabulary(kind, recorded_k, asked_k, dir
 
 @pytest.mark.parametrize("recorded_k", [0, 4, 12])
 def test_bounds_of_a_cautious_region_hold_too(recorded_k):
-    _, piece = decided(trustrl.DPPO(statistic("tv", recorded_k)))
+    _, piece = decided(regions.DPPO(statistic("tv", recorded_k)))
     for k in (2, 4):
-        region = trustrl.DPPO(statistic("tv", k, act_on="upper"))
+        region = regions.DPPO(statistic("tv", k, act_on="upper"))
         truth, _ = decided(region)
         found = Replay(piece).verdict(arm("asked", region))
         assert not (found.masked & ~truth).any()
@@ -159,8 +160,8 @@ def test_certificates_hold_and_a_recorded_top_k_narrows_them(recorded_k):
     tv = 0.5 * (ANCHOR.double().exp() - POLICY.double().exp()).abs().sum(-1)
     undecided = []
     for k in (0, recorded_k):
-        _, piece = decided(trustrl.DPPO(statistic("tv", k)))
-        outside, inside = Replay(piece).verdict(arm("binary", trustrl.DPPO(statistic("tv")))).certified
+        _, piece = decided(regions.DPPO(statistic("tv", k)))
+        outside, inside = Replay(piece).verdict(arm("binary", regions.DPPO(statistic("tv")))).certified
         assert not (outside & (tv <= BOUND)).any()
         assert not (inside & (tv > BOUND)).any()
         undecided.append(int((~outside & ~inside).sum()))

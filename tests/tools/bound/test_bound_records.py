@@ -16,6 +16,7 @@ import bound_pairs as exact
 
 import trustrl
 from support import enumerated, recorded
+from trustrl import regions
 from trustrl.cli import main
 from trustrl.recording import Piece
 from trustrl.recording.record_files import part_files
@@ -139,7 +140,7 @@ def test_a_tv_from_another_anchor_is_not_used():
         "proximal_logp": torch.tensor([0.7]).log(), "kept": torch.ones(1, dtype=torch.bool),
         "divergence_lower": torch.tensor([0.01]), "divergence_upper": torch.tensor([0.02]),
     }  # fmt: skip
-    region = trustrl.config_to_dict(trustrl.DPPO(trustrl.FullTV(), anchor="proximal"))
+    region = trustrl.config_to_dict(regions.DPPO(regions.FullTV(), anchor="proximal"))
     replay = Replay(Piece(columns, torch.zeros(1, dtype=torch.int64), region))
     for anchor, want in (("behavior", (0.2, 0.5)), ("proximal", (0.01, 0.02))):
         _, tv = replay.tv(anchor)
@@ -223,12 +224,12 @@ def test_a_sampler_that_excludes_tokens_is_named(sampling, truncated, updates, t
     ("region", "want"),
     [
         pytest.param(trustrl.preset("dppo-topk-tv"), (0.15, None), id="TV"),
-        pytest.param(trustrl.DPPO(trustrl.BinaryTV(max_increase=0.3, max_decrease=0.2)), (0.3, None), id="larger side"),
+        pytest.param(regions.DPPO(regions.BinaryTV(max_increase=0.3, max_decrease=0.2)), (0.3, None), id="larger side"),
         pytest.param(trustrl.preset("dppo-binary-kl"), (math.sqrt(0.025), 0.05), id="KL"),
-        pytest.param(trustrl.TROLL(bound=0.02), (0.1, 0.02), id="TROLL's ball"),
+        pytest.param(regions.TROLL(bound=0.02), (0.1, 0.02), id="TROLL's ball"),
         pytest.param(trustrl.preset("ppo"), (0.15, None), id="a ratio bounds no TV"),
         pytest.param(
-            trustrl.DPPO(trustrl.BinaryTV(max_increase=math.inf, max_decrease=0.2)), (0.15, None), id="an open side"
+            regions.DPPO(regions.BinaryTV(max_increase=math.inf, max_decrease=0.2)), (0.15, None), id="an open side"
         ),
     ],
 )

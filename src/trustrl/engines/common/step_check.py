@@ -10,6 +10,7 @@ from torch import Tensor
 from trustrl.config import validators
 from trustrl.config.axes import Region
 from trustrl.core.diagnostics import Sums, dropped_because
+from trustrl.engines.common.region_needs import Behavior, by_trainer
 from trustrl.errors import EngineError, NonFiniteError, TrustRLWarning
 
 LARGEST_GAP = {"trainer": 0.02, "sampler": 0.15}
@@ -198,6 +199,33 @@ def _constrains(region: Region) -> bool:
     """Returns False for a plain policy gradient, which masks nothing and has no cap."""
     axes = region.axes()
     return axes is None or axes.statistic is not None or axes.max_ratio is not None
+
+
+def check_of_rollouts(trainer: Any, behavior: Behavior, max_dropped_share: float, setting: str) -> StepCheck:
+    """Returns the check of every step of TRL's trainer. Warns if one update per rollout leaves the region idle.
+
+    Args:
+        trainer: A `GRPOTrainer`, or one that derives from it, with a `region`.
+        behavior: The source of μ.
+        max_dropped_share: Largest share of dropped tokens.
+        setting: The name of the setting that has this share.
+    """
+    updates = trainer.args.steps_per_generation * trainer.num_iterations / trainer.args.gradient_accumulation_steps
+    main = trainer.accelerator.is_main_process
+    if main and by_trainer(trainer.region.needs(), behavior):
+        warn_if_it_cannot_act(
+            trainer.region,
+            updates_per_batch=updates,
+            remedy="Set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps, or use vLLM, "
+            "whose recorded log-probs differ from the trainer's.",
+        )
+    return StepCheck(
+        trainer.region,
+        max_dropped_share=max_dropped_share,
+        setting=setting,
+        updates_per_batch=max(1, round(updates)),
+        warns=main,
+    )
 
 
 def warn_if_micro_batches_do_not_add_up(loss_type: str, weight: float, filled: float) -> None:

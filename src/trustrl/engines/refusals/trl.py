@@ -55,7 +55,7 @@ _HARMLESS_GENERATION_KEYS = {
     "stop_strings", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "detokenize", "use_cache", "cache_implementation", "pad_token_id", "bos_token_id", "eos_token_id",
 }  # fmt: skip
-_BOUND = "The bound belongs to the region, as in trustrl.PPO(trustrl.Ratio(max_decrease=0.2, max_increase=0.28))."
+_BOUND = "The bound belongs to the region, as in trustrl.preset('ppo', max_decrease=0.2, max_increase=0.28)."
 _LIGER = "Liger replaces the model's forward pass or its loss, so the region would have no effect."
 _PRESETS = {"cispo": "dapo", "sapo": "grpo", "vespo": "dapo"}
 """TRL's `loss_type`s that are regions of trustrl, and the average that each has in TRL."""
@@ -138,7 +138,7 @@ _LOSS = (
     ),
     fixed(
         "off_policy_mask_threshold", "None",
-        "It is a second region. Use region=trustrl.OPSM(max_drift=...), which drops the same sequences.", 0.5,
+        "It is a second region. Use region=trustrl.regions.OPSM(max_drift=...), which drops the same sequences.", 0.5,
     ),
     switch("use_liger_kernel", _LIGER),
     switch("use_liger_loss", _LIGER),

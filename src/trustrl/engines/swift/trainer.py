@@ -27,8 +27,8 @@ from trustrl.engines.common import seam
 from trustrl.engines.common.logits_forward import AskingModel, LogitsForward
 from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, require_seam
 from trustrl.engines.common.region_callback import RegionState
-from trustrl.engines.common.region_needs import by_trainer, sources
-from trustrl.engines.common.step_check import StepCheck, check_initial_ratio, check_recorded, warn_if_it_cannot_act
+from trustrl.engines.common.region_needs import sources
+from trustrl.engines.common.step_check import check_initial_ratio, check_of_rollouts, check_recorded
 from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_read import Wanted, at_completions
@@ -73,29 +73,9 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             logprobs="processed", temperature=self.temperature, truncated=False, engine="ms-swift"
         )
         self._first_loss = chosen.startup_checks
-        self._region_metrics = StepMetrics(
-            self._step_check(chosen), chosen.metrics, startup_checks=chosen.startup_checks
-        )
+        check = check_of_rollouts(self, chosen.behavior, chosen.max_dropped_share, environment.DROPPED)
+        self._region_metrics = StepMetrics(check, chosen.metrics, startup_checks=chosen.startup_checks)
         self.add_callback(RegionState(self.region))
-
-    def _step_check(self, chosen: environment.Settings) -> StepCheck:
-        """Returns the check of every step's metrics. Warns if one update per rollout leaves the region idle."""
-        updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
-        main = self.accelerator.is_main_process
-        if main and by_trainer(self._needs, chosen.behavior):
-            warn_if_it_cannot_act(
-                self.region,
-                updates_per_batch=updates,
-                remedy="Set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps, or use "
-                "vLLM, whose recorded log-probs differ from the trainer's.",
-            )
-        return StepCheck(
-            self.region,
-            max_dropped_share=chosen.max_dropped_share,
-            setting=environment.DROPPED,
-            updates_per_batch=max(1, round(updates)),
-            warns=main,
-        )
 
     # ── seam 1: the rollout, with the anchors that the region needs ─────────────────────────────────────────────────
 

@@ -27,10 +27,10 @@ from trustrl.engines.common import seam
 from trustrl.engines.common.kept_policy import packed_kept
 from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, require_seam
 from trustrl.engines.common.region_callback import RegionState
-from trustrl.engines.common.region_needs import Behavior, by_trainer, sources
+from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.replica_watch import OnStaleReplica
 from trustrl.engines.common.sampler_fields import MAX_KEPT, REPLICA
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, warn_if_it_cannot_act
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_of_rollouts
 from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
@@ -152,8 +152,8 @@ class TrustRegionMixin(LossSeamMixin):
             logps=super()._get_per_token_logps_and_entropies,
         )  # fmt: skip
         self._region_metrics = StepMetrics(
-            self._step_check(behavior, max_dropped_share), metrics, startup_checks=startup_checks,
-            recorder=self._tokens_recorder(recording), replicas=self._replicas,
+            check_of_rollouts(self, behavior, max_dropped_share, "max_dropped_share"), metrics,
+            startup_checks=startup_checks, recorder=self._tokens_recorder(recording), replicas=self._replicas,
         )  # fmt: skip
         self._trl_metrics, self._first_loss, self._num_losses = TrlMetrics(), startup_checks, 0
         self._add_callbacks(startup_checks=startup_checks)
@@ -172,25 +172,6 @@ class TrustRegionMixin(LossSeamMixin):
         self.add_callback(RegionActs(self, overrides.hides_the_region(type(self), TrustRegionMixin)))
         if startup_checks and self.use_vllm:
             self.add_callback(FollowsTheTrainer(self))
-
-    def _step_check(self, behavior: Behavior, max_dropped_share: float) -> StepCheck:
-        """Returns the check of every step's metrics. Warns if one update per rollout leaves the region idle."""
-        updates = self.args.steps_per_generation * self.num_iterations / self.args.gradient_accumulation_steps
-        main = self.accelerator.is_main_process
-        if main and by_trainer(self._needs, behavior):
-            warn_if_it_cannot_act(
-                self.region,
-                updates_per_batch=updates,
-                remedy="Set num_iterations above 1 or steps_per_generation above gradient_accumulation_steps, or use "
-                "vLLM, whose recorded log-probs differ from the trainer's.",
-            )
-        return StepCheck(
-            self.region,
-            max_dropped_share=max_dropped_share,
-            setting="max_dropped_share",
-            updates_per_batch=max(1, round(updates)),
-            warns=main,
-        )
 
     # ── seam 1: the rollout, with the tensors that the region needs ─────────────────────────────────────────────────
 

@@ -1,7 +1,7 @@
 """Environment variables that weaken security or slow a run down. Their values are never printed."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trustrl.tools.doctor.findings import Finding
@@ -38,70 +38,52 @@ def check(environment: Mapping[str, str] | None = None, cpus: int | None = None)
     return [*_unsafe(variables), *_secrets(variables), *_threads(variables, cpus or usable_cpus())]
 
 
-def _unsafe(variables: Mapping[str, str]) -> list[Finding]:
-    findings = [
-        Finding("warning", f"{name} is set", why, do)
-        for name, (why, do) in UNSAFE.items()
-        if variables.get(name, "").strip().lower() not in OFF
-    ]
+def _unsafe(variables: Mapping[str, str]) -> Iterator[Finding]:
+    for name, (why, do) in UNSAFE.items():
+        if variables.get(name, "").strip().lower() not in OFF:
+            yield Finding("warning", f"{name} is set", why, do)
     if variables.get("VLLM_HOST_IP") in ("0.0.0.0", "::"):
-        findings.append(
-            Finding(
-                "error",
-                "VLLM_HOST_IP binds every address of this machine",
-                "vLLM's workers exchange pickles on ports that the network can reach.",
-                "Set it to 127.0.0.1 or to an address on a private network.",
-            )
+        yield Finding(
+            "error",
+            "VLLM_HOST_IP binds every address of this machine",
+            "vLLM's workers exchange pickles on ports that the network can reach.",
+            "Set it to 127.0.0.1 or to an address on a private network.",
         )
-    return findings
 
 
-def _secrets(variables: Mapping[str, str]) -> list[Finding]:
-    names = [name for name in SECRETS if variables.get(name)]
-    if not names:
-        return []
-    return [
-        Finding(
+def _secrets(variables: Mapping[str, str]) -> Iterator[Finding]:
+    if names := [name for name in SECRETS if variables.get(name)]:
+        yield Finding(
             "note",
             f"{', '.join(names)} in the environment",
             "Every process that a run starts inherits it, including samplers and reward functions.",
             "Unset it for runs that do not download or upload. trustrl does not print its value.",
         )
-    ]
 
 
-def _threads(variables: Mapping[str, str], cpus: int) -> list[Finding]:
+def _threads(variables: Mapping[str, str], cpus: int) -> Iterator[Finding]:
     text = variables.get("OMP_NUM_THREADS", "")
     processes = _number(variables.get("LOCAL_WORLD_SIZE", "")) or 1
-    if not text:
-        if cpus == 1:
-            return []
-        return [
-            Finding(
-                "note",
-                f"OMP_NUM_THREADS is not set on a machine with {cpus} cores",
-                "Each torch process uses all of them, so ranks, samplers, and Ray workers compete for cores.",
-                f"If you start several processes, set it to {cpus} divided by their number.",
-            )
-        ]
     threads = _number(text)
-    if threads is None:
-        return [
-            Finding(
-                "warning", "OMP_NUM_THREADS is not a number", "Each torch process uses every core.",
-                f"Set it to a number from 1 to {cpus}.",
-            )
-        ]  # fmt: skip
-    if threads * processes > cpus:
-        return [
-            Finding(
-                "warning",
-                f"{threads} threads × {processes} processes on {cpus} cores",
-                "Threads that compete for cores can make a step ten times slower.",
-                f"Set OMP_NUM_THREADS to {max(1, cpus // processes)}.",
-            )
-        ]
-    return []
+    if not text and cpus > 1:
+        yield Finding(
+            "note",
+            f"OMP_NUM_THREADS is not set on a machine with {cpus} cores",
+            "Each torch process uses all of them, so ranks, samplers, and Ray workers compete for cores.",
+            f"If you start several processes, set it to {cpus} divided by their number.",
+        )
+    elif text and threads is None:
+        yield Finding(
+            "warning", "OMP_NUM_THREADS is not a number", "Each torch process uses every core.",
+            f"Set it to a number from 1 to {cpus}.",
+        )  # fmt: skip
+    elif threads is not None and threads * processes > cpus:
+        yield Finding(
+            "warning",
+            f"{threads} threads × {processes} processes on {cpus} cores",
+            "Threads that compete for cores can make a step ten times slower.",
+            f"Set OMP_NUM_THREADS to {max(1, cpus // processes)}.",
+        )
 
 
 def _number(text: str) -> int | None:

@@ -2,7 +2,7 @@
 
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,50 +79,40 @@ def check() -> list[Finding]:
     return [*_outside(ours), *_conflicts(ours), *_missing(ours), *_torch_build()]
 
 
-def _outside(ours: Iterable[Requirement]) -> list[Finding]:
-    findings = []
+def _outside(ours: Iterable[Requirement]) -> Iterator[Finding]:
     for wanted in ours:
         version = version_of(wanted.package)
         if version and not wanted.allows(version):
             extra = f"[{wanted.extra}]" if wanted.extra else ""
-            findings.append(
-                Finding(
-                    "error",
-                    f"{wanted.package} {version} is outside {wanted}",
-                    f"trustrl{extra} supports only that range; adapters raise an error for others at start-up.",
-                    f'Run `pip install "{wanted.package}{wanted}"`.',
-                )
+            yield Finding(
+                "error",
+                f"{wanted.package} {version} is outside {wanted}",
+                f"trustrl{extra} supports only that range; adapters raise an error for others at start-up.",
+                f'Run `pip install "{wanted.package}{wanted}"`.',
             )
         elif version is None and not wanted.extra:
-            findings.append(
-                Finding(
-                    "error",
-                    f"{wanted.package} is not installed",
-                    "The core requires it.",
-                    f'Run `pip install "{wanted.package}{wanted}"`.',
-                )
+            yield Finding(
+                "error",
+                f"{wanted.package} is not installed",
+                "The core requires it.",
+                f'Run `pip install "{wanted.package}{wanted}"`.',
             )
-    return findings
 
 
-def _conflicts(ours: Iterable[Requirement]) -> list[Finding]:
+def _conflicts(ours: Iterable[Requirement]) -> Iterator[Finding]:
     """Checks the versions that each engine requires of the packages it shares with other engines."""
     shared = {requirement.package for requirement in ours} | set(WATCHED)
-    findings = []
     for engine in ENGINES:
         names = (engine, *OTHER_NAMES.get(engine, ()))
         for wanted in (requirement for name in names for requirement in declared_requirements.of_package(name)):
             version = version_of(wanted.package) if wanted.package in shared and not wanted.extra else None
             if version and not wanted.allows(version):
-                findings.append(
-                    Finding(
-                        "warning",
-                        f"{engine} {version_of(engine)} requires {wanted.package} {wanted}, but {version} is installed",
-                        "They may not work together, and pip would not have installed this combination.",
-                        f'Run `pip install "{wanted.package}{wanted}"`, or install {engine} in a separate environment.',
-                    )
+                yield Finding(
+                    "warning",
+                    f"{engine} {version_of(engine)} requires {wanted.package} {wanted}, but {version} is installed",
+                    "They may not work together, and pip would not have installed this combination.",
+                    f'Run `pip install "{wanted.package}{wanted}"`, or install {engine} in a separate environment.',
                 )
-    return findings
 
 
 def _missing(ours: Iterable[Requirement]) -> list[Finding]:
