@@ -24,26 +24,47 @@ SURPLUS_TOKEN_SECONDS = 10
 
 
 class LoggedServer(TransformersServer):
-    """Logs on the thread that owns the model, so that the version is that of the weights in use."""
+    """Logs on the thread that owns the model, so that the version is that of the weights in use.
+
+    Interrupted responses continue before others begin. At the end of the queue, where verl puts them, a short run might
+    end before it trains on one.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._completed = Counter()  # completions to train on, by version and prompt
+        self._prompts = {}  # of interrupted responses, by prompt and tokens
+        self._completed = Counter()  # completions to train on, by prompt
+        self._groups = Counter()  # prompts with all their completions, by the version that finished them
+
+    async def _until_quiet(self):
+        await super()._until_quiet()
+        self._waiting.sort(key=lambda waiting: self._turn(waiting[0]))
+
+    def _turn(self, request):
+        if not request.topk:  # evaluation, for which the trainer waits
+            return 0
+        return 1 if tuple(request.prompt_ids) in self._prompts else 2
 
     def _draw(self, *args):
-        self._interrupted.wait(SURPLUS_TOKEN_SECONDS if self._step_is_complete() else TOKEN_SECONDS)
+        step_is_complete = self._groups[self._global_steps] >= STEP_PROMPTS
+        self._interrupted.wait(SURPLUS_TOKEN_SECONDS if step_is_complete else TOKEN_SECONDS)
         return super()._draw(*args)
 
-    def _step_is_complete(self):
-        counts = (count for (version, _), count in self._completed.items() if version == self._global_steps)
-        return sum(count // COMPLETIONS for count in counts) >= STEP_PROMPTS
+    def _count(self, request, answer):
+        prompt = self._prompts.get(tuple(request.prompt_ids), tuple(request.prompt_ids))
+        if answer.stop_reason == "aborted":
+            self._prompts[*request.prompt_ids, *answer.token_ids] = prompt
+            return
+        self._completed[prompt] += 1
+        if self._completed[prompt] % COMPLETIONS == 0:
+            self._groups[self._global_steps] += 1
 
     def _stamped_answers(self, requests):
         answers = super()._stamped_answers(requests)
         with open(os.environ["TRUSTRL_TEST_LOG"], "a") as log:
             for request, answer in zip(requests, answers, strict=True):
-                if request.topk and answer.stop_reason == "completed":  # evaluation does not ask for the top K
-                    self._completed[self._global_steps, tuple(request.prompt_ids)] += 1
+                if request.topk:
+                    self._count(request, answer)
                 row = {
                     "prompt": request.prompt_ids, "tokens": answer.token_ids, "logp": answer.log_probs,
                     "version": answer.extra_fields["global_steps"], "stop": answer.stop_reason,
