@@ -25,6 +25,20 @@ SHORT_CELL = re.compile(r"<td>([^<]{1,10}|[\d.]+ \[[\d., ]+\])</td>")
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 
 
+def on_config(config: Any) -> Any:
+    """Adds the algorithms that the menu does not name to it, so that a new region edits no list."""
+    menu = next(section["Algorithms"] for section in config.nav if "Algorithms" in section)
+    named = [page for entry in menu for page in entry.values()]
+    others = []
+    for page in sorted((ROOT / "docs/algorithms").glob("*.md")):
+        place = f"algorithms/{page.name}"
+        if place not in named:
+            heading = page.read_text().partition("\n")[0]
+            others.append({heading.removeprefix("# ").partition(":")[0]: place})
+    menu[-1:-1] = others  # before the regions left out
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds the repository's own pages, and the notebooks."""
     for name, place in PLACES.items():
