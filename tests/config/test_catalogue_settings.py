@@ -40,3 +40,9 @@ def test_the_old_name_of_the_geometric_mean_still_works_and_says_so():
     with pytest.warns(DeprecationWarning, match="now called 'sequence-mean'"):
         old = regions.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence")
     assert old == regions.MIS(min_ratio=0.5, max_ratio=2.0, level="sequence-mean")
+
+
+def test_the_old_spelling_of_an_action_still_works_and_says_so():
+    with pytest.warns(DeprecationWarning, match="now spelled 'penalize'"):
+        old = regions.TrustRegion(regions.Ratio(max_increase=0.2), action="penalise")
+    assert old == regions.TrustRegion(regions.Ratio(max_increase=0.2), action="penalize")

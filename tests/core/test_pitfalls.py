@@ -102,7 +102,7 @@ def test_pitfall_6_a_recorded_mass_above_one_is_clamped_not_smoothed():
 @pytest.mark.parametrize("name", ["dppo-binary-tv", "ppo", "ipo", "trm-sampled"])
 def test_pitfall_7_advantage_zero_is_on_no_side(name):
     _, out = single(trustrl.preset(name), log(0.95), log(0.05), advantage=0.0)
-    assert float(out.sums.added["stopped"]) == 0
+    assert float(out.sums.added["masked"]) == 0
     assert float(out.sums.added["signed"]) == 0
     assert "trustrl/masked_share" not in trustrl.rates(out.sums)
 

@@ -57,10 +57,10 @@ def add_up(totals: Accumulator, x: SumInputs, *, LARGEST_LOG_RATIO: float, LARGE
     totals.count("used", ~x.overflow)
     totals.count("signed", x.advantage != 0)
     masked = ~x.keep & (x.advantage != 0)
-    totals.count("stopped", masked)
+    totals.count("masked", masked)
     direction = x.log_ratio if x.side is None else x.side
-    totals.count("stopped/increase", masked & (direction > 0))
-    totals.count("stopped/decrease", masked & (direction < 0))
+    totals.count("masked/increase", masked & (direction > 0))
+    totals.count("masked/decrease", masked & (direction < 0))
     anchor = torch.exp(x.log_anchor)
     gap = torch.exp(x.log_policy) - anchor
     totals.count("bad_updates", (x.advantage < 0) & (gap <= -0.5))
@@ -107,8 +107,8 @@ def add_up(totals: Accumulator, x: SumInputs, *, LARGEST_LOG_RATIO: float, LARGE
         spread = torch.where(x.usable & seen, x.entropy, 0.0)
         totals.sum("entropy/kept", torch.where(masked, 0.0, spread))
         totals.count("entropy/kept_measured", seen & ~masked)
-        totals.sum("entropy/stopped", torch.where(masked, spread, 0.0))
-        totals.count("entropy/stopped_measured", seen & masked)
+        totals.sum("entropy/masked", torch.where(masked, spread, 0.0))
+        totals.count("entropy/masked_measured", seen & masked)
     if x.mismatch is not None:
         both = ~x.mismatch.isnan()
         totals.count("mismatch/measured", both)

@@ -72,19 +72,19 @@ NO_RANGE = "none: depends on the task"
 ENTRIES: tuple[Metric, ...] = (
     Metric(
         name="masked_share", formula="masked tokens / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="below a few percent; 0 at the first update of a batch", reads=("stopped", "signed"),
+        healthy="below a few percent; 0 at the first update of a batch", reads=("masked", "signed"),
         action="If it rises, lower the learning rate or the number of updates per batch. If it is above 0 at the first update, sampler and trainer disagree.",
-        compute=_share("stopped", "signed"), elsewhere=_CLIPPED,
+        compute=_share("masked", "signed"), elsewhere=_CLIPPED,
     ),
     Metric(
         name="masked_share_increase", formula="masked tokens with r > 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="see masked_share", action="Tokens rose past the bound and the update pushes them further up.", reads=("stopped/increase", "signed"),
-        compute=_share("stopped/increase", "signed"), elsewhere={"trl": "clip_ratio/high_mean", "prime-rl": "is_masked_high"},
+        healthy="see masked_share", action="Tokens rose past the bound and the update pushes them further up.", reads=("masked/increase", "signed"),
+        compute=_share("masked/increase", "signed"), elsewhere={"trl": "clip_ratio/high_mean", "prime-rl": "is_masked_high"},
     ),
     Metric(
         name="masked_share_decrease", formula="masked tokens with r < 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="see masked_share", action="Tokens fell past the bound and the update pushes them further down.", reads=("stopped/decrease", "signed"),
-        compute=_share("stopped/decrease", "signed"), elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
+        healthy="see masked_share", action="Tokens fell past the bound and the update pushes them further down.", reads=("masked/decrease", "signed"),
+        compute=_share("masked/decrease", "signed"), elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
     ),
     Metric(
         name="bad_update_share", formula="tokens with A < 0 and b − π ≥ 0.5 / measured tokens", unit="share", direction="high is bad",
@@ -183,13 +183,13 @@ ENTRIES: tuple[Metric, ...] = (
     Metric(
         name="entropy", formula="mean entropy of π", unit="nats", direction="a fast change in either direction is bad", healthy=NO_RANGE,
         action="If it falls to 0, raise max_increase or add an entropy bonus. If it keeps rising, see policy_tail_mean.",
-        reads=("entropy/kept", "entropy/stopped", "entropy/kept_measured", "entropy/stopped_measured"),
-        compute=lambda t: (t["entropy/kept"] + t["entropy/stopped"]) / (t["entropy/kept_measured"] + t["entropy/stopped_measured"]),
+        reads=("entropy/kept", "entropy/masked", "entropy/kept_measured", "entropy/masked_measured"),
+        compute=lambda t: (t["entropy/kept"] + t["entropy/masked"]) / (t["entropy/kept_measured"] + t["entropy/masked_measured"]),
         elsewhere={"verl": "actor/entropy", "trl": "entropy", "skyrl": "policy_entropy", "prime-rl": "entropy"},
     ),
     Metric(
         name="entropy_stopped", formula="mean entropy at masked tokens", unit="nats", direction="none", healthy=NO_RANGE,
-        action="If it is high, the region masks exploration.", reads=("entropy/stopped", "entropy/stopped_measured"), compute=_share("entropy/stopped", "entropy/stopped_measured"),
+        action="If it is high, the region masks exploration.", reads=("entropy/masked", "entropy/masked_measured"), compute=_share("entropy/masked", "entropy/masked_measured"),
     ),
     Metric(
         name="entropy_kept", formula="mean entropy at kept tokens", unit="nats", direction="none", healthy=NO_RANGE,

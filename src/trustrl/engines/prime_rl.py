@@ -68,7 +68,7 @@ def region_loss(
     )
     added = out.sums.added
     logged = {name: mask.new_tensor(value, dtype=torch.float32) for name, value in averages(out.sums, metrics).items()}
-    masked: Tensor = (added["stopped"] / added["tokens"].clamp(min=1)).float()
+    masked: Tensor = (added["masked"] / added["tokens"].clamp(min=1)).float()
     return prime_rl_loss.LossOutputs(loss=out.loss, metrics={"is_masked": masked, **logged})
 
 

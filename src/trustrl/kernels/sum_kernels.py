@@ -20,9 +20,9 @@ SUMS: dict[str, int] = {
     "measured": 2,
     "used": 3,
     "signed": 4,
-    "stopped": 5,
-    "stopped/increase": 6,
-    "stopped/decrease": 7,
+    "masked": 5,
+    "masked/increase": 6,
+    "masked/decrease": 7,
     "bad_updates": 8,
     "gap": 9,
     "gap/abs": 10,
@@ -44,8 +44,8 @@ SUMS: dict[str, int] = {
     "tail/measured": 2,
     "entropy/kept": 26,
     "entropy/kept_measured": 27,
-    "entropy/stopped": 28,
-    "entropy/stopped_measured": 29,
+    "entropy/masked": 28,
+    "entropy/masked_measured": 29,
     "mismatch/measured": 30,
     "mismatch": 31,
     "mismatch/abs": 32,
@@ -89,8 +89,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "tail/measured": ("tail_anchor", "tail_policy"),
     "entropy/kept": ("entropy",),
     "entropy/kept_measured": ("entropy",),
-    "entropy/stopped": ("entropy",),
-    "entropy/stopped_measured": ("entropy",),
+    "entropy/masked": ("entropy",),
+    "entropy/masked_measured": ("entropy",),
     "mismatch/measured": ("mismatch",),
     "mismatch": ("mismatch",),
     "mismatch/abs": ("mismatch",),
@@ -132,11 +132,11 @@ def sums_kernel(
     put(out, 4, _usable & (_advantage != 0))  # signed
     _keep = tl.load(keep + rows, mask=here, other=1) != 0
     masked = ~_keep & (_advantage != 0)
-    put(out, 5, _usable & (masked))  # stopped
+    put(out, 5, _usable & (masked))  # masked
     _log_ratio = tl.load(log_ratio + rows, mask=here, other=0.0).to(tl.float64)
     direction = _log_ratio if side is None else tl.load(side + rows, mask=here, other=0.0).to(tl.float64)
-    put(out, 6, _usable & (masked & (direction > 0)))  # stopped/increase
-    put(out, 7, _usable & (masked & (direction < 0)))  # stopped/decrease
+    put(out, 6, _usable & (masked & (direction > 0)))  # masked/increase
+    put(out, 7, _usable & (masked & (direction < 0)))  # masked/decrease
     _log_policy = tl.load(log_policy + rows, mask=here, other=0.0).to(tl.float64)
     _log_anchor = tl.load(log_anchor + rows, mask=here, other=0.0).to(tl.float64)
     anchor = tl.exp(_log_anchor)
@@ -192,8 +192,8 @@ def sums_kernel(
         spread = tl.where(_usable & seen, _entropy, 0.0)
         put(out, 26, tl.where(_usable, tl.where(masked, 0.0, spread), 0.0))  # entropy/kept
         put(out, 27, _usable & (seen & ~masked))  # entropy/kept_measured
-        put(out, 28, tl.where(_usable, tl.where(masked, spread, 0.0), 0.0))  # entropy/stopped
-        put(out, 29, _usable & (seen & masked))  # entropy/stopped_measured
+        put(out, 28, tl.where(_usable, tl.where(masked, spread, 0.0), 0.0))  # entropy/masked
+        put(out, 29, _usable & (seen & masked))  # entropy/masked_measured
     if mismatch is not None:
         _mismatch = tl.load(mismatch + rows, mask=here, other=0.0).to(tl.float64)
         both = (_mismatch == _mismatch)

@@ -74,9 +74,9 @@ def facts_of(step: int, sums: Sums) -> Facts:
     faults = {name.removeprefix("fault/"): int(x) for name, x in added.items() if name.startswith("fault/")}
     entropy = None
     if "entropy/kept" in added:
-        measured = float(added["entropy/kept_measured"] + added["entropy/stopped_measured"])
+        measured = float(added["entropy/kept_measured"] + added["entropy/masked_measured"])
         if measured:
-            entropy = float(added["entropy/kept"] + added["entropy/stopped"]) / measured
+            entropy = float(added["entropy/kept"] + added["entropy/masked"]) / measured
     return Facts(step, histograms, entropy, {name: count for name, count in faults.items() if count})
 
 

@@ -53,7 +53,7 @@ class SPO(AnchoredRegion):
     def axes(self) -> TrustRegion:
         """Returns this region on the shared axes."""
         return TrustRegion(
-            Ratio(max_increase=self.width), anchor=self.anchor, action="penalise", correction=self.correction
+            Ratio(max_increase=self.width), anchor=self.anchor, action="penalize", correction=self.correction
         )
 
 

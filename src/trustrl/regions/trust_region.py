@@ -6,7 +6,7 @@ r"""The general region: a point on the shared axes, each an independent choice.
     w = min(r, C),   r = π/b,   ℓ = −sg(M w) A log π
 
 Combinations without a meaning raise. Most published regions are points on these axes (their `axes`). The action
-"truncate" masks nothing, and "penalise" replaces mask and weight by SPO's quadratic penalty.
+"truncate" masks nothing, and "penalize" replaces mask and weight by SPO's quadratic penalty.
 
 Reference: `dis` is that of GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, section 4.1;
 `flash-reinforce` that of FlashREINFORCE (NVIDIA, September 2026), eq. 11.
@@ -14,6 +14,7 @@ Reference: `dis` is that of GLM-5: from Vibe Coding to Agentic Engineering, arXi
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["away", "symmetric"]
 Level = Literal["token", "sequence", "sequence-max"] | PrefixBudget
-Action = Literal["mask", "clip", "truncate", "penalise"]
+Action = Literal["mask", "clip", "truncate", "penalize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class TrustRegion(AnchoredRegion):
 
     action: Action = field(default="mask", kw_only=True)
     """`mask` masks the token; `clip` is the mask with PPO's textbook loss value; `truncate` only caps the weight;
-    `penalise` adds a quadratic penalty. For projection use `TROLL`."""
+    `penalize` adds a quadratic penalty. For projection use `TROLL`."""
 
     max_ratio: float | None = field(default=None, kw_only=True)
     """C: cap on the weight, or None."""
@@ -62,7 +63,16 @@ class TrustRegion(AnchoredRegion):
             validators.one_of(f"{self.kind}.level", self.level, ("token", "sequence", "sequence-max"))
         if self.action == "project":
             raise ConfigError("trust-region.action must not be 'project'. Use trustrl.regions.TROLL for projection.")
-        validators.one_of(f"{self.kind}.action", self.action, ("mask", "clip", "truncate", "penalise"))
+        action: str = self.action
+        if action == "penalise":
+            warnings.warn(
+                "trust-region.action='penalise' is now spelled 'penalize'. The old spelling will be removed in release "
+                "0.3.",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "action", "penalize")
+        validators.one_of(f"{self.kind}.action", self.action, ("mask", "clip", "truncate", "penalize"))
         self._refuse_combinations()
 
     def _refuse_combinations(self) -> None:
@@ -83,15 +93,15 @@ class TrustRegion(AnchoredRegion):
                 f"where the textbook objective is defined, got {named}, {self.level!r}, {self.direction!r} and "
                 f"{self.max_ratio!r}. Use action='mask'."
             )
-        if self.action == "penalise" and not (isinstance(stat, (Ratio, BinaryTV)) and token_away):
+        if self.action == "penalize" and not (isinstance(stat, (Ratio, BinaryTV)) and token_away):
             raise ConfigError(
-                "trust-region.action='penalise' must go with Ratio (SPO) or BinaryTV (DRPO), level 'token' and "
+                "trust-region.action='penalize' must go with Ratio (SPO) or BinaryTV (DRPO), level 'token' and "
                 f"direction 'away', got {named}, {self.level!r} and {self.direction!r}. "
                 "Only these have a signed gap. Use action='mask'."
             )
-        if self.action == "penalise" and (self.max_ratio is not None or getattr(stat, "act_on", "lower") == "upper"):
+        if self.action == "penalize" and (self.max_ratio is not None or getattr(stat, "act_on", "lower") == "upper"):
             raise ConfigError(
-                "trust-region.action='penalise' must have no max_ratio and no act_on='upper', because its weight "
+                "trust-region.action='penalize' must have no max_ratio and no act_on='upper', because its weight "
                 f"follows from the objective, got {self.max_ratio!r} and {stat!r}. Use action='mask'."
             )
         if isinstance(stat, SequenceRatio) and self.level != "sequence":
@@ -122,7 +132,7 @@ class TrustRegion(AnchoredRegion):
         statistic, log_ratio = self.statistic, tokens.log_ratio
         if statistic is None:
             return ops.masked(tokens, max_ratio=self.max_ratio)
-        if self.action == "penalise":
+        if self.action == "penalize":
             max_decrease, max_increase = statistic.bounds
             width = ops.either(log_ratio > 0, max_increase, max_decrease, like=log_ratio)
             gap = log_ratio.expm1() if isinstance(statistic, Ratio) else ops.probability_gap(tokens)
@@ -166,7 +176,7 @@ class TrustRegion(AnchoredRegion):
                 f"every token's weight is π/{b}." if self.max_ratio is None
                 else f"weights π/{b} are capped at {number(self.max_ratio)}."
             )  # fmt: skip
-        if self.action == "penalise":
+        if self.action == "penalize":
             what, unit = measure_in_words(statistic, b)
             return f"Masks nothing; reverses the gradient once {what} exceeds {bounds_in_words(statistic)} ({unit})."
         too_far, outward = beyond(statistic, b), ""

@@ -127,10 +127,10 @@ def test_a_prefix_budget_reports_the_thresholds_of_its_divergence():
 def test_a_penalty_on_the_axes_has_a_width_for_each_side_and_the_gap_of_its_statistic():
     w = world(3, drift=0.5)
     rises = w.at_token(w.policy) > w.at_token(w.behavior)
-    sides = regions.TrustRegion(regions.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise")
+    sides = regions.TrustRegion(regions.Ratio(max_increase=0.3, max_decrease=0.1), action="penalize")
     weight, up, down = (run(one, w)[0].decision.weight for one in (sides, regions.SPO(0.3), regions.SPO(0.1)))
     torch.testing.assert_close(weight, torch.where(rises, up, down), rtol=1e-12, atol=0)
-    gap = regions.TrustRegion(regions.BinaryTV(max_increase=0.4), action="penalise")
+    gap = regions.TrustRegion(regions.BinaryTV(max_increase=0.4), action="penalize")
     weight, drpo = (run(one, w)[0].decision.weight for one in (gap, regions.DRPO(0.4)))
     torch.testing.assert_close(weight, drpo, rtol=1e-12, atol=0)
 

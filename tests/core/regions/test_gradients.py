@@ -112,7 +112,7 @@ def true_loss(region, w, **kwargs):
         pytest.param(regions.SAPO(temperature_positive=3.0, temperature_negative=0.5), id="sapo, other temperatures"),
         pytest.param(regions.SPO(), id="spo"),
         pytest.param(regions.DRPO(), id="drpo"),
-        pytest.param(regions.TrustRegion(regions.Ratio(max_increase=0.3, max_decrease=0.1), action="penalise"), id="penalise, two widths"),
+        pytest.param(regions.TrustRegion(regions.Ratio(max_increase=0.3, max_decrease=0.1), action="penalize"), id="penalize, two widths"),
         pytest.param(regions.PPO(action="clip"), id="ppo, textbook"),
         pytest.param(regions.PPO(action="clip", dual_clip=1.5), id="ppo, dual clip"),
         pytest.param(regions.SAPO(anchor="proximal", correction=regions.TIS()), id="sapo, corrected"),

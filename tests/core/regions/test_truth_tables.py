@@ -75,7 +75,7 @@ def test_a_symmetric_mask_ignores_the_advantage(policy, keep, advantage):
 def test_a_zero_advantage_is_kept_by_symmetric_regions_too(region):
     kept, _, out = verdict(trustrl.preset(region), 0.999, 0.01, 0.0)
     assert kept
-    assert float(out.sums.added["stopped"]) == 0
+    assert float(out.sums.added["masked"]) == 0
 
 
 def test_a_token_exactly_at_the_bound_is_inside():

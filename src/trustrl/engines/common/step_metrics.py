@@ -142,7 +142,7 @@ def _highest(x: Tensor) -> Tensor:
 def _clip_metrics(sums: Sums) -> dict[str, float]:
     """Returns the shares that the region masked, under the trainers' own names."""
     tokens = max(float(sums.added["tokens"]), 1.0)
-    names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
+    names = {"low_mean": "masked/decrease", "high_mean": "masked/increase", "region_mean": "masked"}
     shares = {f"{CLIP}{name}": float(sums.added[key]) / tokens for name, key in names.items()}
     least, most = (float(sums.highest[f"{CLIP}{name}"]) for name in ("low", "high"))
     if math.isfinite(least):  # otherwise the step had no tokens

@@ -114,5 +114,5 @@ def _totals(policy: PolicyTokens, rollout: RolloutTokens) -> Sums:
         known = policy.entropy.isfinite() & on
         zero = known.sum() * 0
         added |= {"entropy/kept": torch.where(known, policy.entropy, 0.0).sum(dtype=torch.float64)}
-        added |= {"entropy/kept_measured": known.sum(), "entropy/stopped": zero, "entropy/stopped_measured": zero}
+        added |= {"entropy/kept_measured": known.sum(), "entropy/masked": zero, "entropy/masked_measured": zero}
     return Sums(added, {})

@@ -116,7 +116,7 @@ class RegionLoss(nn.Module):
         self.sums = out.sums
         added = out.sums.added
         tokens = added["tokens"].clamp(min=1)
-        masked = (added["stopped"] / tokens).float()
+        masked = (added["masked"] / tokens).float()
         ppo_kl = _mean(old_log_probs - log_probs.detach(), in_loss)
         if rollout_log_probs is None:
             return out.loss, masked, ppo_kl, None, None

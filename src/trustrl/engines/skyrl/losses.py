@@ -99,7 +99,7 @@ class RegionLoss:
             getattr(config, "on_nonfinite", "drop"),
         )
         sums = on_host(out.sums)  # SkyRL takes numbers, and ignores tensors
-        masked = (sums.added["stopped"] / sums.added["tokens"].clamp(min=1)).item()
+        masked = (sums.added["masked"] / sums.added["tokens"].clamp(min=1)).item()
         return out.loss, {"clip_ratio": masked, **averages(sums, getattr(config, "metrics", "core"), MORE)}
 
 

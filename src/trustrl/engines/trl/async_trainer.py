@@ -187,7 +187,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         self._region_check.check(region_metrics, total)
         region_metrics = chosen(region_metrics, self._logged)
         tokens = max(float(total.added["tokens"]), 1.0)
-        names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
+        names = {"low_mean": "masked/decrease", "high_mean": "masked/increase", "region_mean": "masked"}
         region_metrics |= {f"{CLIP}{name}": float(total.added[key]) / tokens for name, key in names.items()}
         for name, value in region_metrics.items():
             metrics[name].append(value)

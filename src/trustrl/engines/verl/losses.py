@@ -116,7 +116,7 @@ def clip_metrics(sums: Sums) -> dict[str, float]:
     """Returns the shares that the region masked, under the names of verl's own losses; 0 without tokens, as in verl."""
     added = sums.added
     capped = added.get("extra/capped", torch.zeros_like(added["tokens"]))
-    counted = torch.stack([added["stopped"], -added["log_ratio"], capped])
+    counted = torch.stack([added["masked"], -added["log_ratio"], capped])
     per = torch.stack([added["tokens"], added["measured"], added["tokens"]]).clamp(min=1)
     names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
     return dict(zip(names, (counted / per).tolist(), strict=True))
