@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import trustrl
-from trustrl.kernels import keeping_pass
+from trustrl.kernels import vocab_pass
 
 IDS = (0, 16, 64, 256)
 
@@ -56,8 +56,8 @@ def gradient_errors(data: dict[str, Tensor], corpus: str, dtype: torch.dtype, *,
     tail, entropy = logp.masked_fill(known, -torch.inf).logsumexp(-1), -(logp.exp() * logp).sum(-1)
     loss(logp.gather(-1, token[:, None])[:, 0], logp.gather(-1, ids), tail, entropy).backward()
     given = [x.to(dtype).requires_grad_() for x in (hidden, head)]
-    room = keeping_pass.room_for if kept else lambda *_: 0
-    with mock.patch.object(keeping_pass, "room_for", side_effect=room) as asked:
+    room = vocab_pass.room_for if kept else lambda *_: 0
+    with mock.patch.object(vocab_pass, "room_for", side_effect=room) as asked:
         out = trustrl.token_logprobs(*given, token, gather_ids=ids, entropy=True)
     if not asked.called:
         raise RuntimeError("token_logprobs did not ask for room for its products. Update this benchmark.")

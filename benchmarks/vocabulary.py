@@ -33,7 +33,7 @@ from vocabulary_world import NUMBERS, V, World, peak_memory, processor, say
 import trustrl
 from trustrl import regions
 from trustrl.core.token_logprobs import AnchorStates
-from trustrl.kernels import keeping_pass
+from trustrl.kernels import vocab_pass
 
 ROWS = {torch.bfloat16: 1024, torch.float32: 512}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -49,7 +49,7 @@ def ours(world: World, *, frozen: bool, entropy: bool | str, gather: bool = True
 
 def recomputing(world: World) -> None:
     """Runs the trained head with everything, without kept products: four products."""
-    with mock.patch.object(keeping_pass, "room_for", return_value=0):
+    with mock.patch.object(vocab_pass, "room_for", return_value=0):
         ours(world, frozen=False, entropy=True)
 
 

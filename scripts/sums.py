@@ -368,8 +368,8 @@ Written by `python scripts/sums.py` from `trustrl.core.sum_table`: change the ro
 
 import triton.language as tl
 
-from trustrl.kernels.sum_parts import add_to_bins, put, put_binned, top
-from trustrl.kernels.triton_jit import jit
+from trustrl.kernels.token_kernels import add_to_bins, put, put_binned, top
+from trustrl.kernels.triton_launch import jit
 
 NUM_SUMS, NUM_EXTREMES, NUM_HISTOGRAMS = {num_sums}, {num_extremes}, {num_histograms}
 SUMS: dict[str, int] = {{

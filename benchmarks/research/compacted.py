@@ -26,10 +26,9 @@ from torch.autograd.function import once_differentiable
 from research.gradient_error import Dropped
 from research.kept_columns import RowBlock, streamed_panel
 from trustrl.kernels import tile_math
-from trustrl.kernels.given_cells import CellIndex
-from trustrl.kernels.given_ids import given_ids
+from trustrl.kernels.id_columns import given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, assembled_logprobs, wide_dtype
-from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
+from trustrl.kernels.pass_inputs import CellIndex, PassInputs, given_logits, slices, weighted_head_rows
 
 PANEL_ROWS = 1024
 """Number of rows that stream together: several blocks share a tile of products."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import tile_math
-from trustrl.kernels.given_cells import CellIndex
-from trustrl.kernels.pass_inputs import PassInputs, slices
+from trustrl.kernels.pass_inputs import CellIndex, PassInputs, slices
 from trustrl.kernels.running_state import SAFE_EXPONENT
 
 KEEP_STEP = 128

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trustrl.kernels.chunked_pass import UpstreamGradients, gradient_tile, tile_coefficients
-from trustrl.kernels.given_cells import CellIndex
-from trustrl.kernels.given_ids import GivenIds, given_ids
+from trustrl.kernels.id_columns import GivenIds, given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, assembled_logprobs, wide_dtype
-from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices
+from trustrl.kernels.pass_inputs import CellIndex, PassInputs, given_logits, slices
 from trustrl.kernels.running_state import RunningSums
 
 BlockLoss = Callable[[TokenLogprobs, slice], Tensor]

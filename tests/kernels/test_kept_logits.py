@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import trustrl
 from support.device_counts import as_on_an_accelerator, counted
 from support.largest_tensor import LargestTensor
-from trustrl.kernels import keeping_pass, kept_logits
+from trustrl.kernels import chunked_pass, vocab_pass
 
 # As in test_token_logprobs.py. A product that is summed in another order differs by a unit in its last place.
 ULP = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -65,7 +65,7 @@ def recomputing(monkeypatch):
 
     def run(call):
         with monkeypatch.context() as patch:
-            patch.setattr(keeping_pass, "room_for", lambda *args: 0)
+            patch.setattr(vocab_pass, "room_for", lambda *args: 0)
             return call()
 
     return run
@@ -179,14 +179,14 @@ def test_activation_checkpointing_keeps_no_buffer_between_the_passes(reentrant):
         return loss_of(given, tensors, SETTINGS["entropy"], block_vocab=TILE)
 
     kept = []
-    real = kept_logits.KeptLogits.tile
+    real = chunked_pass.KeptLogits.tile
 
     def spied(self, columns, rows):
         kept.append(self.buffer.untyped_storage()._weak_ref())
         return real(self, columns, rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_logits.KeptLogits, "tile", spied)
+        patch.setattr(chunked_pass.KeptLogits, "tile", spied)
         value = checkpoint(loss, *leaves, use_reentrant=reentrant)
         # Reentrant checkpointing runs without a gradient first, so there was no buffer.
         assert all(torch.UntypedStorage._expired(ref) for ref in kept) if kept else reentrant

@@ -508,7 +508,7 @@ def test_no_wait_and_no_copy_from_the_host(small_blocks):
     ours = [
         place
         for place in counts.waits + counts.copies
-        if place.file.startswith(("trustrl/kernels/triton", "trustrl/kernels/vocab_pass_op"))
+        if place.file.startswith(("trustrl/kernels/triton", "trustrl/kernels/vocab_pass"))
     ]
     assert not ours, str(counts)
     assert counts.kernels

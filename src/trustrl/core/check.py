@@ -10,7 +10,7 @@ from trustrl.core.numerics import verdict_dtype
 from trustrl.core.partition import LARGEST_LOGP, topk_partition, vocabulary_partition
 from trustrl.core.records import PolicyTokens, RolloutTokens, check_pair
 from trustrl.errors import NonFiniteError, RecordError
-from trustrl.kernels.given_ids import first_of_its_id
+from trustrl.kernels.id_columns import first_of_its_id
 
 SAME_TOKEN = 0.05
 """Largest difference, in nats, between a sampled token's log-prob and the top-K's entry for the same id."""

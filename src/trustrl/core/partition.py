@@ -11,7 +11,7 @@ from torch import Tensor
 from trustrl.config.axes import Needs
 from trustrl.core.numerics import either, kl_term
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
-from trustrl.kernels.recorded_columns import Columns
+from trustrl.kernels.id_columns import Columns
 
 LARGEST_LOGP = 1e-3
 """Largest log-prob that rounding in an engine explains. A larger value is a fault."""

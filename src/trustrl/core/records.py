@@ -16,7 +16,7 @@ from trustrl.config.validators import one_of
 from trustrl.core.sampling import Sampling
 from trustrl.errors import RecordError
 from trustrl.kernels.derivatives import once
-from trustrl.kernels.given_ids import first_of_its_id
+from trustrl.kernels.id_columns import first_of_its_id
 
 
 def _must(ok: bool, what: str, rule: str, got: Any, advice: str) -> None:

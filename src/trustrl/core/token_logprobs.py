@@ -14,12 +14,12 @@ from trustrl.core.vocabulary_impl import VocabularyCall, chosen_impl
 from trustrl.errors import ConfigError, MissingDataError, RecordError
 from trustrl.kernels import devices, vocab_parallel
 from trustrl.kernels.fused_divergence import divergence_sums
-from trustrl.kernels.given_ids import GivenIds, given_ids
-from trustrl.kernels.keeping_pass import run_pass
+from trustrl.kernels.id_columns import GivenIds, given_ids
 from trustrl.kernels.logprob_outputs import LogitSummary, TokenLogprobs, TopLogprobs, assembled_logprobs
 from trustrl.kernels.pass_inputs import PassInputs
 from trustrl.kernels.reference import logits_reference, token_logprobs_reference
 from trustrl.kernels.vocab_parallel import VocabShard
+from trustrl.kernels.vocab_pass import run_pass
 
 Impl = Literal["auto", "reference", "chunked", "triton"]
 
@@ -75,8 +75,8 @@ def token_logprobs(
     a proven bound.) Everything except `tv`, `kl` and `logp_error` is differentiable. Only the requested gradients are
     computed. On a CPU, ignored rows and rows whose coefficients are all 0 cost nothing. An accelerator computes them as
     zeros, because skipping them would wait for the device; nothing here does. With a trained head, the forward pass
-    allocates the head's gradient and keeps products in it (see `trustrl.kernels.kept_logits`): use `torch.no_grad()` if
-    no backward pass follows.
+    allocates the head's gradient and keeps products in it (see `trustrl.kernels.chunked_pass.KeptLogits`): use
+    `torch.no_grad()` if no backward pass follows.
 
     Args:
         hidden_ND: Last hidden states, after the final norm.

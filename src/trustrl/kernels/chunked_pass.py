@@ -15,7 +15,7 @@ ids) × (largest rounding error of a logit).
 pass loops over the vocabulary on the outside, so it writes each tile of the head's gradient once; it accumulates the
 hidden states' gradient in float32. If the entropy needs no gradient, the forward pass computes the gradient of `rest`
 with respect to the hidden states (`slope`) from the tile it already holds. A frozen head then recomputes nothing. For a
-trained head it can keep the products instead (see `kept_logits`).
+trained head it can keep the products instead (see `KeptLogits`).
 
 Memory in addition to inputs, outputs and gradients: one tile of `block_rows × block_vocab` in the products' dtype (two
 with `slope`), and one block of head rows for the given ids if uncompiled. `devices` chooses and bounds both.
@@ -29,10 +29,52 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import tile_math
-from trustrl.kernels.given_cells import GivenCells, given_cells
-from trustrl.kernels.kept_logits import KeptLogits
-from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices, weighted_head_rows
+from trustrl.kernels.pass_inputs import GivenCells, PassInputs, given_cells, given_logits, slices, weighted_head_rows
 from trustrl.kernels.running_state import RunningSums, RunningTopK
+
+
+class KeptLogits(NamedTuple):
+    """Products kept from the forward pass in the buffer that becomes the head's gradient: three products, not four.
+
+    A trained head's gradient needs a [V, D] buffer anyway. Until the backward pass writes to it, the buffer has room
+    for the products of D rows (in the head's dtype). The backward pass takes the tiles from the last to the first: it
+    reads a tile of products, writes the gradient with respect to them elsewhere, and overwrites the buffer with that
+    tile of the head's gradient. Tiles are packed from the buffer's start, R ≤ D numbers for each id, so it overwrites
+    products of this tile and of later ones only.
+
+        products   | tile 0 | tile 1 | tile 2 |           |      tile t starts at R · (its first id)
+        gradient   |  tile 0   |  tile 1   |  tile 2   |         tile t starts at D · (its first id)
+
+    Rows beyond the buffer's room are recomputed, in whole blocks. The products are marked: −inf at the given ids.
+    """
+
+    buffer: Tensor
+    """[V, D], in the head's dtype."""
+    num_rows: int
+    dtype: torch.dtype
+    """The products' dtype."""
+    chosen: Tensor | None = None
+    """[N], the kept row of each row of the pass. None if they are the same."""
+
+    def holds(self, rows: slice) -> bool:
+        """Returns True if the products of all these rows are kept."""
+        if self.chosen is None:
+            return rows.stop <= self.num_rows
+        # Chosen rows ascend, so the last one decides. Only a CPU chooses rows, and there reading is free.
+        return rows.stop > rows.start and int(self.chosen[rows.stop - 1]) < self.num_rows
+
+    def tile(self, columns: slice, rows: slice) -> Tensor:
+        """Returns some rows of a tile: a view, or a copy if the rows were chosen."""
+        flat = self.buffer.view(-1).view(self.dtype)[columns.start * self.num_rows : columns.stop * self.num_rows]
+        whole = flat.view(self.num_rows, columns.stop - columns.start)
+        return whole[rows] if self.chosen is None else whole.index_select(0, self.chosen[rows])
+
+
+def room_for(hidden_ND: Tensor, head_VD: Tensor, product_dtype: torch.dtype, block_rows: int) -> int:
+    """Returns the number of rows whose products fit into the head's gradient: all of them, or whole blocks."""
+    num_rows, width = hidden_ND.shape
+    fitting = width * head_VD.dtype.itemsize // product_dtype.itemsize
+    return num_rows if num_rows <= fitting else fitting // block_rows * block_rows
 
 
 class ForwardResult(NamedTuple):

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from trustrl.kernels import devices, tile_math
-from trustrl.kernels.given_cells import given_cells
-from trustrl.kernels.pass_inputs import PassInputs, given_logits, slices
+from trustrl.kernels.pass_inputs import PassInputs, given_cells, given_logits, slices
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from trustrl.kernels.given_ids import GivenIds
+from trustrl.kernels.id_columns import GivenIds
 
 
 class TopLogprobs(NamedTuple):

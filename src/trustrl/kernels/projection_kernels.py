@@ -9,7 +9,7 @@ Everything is in float64. The solver stops for a block when its last token has c
 
 import triton.language as tl
 
-from trustrl.kernels.triton_jit import jit
+from trustrl.kernels.triton_launch import jit
 
 FLOOR = tl.constexpr(-1000.0)
 """Smallest log-prob used: −inf on either side would make KL NaN."""

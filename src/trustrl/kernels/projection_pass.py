@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from trustrl.kernels.derivatives import once_differentiable
+from trustrl.kernels.id_columns import Columns
 from trustrl.kernels.projection_kernels import project_backward_kernel, project_kernel
-from trustrl.kernels.recorded_columns import Columns
 
 TILE = 256
 """Recorded columns per program."""

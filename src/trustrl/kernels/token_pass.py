@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trustrl.kernels.recorded_columns import Columns
+from trustrl.kernels.id_columns import Columns
 from trustrl.kernels.sum_kernels import (
     BINNED,
     EXTREMES,

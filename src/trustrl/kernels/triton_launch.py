@@ -1,15 +1,20 @@
-"""Launch sizes of the Triton kernels, and the arrays that all of them take: the order of the rows, the ids in order.
+"""`triton.jit` for this package's kernels, launch sizes, and arrays that the passes over the vocabulary take.
+
+Importing this module needs `triton`.
 
 Shape suffixes as in `triton_pass`: N tokens, D hidden size, V vocabulary, C known ids per token, W = C + 1 with an end
 mark, S splits of the vocabulary.
 """
+# `triton` may not be installed where types are checked.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingImports=false
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
-
-from trustrl.kernels.triton_jit import interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of the products."""
@@ -59,6 +64,11 @@ SLOTS = 4
 """Number of top candidates of a row that are compared at once. More of them spill."""
 
 
+def jit(function: Callable[..., Any]) -> Any:
+    """Returns `triton.jit(function)`, with a type that pyright can index and launch."""
+    return triton.jit(function)
+
+
 def launch_for(hidden_ND: Tensor, head_VD: Tensor, table: dict[tuple[str, int], Launch]) -> Launch:
     """Returns the entry of a launch table for these inputs. Raises TypeError if their dtypes are not supported."""
     if hidden_ND.dtype != head_VD.dtype or hidden_ND.dtype not in DTYPES:
@@ -76,7 +86,7 @@ def compile_time(launch: Launch, *depths: int) -> dict[str, Any]:
         "ROWS": launch.rows, "COLUMNS": launch.columns, "DEPTH": launch.depth, "GROUP": launch.row_blocks_per_group,
         "EVEN_DEPTH": all(D % launch.depth == 0 for D in depths),
         # The interpreter multiplies the bits of a bfloat16 as if they were an integer.
-        "UPCAST": interpreted(),
+        "UPCAST": bool(triton.knobs.runtime.interpret),
         "num_warps": launch.num_warps, "num_stages": launch.num_stages,
     }  # fmt: skip
 

@@ -62,7 +62,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.kernels.devices import BUFFER_BYTES, SLICES
-from trustrl.kernels.triton_kernels import dz_kernel, given_kernel, known_kernel, rest_kernel
+from trustrl.kernels.triton_kernels import FLOOR_VALUE, dz_kernel, given_kernel, known_kernel, rest_kernel
 from trustrl.kernels.triton_launch import (
     ID_LAUNCH,
     LAUNCHES,
@@ -77,7 +77,6 @@ from trustrl.kernels.triton_launch import (
     launch_for,
     ordered_rows,
 )
-from trustrl.kernels.triton_tiles import FLOOR_VALUE
 
 
 class PassResult(NamedTuple):

@@ -29,7 +29,7 @@ from trustrl.core.partition import CellSums, column_faults, flat_columns
 from trustrl.core.projection import SLACK
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK, check_pair
 from trustrl.errors import TrustRLWarning
-from trustrl.kernels.recorded_columns import Columns
+from trustrl.kernels.id_columns import Columns
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 """Dtypes of log-probs that float32 holds exactly."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trustrl.core.partition import COARSE_ROUNDOFF, FINE_ROUNDOFF, LARGEST_LOGP, largest_mass
 from trustrl.core.projection import FLOOR
-from trustrl.kernels.recorded_columns import Columns
+from trustrl.kernels.id_columns import Columns
 
 Distance = Literal["tv", "kl", "projection"]
 """Σ|b − π| over the columns, their share of KL(b‖π), or KL(π‖b) over all cells, normalized."""

@@ -31,8 +31,8 @@ from trustrl.core.records import PolicyTokens, RolloutTokens, check_pair
 from trustrl.core.reductions import finish, weights_of
 from trustrl.core.sequences import rows_as_sequences, sequences_of
 from trustrl.kernels import token_pass
+from trustrl.kernels.id_columns import Columns
 from trustrl.kernels.logprob_outputs import wide_dtype
-from trustrl.kernels.recorded_columns import Columns
 
 __all__ = ["clean", "collect", "decide", "reduced_loss"]
 

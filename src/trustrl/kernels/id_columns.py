@@ -1,4 +1,4 @@
-"""The ids whose logits a pass reads exactly: each row's sampled token and the gathered ids, without repetitions."""
+"""Columns of ids per token: those whose logits a pass reads exactly, and the recorded ones."""
 
 from typing import NamedTuple
 
@@ -51,3 +51,22 @@ def first_of_its_id(ids_NK: Int[Tensor, "*batch K"]) -> Bool[Tensor, "*batch K"]
     """Returns True on the first column of each distinct id. The columns may be in any order."""
     source, starts = runs_of_ids(ids_NK)
     return torch.zeros_like(starts).scatter(-1, source, starts)
+
+
+class Columns(NamedTuple):
+    """The recorded columns of each token, [n, width], and their tails, [n]."""
+
+    ids: Tensor
+    valid: Tensor
+    """True on columns that hold a distinct id with mass."""
+
+    anchor_logp: Tensor
+    own_logp: Tensor
+    token_ids: Tensor
+    anchor_tail_logp: Tensor | None
+    own_tail_logp: Tensor | None
+    no_tail: bool
+    """True if the columns are taken to be the whole distribution."""
+
+    left_out: float | None
+    """Largest mass outside the columns that is not a fault; None for any."""
