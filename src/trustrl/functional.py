@@ -27,12 +27,10 @@ from trustrl.config.axes import Needs
 from trustrl.config.statistics import TopKTV
 from trustrl.config.terms import MIS, TIS, Correction, IcePop
 from trustrl.core.clean import clean_tokens
-from trustrl.core.divergences.interval import Interval
-from trustrl.core.divergences.measure import measure
-from trustrl.core.divergences.sampled import binary_kl, binary_tv, k1, k2, k3
+from trustrl.core.decision import correction_factor
+from trustrl.core.divergences import Interval, binary_kl, binary_tv, k1, k2, k3, measure
 from trustrl.core.projection import Projection, troll_project
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
-from trustrl.core.weights import correction_factor
 from trustrl.regions import *  # noqa: F403  the losses are in the files of their regions
 from trustrl.regions.base import needs_of
 from trustrl.regions.dppo import leaving

@@ -10,8 +10,8 @@ import trustrl
 from support.worlds import run, world
 from trustrl import regions
 from trustrl.core.diagnostics import Sums, bin_of, histogram
-from trustrl.core.histograms import HALF, NUM_BINS, quantile
 from trustrl.core.metrics import METRICS
+from trustrl.core.sum_table import HALF, NUM_BINS, quantile
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import trustrl
 from support.worlds import run, world
 from trustrl.core.numerics import largest_exponent
 
-CHOOSERS = ("trustrl.core.clean", "trustrl.core.divergences.sampled", "trustrl.core.divergences.full")
+CHOOSERS = ("trustrl.core.clean", "trustrl.core.divergences")
 
 
 @pytest.fixture

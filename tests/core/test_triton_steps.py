@@ -196,11 +196,11 @@ def test_launches_have_not_risen(name):
 @pytest.fixture
 def launches_count_on_a_cpu(monkeypatch):
     """ "auto" takes the CPU for a GPU, and has checked nothing yet."""
-    from trustrl.core.impl import choice, first_batch
+    from trustrl.core.impl import choice
 
     monkeypatch.setattr(choice, "launches_count", lambda x: True)
-    monkeypatch.setattr(first_batch, "_CHECKED", {})
-    return first_batch
+    monkeypatch.setattr(choice, "_CHECKED", {})
+    return choice
 
 
 def run_auto():

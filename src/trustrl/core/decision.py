@@ -1,5 +1,6 @@
 """The decision that every region returns, and the rules that hold for all regions: corrections, stale tokens, A = 0."""
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -7,10 +8,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trustrl.config.axes import Region, StalenessRegion, reads_ages
-from trustrl.config.terms import Correction
+from trustrl.config.statistics import BinaryTV
+from trustrl.config.terms import MIS, TIS, Correction, DivergenceGate, IcePop
 from trustrl.core.clean import CleanTokens
-from trustrl.core.divergences.interval import Interval
-from trustrl.core.weights import correction_factor
+from trustrl.core.divergences import Interval, binary_kl, binary_tv
+from trustrl.core.sequences import sequence_mean, sequence_total
 from trustrl.errors import ConfigError, MissingDataError
 
 
@@ -115,3 +117,50 @@ def _by_age(tokens: CleanTokens, region: StalenessRegion) -> Decision:
         if x is not None
     }
     return replace(decision, keep=decision.keep & ~stale, extra={**decision.extra, "stale": stale}, **blank)
+
+
+def ratio_weight(log_ratio: Float[Tensor, "*batch"], *, max_ratio: float | None) -> Float[Tensor, "*batch"]:
+    """Returns w = min(r, C). The cap applies before the exponential, so a capped weight never overflows."""
+    return torch.exp(log_ratio if max_ratio is None else log_ratio.clamp(max=math.log(max_ratio)))
+
+
+def correction_factor(tokens: CleanTokens, correction: Correction) -> Float[Tensor, " n"]:
+    """Returns the factor that corrects the mismatch k = π'/μ between trainer and sampler.
+
+    TIS:              min(k, C)
+    IcePop and MIS:   k where low ≤ k ≤ high, else 0
+    DivergenceGate:   k where D(μ‖π') ≤ δ, else 0
+
+    TIS and MIS may use the product of k over the sequence, MIS also its geometric mean, and the gate the mean of D.
+    """
+    assert tokens.log_mismatch is not None  # the region's needs include both anchors
+    log_k = tokens.log_mismatch
+    if isinstance(correction, DivergenceGate):
+        return torch.where(_gated(tokens, log_k, correction), 0.0, torch.exp(log_k))
+    level = getattr(correction, "level", "token")
+    if level == "sequence-mean":
+        log_k = sequence_mean(log_k, tokens.counted, tokens.grouped)
+    elif level == "sequence-product":
+        log_k = sequence_total(log_k, tokens.counted, tokens.grouped)
+    return bounded_weight(log_k, correction)
+
+
+def bounded_weight(log_k: Float[Tensor, "*batch"], term: TIS | IcePop | MIS) -> Float[Tensor, "*batch"]:
+    """Returns f(k) of a correction: min(k, C) for TIS, k inside the band and 0 outside for IcePop and MIS."""
+    if isinstance(term, TIS):
+        return ratio_weight(log_k, max_ratio=term.max_ratio)
+    k = torch.exp(log_k)
+    return torch.where((k >= term.min_ratio) & (k <= term.max_ratio), k, 0.0)
+
+
+def _gated(tokens: CleanTokens, log_k: Float[Tensor, " n"], gate: DivergenceGate) -> Bool[Tensor, " n"]:
+    """Flags tokens whose π', or whose sequence's π' on average, is further from μ than the bound."""
+    log_proximal = tokens.log_anchor  # a correction requires the anchor π'
+    log_behavior = (log_proximal - log_k).clamp(max=0.0)
+    if isinstance(gate.divergence, BinaryTV):
+        distance = binary_tv(log_proximal, log_behavior).lower
+    else:
+        distance = binary_kl(log_proximal, log_behavior, resolution=tokens.resolution).lower
+    if gate.level == "sequence":
+        distance = sequence_mean(distance, tokens.counted, tokens.grouped)
+    return distance > gate.divergence.bounds[0]

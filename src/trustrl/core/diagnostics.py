@@ -18,12 +18,19 @@ from torch import Tensor
 from trustrl.core.clean import CleanTokens
 from trustrl.core.decision import Decision
 from trustrl.core.eager_sums import SumInputs, add_up
-from trustrl.core.histograms import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.core.metric_entries import Totals
 from trustrl.core.metrics import FAULTS, METRICS, MOSTLY_DROPPED, Choice, chosen
 from trustrl.core.numerics import largest_exponent
 from trustrl.core.records import PolicyTokens
-from trustrl.core.sum_table import LARGEST_LOG_RATIO
+from trustrl.core.sum_table import (
+    FIRST_BIN,
+    HALF,
+    LARGEST_LOG_RATIO,
+    MANTISSA_BITS,
+    NUM_BINS,
+    PROBABILITY_EDGES,
+    STALENESS_EDGES,
+)
 from trustrl.errors import NonFiniteError, RecordError, TrustRLWarning
 
 RESERVED = {metric.name for metric in METRICS if f"extra/{metric.name}" not in metric.reads}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from trustrl.config.validators import one_of
-from trustrl.core.histograms import PROBABILITY_EDGES, STALENESS_EDGES, bin_names, quantile
 from trustrl.core.metric_entries import ENTRIES, NO_RANGE, Metric, Totals
+from trustrl.core.sum_table import PROBABILITY_EDGES, STALENESS_EDGES, bin_names, quantile
 
 FAULTS = {
     "policy": "log π is NaN, infinite or above 0",

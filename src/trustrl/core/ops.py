@@ -4,6 +4,7 @@
 `trustrl.core.decision` applies the rules that hold for all regions around it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,15 +18,13 @@ from trustrl.config.axes import Region
 from trustrl.config.statistics import Statistic, TopKTV
 from trustrl.core import sequences
 from trustrl.core.clean import CleanTokens as Tokens, clean_tokens
-from trustrl.core.decision import Decision as Decision, decide
-from trustrl.core.divergences.interval import Interval, point as point
-from trustrl.core.divergences.measure import acting_end, each_end, measure
+from trustrl.core.decision import Decision as Decision, bounded_weight as bounded_weight, decide, ratio_weight
+from trustrl.core.divergences import Interval, acting_end, each_end, measure, point as point
 from trustrl.core.losses import policy_terms
 from trustrl.core.numerics import either as either, largest_exponent as largest_exponent
 from trustrl.core.partition import CellSums, Partition
 from trustrl.core.projection import project_tokens as project_tokens
 from trustrl.core.records import PolicyTokens, RolloutTokens, differentiable_once
-from trustrl.core.weights import bounded_weight as bounded_weight, capped_weight
 
 
 class Measured(NamedTuple):
@@ -93,8 +92,10 @@ def masked(
         value: Value of the objective, if the region maximizes one.
         side: Log-ratio whose sign selected the bound, if it is not the token's own.
     """
-    weight, extra = capped_weight(tokens.log_ratio if log_weight is None else log_weight, max_ratio=max_ratio)
+    log_weight = tokens.log_ratio if log_weight is None else log_weight
+    extra = {} if max_ratio is None else {"capped": log_weight > math.log(max_ratio)}
     keep = keep_all(tokens) if mask is None else ~mask
+    weight = ratio_weight(log_weight, max_ratio=max_ratio)
     decision = Decision(keep, weight, tokens.logp, value=value, side=side, extra=extra)
     if by is None:
         return decision

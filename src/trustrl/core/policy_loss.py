@@ -15,11 +15,9 @@ from trustrl.config.validators import one_of
 from trustrl.core.clean import OnNonFinite
 from trustrl.core.decision import Decision
 from trustrl.core.diagnostics import Sums, raise_on_faults
-from trustrl.core.impl.choice import Impl, implementation, resolved
-from trustrl.core.impl.first_batch import checked
-from trustrl.core.losses import penalty_terms
+from trustrl.core.impl.choice import Impl, checked, implementation, resolved
+from trustrl.core.losses import penalty_terms, reduce_terms
 from trustrl.core.records import PolicyTokens, RolloutTokens, differentiable_once
-from trustrl.core.reductions import reduce_terms
 from trustrl.errors import ConfigError
 
 

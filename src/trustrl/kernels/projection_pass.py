@@ -19,11 +19,8 @@ from torch.autograd import Function
 from trustrl.kernels.derivatives import once_differentiable
 from trustrl.kernels.id_columns import Columns
 from trustrl.kernels.projection_kernels import project_backward_kernel, project_kernel
-
-TILE = 256
-"""Recorded columns per program."""
-
-WARPS = 4
+from trustrl.kernels.token_pass import WARPS, tile
+from trustrl.kernels.triton_launch import dense
 
 
 class ProjectInputs(NamedTuple):
@@ -49,35 +46,16 @@ class ProjectSettings(NamedTuple):
     evaluations: int
 
 
-class Projected(NamedTuple):
-    """Results of `project`, one per token."""
+def project(logp: Tensor, inputs: ProjectInputs, settings: ProjectSettings) -> tuple[Tensor, ...]:
+    """Projects every token outside the ball. Differentiable in `logp`, the columns and the tail.
 
-    logp: Tensor
-    """log π̂ of the sampled token outside the ball; with gradient. Inside, the given log-prob, normalized over the cells
-    if they have no tail."""
-
-    pull: Tensor
-    """α · KL(π‖π̂), 0 inside; with gradient to π."""
-
-    outside: Tensor
-    log_weight: Tensor
-    """log π̂ − log b, b normalized over the cells as π̂ is; inside, the given ratio's unless the cells have no tail."""
-
-    kl_before: Tensor
-    kl_after: Tensor
-    beta: Tensor
-    """0 inside."""
-
-    evaluations: Tensor
-    unconverged: Tensor
-
-
-def project(logp: Tensor, inputs: ProjectInputs, settings: ProjectSettings) -> Projected:
-    """Projects every token outside the ball. Differentiable in `logp`, the columns and the tail."""
+    Returns:
+        The fields of `core.projection.ProjectedTokens`, in their order.
+    """
     function: Any = _Project
     columns = inputs.columns
     projected, pull, outside, values = function.apply(logp, columns.own_logp, columns.own_tail_logp, inputs, settings)
-    return Projected(projected, pull, outside, *values.unbind())
+    return projected, pull, outside, *values.unbind()
 
 
 class _Project(Function):
@@ -96,8 +74,8 @@ class _Project(Function):
         with torch.cuda.device_of(own):
             project_kernel[(math.ceil(n / rows),)](
                 logp.contiguous(), inputs.log_policy, inputs.log_anchor, inputs.log_ratio, inputs.usable,
-                *_dense(inputs.columns, own), inputs.anchor_tail, inputs.policy_tail, *numbers, values, *flags,
-                projected, pull, n, width, SLACK=settings.slack, TAIL_FLOOR=settings.tail_floor,
+                *dense(*inputs.columns._replace(own_logp=own)[:5]), inputs.anchor_tail, inputs.policy_tail, *numbers,
+                values, *flags, projected, pull, n, width, SLACK=settings.slack, TAIL_FLOOR=settings.tail_floor,
                 EVALUATIONS=settings.evaluations, NO_TAIL=inputs.columns.no_tail, ROWS=rows, COLUMNS=padded,
                 num_warps=WARPS,
             )  # fmt: skip
@@ -120,21 +98,11 @@ class _Project(Function):
         rows, padded = tile(width)
         with torch.cuda.device_of(own):
             project_backward_kernel[(math.ceil(n / rows),)](
-                logp.contiguous(), inputs.log_policy, inputs.log_anchor, inputs.usable, *_dense(inputs.columns, own),
-                inputs.anchor_tail, inputs.policy_tail, alpha, beta, *flags, d_projected.contiguous(),
-                d_pull.contiguous(), d_logp, d_own, d_tail, n, width, TAIL_FLOOR=ctx.settings.tail_floor,
+                logp.contiguous(), inputs.log_policy, inputs.log_anchor, inputs.usable,
+                *dense(*inputs.columns._replace(own_logp=own)[:5]), inputs.anchor_tail, inputs.policy_tail, alpha,
+                beta, *flags, d_projected.contiguous(), d_pull.contiguous(), d_logp, d_own, d_tail, n, width,
+                TAIL_FLOOR=ctx.settings.tail_floor,
                 BY_SUBTRACTION=tail is None and not inputs.columns.no_tail, NO_TAIL=inputs.columns.no_tail, ROWS=rows,
                 COLUMNS=padded, num_warps=WARPS,
             )  # fmt: skip
         return d_logp, d_own, d_tail, None, None
-
-
-def tile(width: int) -> tuple[int, int]:
-    """Returns the rows and columns of one program."""
-    padded = 1 << max(width - 1, 0).bit_length()
-    return max(1, TILE // padded), padded
-
-
-def _dense(columns: Columns, own: Tensor) -> tuple[Tensor, ...]:
-    arrays = (columns.ids, columns.valid, columns.anchor_logp, own, columns.token_ids)
-    return tuple(x.contiguous() for x in arrays)

@@ -5,7 +5,7 @@ sums takes more than 300. These functions replace the three longest chains by on
 decision, between the first and the second, stays in torch.
 
     clean    core.clean.clean_tokens: faults found and counted, faulty tokens blanked, columns summed
-    terms    core.losses.policy_terms and the sum of core.reductions.reduce_terms
+    terms    core.losses.policy_terms and the sum of core.losses.reduce_terms
     sums     core.diagnostics.collect
 
 Those functions are the definition; these must agree with them to the last token and count. Nothing waits for the
@@ -35,18 +35,25 @@ from trustrl.kernels.sum_kernels import (
     sums_kernel,
 )
 from trustrl.kernels.token_kernels import clean_kernel, terms_kernel
+from trustrl.kernels.triton_launch import dense
 
 BLOCK = 256
-"""Tokens per program."""
+"""Tokens per program that reads no columns."""
 
 TILE = 256
-"""Recorded columns per program."""
+"""Recorded columns per program that reads them."""
 
 WARPS = 4
 
 SAMPLED_FAULTS: tuple[str, ...] = ("policy", "advantage", "behavior", "proximal")
 COLUMN_FAULTS: tuple[str, ...] = ("support", "mass", "column", "narrow")
 """Counters of `clean`, in their order."""
+
+
+def tile(width: int) -> tuple[int, int]:
+    """Returns the rows and columns of a program for tokens with this many recorded columns."""
+    padded = 1 << max(width - 1, 0).bit_length()
+    return max(1, TILE // padded), padded
 
 
 class CleanRows(NamedTuple):
@@ -100,8 +107,7 @@ def clean(
     """
     n = logp.numel()
     width = 0 if columns is None else columns.ids.shape[-1]
-    padded = 1 << max(width - 1, 0).bit_length()
-    rows = BLOCK if columns is None else max(1, min(BLOCK, TILE // padded))
+    rows, padded = tile(width)
     out = torch.empty(10 if columns is not None else 6, n, dtype=torch.float64, device=logp.device)
     blanked = torch.empty(n, dtype=wide, device=logp.device)
     usable = torch.empty(n, dtype=torch.bool, device=logp.device)
@@ -110,7 +116,7 @@ def clean(
     version, trained = (None, 0) if versions is None else versions
     with torch.cuda.device_of(logp):
         clean_kernel[(math.ceil(n / rows),)](
-            *_dense(logp, behavior, proximal, advantage, in_loss, version, sound, *recorded), out, blanked, usable,
+            *dense(logp, behavior, proximal, advantage, in_loss, version, sound, *recorded), out, blanked, usable,
             faults, n, n // advantage.numel(), trained, width,
             READS_BEHAVIOR="behavior" in reads, READS_PROXIMAL="proximal" in reads, FROM_BEHAVIOR=anchor == "behavior",
             LEFT_OUT=None if columns is None else columns.left_out,
@@ -146,7 +152,7 @@ def terms(inputs: TermInputs, largest: float) -> tuple[Tensor, Tensor, Tensor]:
     partials = torch.empty(blocks, dtype=torch.float64, device=device)
     with torch.cuda.device_of(inputs.logp):
         terms_kernel[(blocks,)](
-            *_dense(*inputs), slope, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
+            *dense(*inputs), slope, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
         )
     return partials.sum(), slope, overflow
 
@@ -168,7 +174,7 @@ def sums(
     bins = torch.zeros(NUM_HISTOGRAMS, num_bins, dtype=torch.float64, device=device)
     with torch.cuda.device_of(columns["in_loss"]):
         sums_kernel[(blocks,)](
-            **dict(zip(columns, _dense(*columns.values()), strict=True)), partials=partials, extremes=extremes,
+            **dict(zip(columns, dense(*columns.values()), strict=True)), partials=partials, extremes=extremes,
             bins=bins, n=n, num_bins=num_bins, bound_step=int(bound is not None and bound.numel() > 1),
             NUM_SUMS=NUM_SUMS, NUM_EXTREMES=NUM_EXTREMES, ROWS=BLOCK, num_warps=WARPS, **settings,
         )  # fmt: skip
@@ -184,8 +190,3 @@ def sums(
 def _with_columns(rows: dict[str, Tensor], present: set[str]) -> dict[str, Tensor]:
     """Returns the rows that have all their columns. The slots of the others hold garbage."""
     return {name: x for name, x in rows.items() if present.issuperset(NEEDS.get(name, ()))}
-
-
-def _dense(*tensors: Any) -> Any:
-    """Returns contiguous tensors, because the kernels step through memory without strides. Others stay as they are."""
-    return tuple(x.detach().contiguous() if isinstance(x, Tensor) else x for x in tensors)

@@ -11,8 +11,6 @@ Memory in addition to inputs and results: 12 · S · N bytes, S · N ≤ `PROGRA
 Shape suffixes: N tokens, D hidden size, V vocabulary, C given ids per token, S splits.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -33,14 +31,6 @@ from trustrl.kernels.triton_launch import (
 from trustrl.kernels.triton_pass import given_logits
 
 
-class _Side(NamedTuple):
-    """Inputs of one side, as the kernels take them."""
-
-    hidden_ND: Tensor
-    head_VD: Tensor
-    bias_V: Tensor | None
-
-
 @torch.no_grad()
 def divergence_sums(
     policy: PassInputs,
@@ -50,12 +40,15 @@ def divergence_sums(
     live_N: Bool[Tensor, " N"],
 ) -> Float[Tensor, "N 2"]:
     """Returns (Σ |m − p|, Σ m log(m/p)) over this head's part of the vocabulary; 0 in rows that are not live."""
-    sides = [_Side(*dense(*aligned(*_cast(side)), side.bias)) for side in (policy, anchor)]
+    sides: list[tuple[Tensor, Tensor, Tensor | None]] = [
+        dense(*aligned(side.hidden.to(side.product_dtype), side.head.to(side.product_dtype)), side.bias)
+        for side in (policy, anchor)
+    ]
     bases: tuple[Tensor, Tensor] = dense(policy_lse_N.float(), anchor_lse_N.float())
     scale_N, ids_NC = dense(policy.scale.float(), policy.ids)
     hidden_ND, head_VD, _ = sides[0]
     N, V = len(hidden_ND), len(head_VD)
-    depths = [side.hidden_ND.shape[1] for side in sides]
+    depths = [hidden.shape[1] for hidden, _, _ in sides]
     launch = launch_for(hidden_ND, head_VD, DIVERGENCE_LAUNCHES)
     rows = ordered_rows(live_N)
     due = due_ids(ids_NC, policy.counts, V, launch)
@@ -76,7 +69,3 @@ def divergence_sums(
         for partials_SN, terms_NC in zip(partials_2SN, divergence_terms(*known), strict=True)
     ]
     return torch.stack(sums, dim=-1)
-
-
-def _cast(side: PassInputs) -> tuple[Tensor, Tensor]:
-    return side.hidden.to(side.product_dtype), side.head.to(side.product_dtype)

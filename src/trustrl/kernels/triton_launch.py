@@ -158,5 +158,5 @@ def aligned(hidden_ND: Tensor, head_VD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense(*tensors: Any) -> Any:
-    """Returns contiguous tensors, because the kernels step through memory without strides."""
-    return tuple(None if x is None else x.contiguous() for x in tensors)
+    """Returns contiguous tensors, because the kernels step through memory without strides. Others stay as they are."""
+    return tuple(x.detach().contiguous() if isinstance(x, Tensor) else x for x in tensors)

@@ -44,12 +44,8 @@ def vocab_pass(
     inputs = PassInputs(hidden, head, bias, ids, counts, scale, softcap, product_dtype, block_rows, block_vocab)
     if impl == "triton":  # it skips rows on the device
         with torch.autocast(hidden.device.type, enabled=False):
-            known, best_ids, rest, inner, largest, slope_ND = _forward(inputs, impl, top_k, slope, live)
-        return known, best_ids, rest, inner, largest, slope_ND
-    known, best_ids, rest, inner, largest, slope_ND = forward_live(
-        inputs, live, lambda some: _forward(some, impl, top_k, slope)
-    )
-    return known, best_ids, rest, inner, largest, slope_ND
+            return _forward(inputs, impl, top_k, slope, live)
+    return forward_live(inputs, live, lambda some: _forward(some, impl, top_k, slope))
 
 
 def forward_live(inputs: PassInputs, live: Tensor, run: Callable[[PassInputs], ForwardResult]) -> ForwardResult:

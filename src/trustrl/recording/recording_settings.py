@@ -12,7 +12,7 @@ from os import PathLike, fspath
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from trustrl.config import validators
-from trustrl.core.histograms import HALF, quantile
+from trustrl.core.sum_table import HALF, quantile
 from trustrl.errors import ConfigError
 from trustrl.regions.loading import KINDS, config_from_dict
 

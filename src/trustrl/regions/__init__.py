@@ -38,7 +38,7 @@ OTHERS = {
     "trustrl.config.terms": ("MIS", "TIS", "DivergenceGate", "IcePop"),
     "trustrl.core.clean": ("CleanTokens",),
     "trustrl.core.decision": ("Decision",),
-    "trustrl.core.divergences.interval": ("Interval",),
+    "trustrl.core.divergences": ("Interval",),
     "trustrl.regions.loading": ("register_region",),
 }  # fmt: skip
 """Names by module. Each is imported on first use: the core needs torch, and `loading` imports this module."""

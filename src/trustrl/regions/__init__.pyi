@@ -22,7 +22,7 @@ from trustrl.config.statistics import BinaryKL as BinaryKL, BinaryTV as BinaryTV
 from trustrl.config.terms import MIS as MIS, TIS as TIS, DivergenceGate as DivergenceGate, IcePop as IcePop
 from trustrl.core.clean import CleanTokens as CleanTokens
 from trustrl.core.decision import Decision as Decision
-from trustrl.core.divergences.interval import Interval as Interval
+from trustrl.core.divergences import Interval as Interval
 from trustrl.regions.loading import register_region as register_region
 from trustrl.regions.cispo import CISPO as CISPO, cispo_loss as cispo_loss
 from trustrl.regions.cppo import CPPO as CPPO

@@ -5,7 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trustrl.core.histograms import PROBABILITY_EDGES, bin_names
+from trustrl.core.sum_table import PROBABILITY_EDGES, bin_names
 from trustrl.errors import MissingDataError, RecordError
 from trustrl.files import parsed_json, read_regular
 from trustrl.optional_imports import need

@@ -14,7 +14,7 @@ from trustrl import regions
 from trustrl.config.axes import Needs
 from trustrl.core.clean import clean_tokens
 from trustrl.core.decision import decide
-from trustrl.core.divergences.measure import acting_end, measure
+from trustrl.core.divergences import acting_end, measure
 from trustrl.recording import Piece
 from trustrl.tools.audit import TokenCounts, arm
 from trustrl.tools.audit.anchored_tokens import AnchoredTokens

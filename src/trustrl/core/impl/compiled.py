@@ -22,7 +22,7 @@ from trustrl.config.axes import Needs, Region, reads_ages
 from trustrl.config.statistics import TopKKL
 from trustrl.core.clean import CleanTokens, OnNonFinite, advantage_per_token, clean_tokens, require_fields
 from trustrl.core.decision import Decision, decide
-from trustrl.core.divergences.interval import Interval
+from trustrl.core.divergences import Interval
 from trustrl.core.impl import eager
 from trustrl.core.impl.compiled_rows import WIDEST, ColumnSums, sum_columns
 from trustrl.core.partition import CellSums, column_faults, flat_columns

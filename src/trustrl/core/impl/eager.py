@@ -6,8 +6,7 @@ from trustrl.config.terms import Reduction
 from trustrl.core.clean import CleanTokens, clean_tokens as clean
 from trustrl.core.decision import Decision, decide
 from trustrl.core.diagnostics import collect
-from trustrl.core.losses import policy_terms
-from trustrl.core.reductions import reduce_terms
+from trustrl.core.losses import policy_terms, reduce_terms
 
 __all__ = ["clean", "collect", "decide", "reduced_loss"]
 

@@ -15,7 +15,7 @@ from trustrl.config.terms import Reduction
 from trustrl.core.clean import CleanTokens, OnNonFinite, clean_divergence, clean_tokens, largest_term, require_fields
 from trustrl.core.decision import Decision, decide
 from trustrl.core.diagnostics import Sums, constants, other_sums, sum_inputs
-from trustrl.core.histograms import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
+from trustrl.core.losses import finish, weights_of
 from trustrl.core.partition import (
     ANCHOR_NOISE,
     COARSE_ROUNDOFF,
@@ -28,8 +28,8 @@ from trustrl.core.partition import (
     resolution_of,
 )
 from trustrl.core.records import PolicyTokens, RolloutTokens, check_pair
-from trustrl.core.reductions import finish, weights_of
 from trustrl.core.sequences import rows_as_sequences, sequences_of
+from trustrl.core.sum_table import FIRST_BIN, HALF, MANTISSA_BITS, NUM_BINS, PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.kernels import token_pass
 from trustrl.kernels.id_columns import Columns
 from trustrl.kernels.logprob_outputs import wide_dtype

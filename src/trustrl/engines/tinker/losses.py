@@ -19,10 +19,9 @@ from trustrl.config.validators import one_of
 from trustrl.core.clean import OnNonFinite, clean_tokens
 from trustrl.core.decision import decide
 from trustrl.core.diagnostics import rates
-from trustrl.core.losses import policy_terms
+from trustrl.core.losses import policy_terms, reduce_terms
 from trustrl.core.metrics import Choice, check_choice, chosen
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.core.reductions import reduce_terms
 from trustrl.core.sequences import Sequences
 from trustrl.engines.common.sampled_loss import SampledLoss
 from trustrl.engines.tinker.graph_recorder import recorded

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from trustrl.config.axes import Needs
 from trustrl.core.clean import possible
-from trustrl.core.divergences import Interval
-from trustrl.core.divergences.sampled import binary_kl, binary_tv, ratio_gap
+from trustrl.core.divergences import Interval, binary_kl, binary_tv, ratio_gap
 from trustrl.core.partition import resolution_of
 
 Measurement = Literal["tv", "kl", "ratio"]

@@ -36,11 +36,10 @@ from trustrl.config.statistics import (
     TopKTV,
 )
 from trustrl.core.clean import CleanTokens, clean_tokens
-from trustrl.core.decision import decide
+from trustrl.core.decision import decide, ratio_weight
 from trustrl.core.divergences import Interval, tv_limit
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.sequences import Sequences
-from trustrl.core.weights import ratio_weight
 from trustrl.errors import TrustRLError
 from trustrl.recording import Piece
 from trustrl.regions.loading import config_from_dict

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trustrl.core.histograms import PROBABILITY_EDGES, STALENESS_EDGES
+from trustrl.core.sum_table import PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.recording import Piece
 from trustrl.tools.audit.anchored_tokens import usable_in
 from trustrl.tools.audit.region_replay import Arm, RegionVerdict, Replay

@@ -11,7 +11,7 @@ from torch import Tensor
 from trustrl.config.axes import Needs
 from trustrl.config.statistics import BinaryKL, BinaryTV, Ratio
 from trustrl.core.clean import CleanTokens, clean_tokens
-from trustrl.core.divergences.measure import measure
+from trustrl.core.divergences import measure
 from trustrl.core.ops import probability_gap
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.recording import Piece
