@@ -39,7 +39,7 @@ SIGNS = {
 }  # fmt: skip
 
 COLUMNS = {column.name: column for column in table.COLUMNS}
-SHARED = {shared.name: shared for shared in table.SHARED}
+SHARED = {shared.name: shared.expression for shared in table.SHARED}
 
 
 def translated(expression: str, language: Mapping[str, str], names: Mapping[str, str]) -> str:
@@ -84,10 +84,10 @@ def read_by(expressions: Iterable[str]) -> set[str]:
     return {node.id for text in expressions for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
-class Code:
-    """Code of all rows in one language. Rows whose columns may be absent stand in nested conditions."""
+class EagerCode:
+    """Calls of an accumulator with torch tensors. Rows whose columns may be absent stand in nested conditions."""
 
-    def __init__(self, language: Mapping[str, str], column: str) -> None:
+    def __init__(self, language: Mapping[str, str] = EAGER, column: str = "x.{}") -> None:
         """Starts with no line. `column` is the format of a column's name."""
         self.names = {name: column.format(name) for name in COLUMNS} | {name: name for name in SHARED}
         self.translated = partial(translated, language=language, names=self.names)
@@ -127,54 +127,30 @@ class Code:
     def _make(self, expressions: Iterable[str]) -> None:
         """Adds the columns and shared expressions that these read, unless they are made already."""
         wanted = read_by(expressions)
-        for shared in reversed(table.SHARED):
-            if shared.name in wanted and not self.made(shared.name):
-                wanted |= read_by([shared.expression.rpartition(" or ")[2]])
+        for name, expression in reversed(SHARED.items()):
+            if name in wanted and not self.made(name):
+                wanted |= read_by([expression.rpartition(" or ")[2]])
         for name in (*COLUMNS, *SHARED):
             if name in wanted and not self.made(name):
                 self.add(self.column(name) if name in COLUMNS else self._shared(name))
                 self._made[-1].add(name)
 
     def _shared(self, name: str) -> str:
-        column, _, instead = SHARED[name].expression.rpartition(" or ")
+        column, _, instead = SHARED[name].rpartition(" or ")
         return f"{name} = {self.either(column, instead) if column else self.translated(instead)}"
-
-    def condition(self, name: str) -> str:
-        """Returns the condition that a column is there."""
-        raise NotImplementedError
-
-    def column(self, name: str) -> str | None:
-        """Returns the line that reads a column, if it takes a line."""
-        raise NotImplementedError
-
-    def either(self, column: str, instead: str) -> str:
-        """Returns a column, or the other one where it is absent."""
-        raise NotImplementedError
-
-    def row(self, row: table.Row) -> str | None:
-        """Returns the line of a row, if it takes a line."""
-        raise NotImplementedError
-
-
-class EagerCode(Code):
-    """Calls of an accumulator with torch tensors."""
-
-    def __init__(self) -> None:
-        """Starts with no line."""
-        super().__init__(EAGER, "x.{}")
 
     def condition(self, name: str) -> str:
         """Returns the condition that a column is there."""
         return f"x.{name}" if COLUMNS[name].kind == "switch" else f"x.{name} is not None"
 
-    def column(self, name: str) -> None:
-        """Returns no line: columns are fields."""
+    def column(self, name: str) -> str | None:
+        """Returns the line that reads a column, if it takes a line: here columns are fields."""
 
     def either(self, column: str, instead: str) -> str:
         """Returns a column, or the other one where it is absent."""
         return f"x.{instead} if x.{column} is None else x.{column}"
 
-    def row(self, row: table.Row) -> str:
+    def row(self, row: table.Row) -> str | None:
         """Returns the call that takes the row's values."""
         same = next(other for other in table.ROWS if _slot(other) == _slot(row))
         if same is not row:
@@ -184,8 +160,8 @@ class EagerCode(Code):
         return f'totals.{verb}("{row.name}", {self.translated(row.expression)}{more})'
 
 
-class KernelCode(Code):
-    """Loads and stores of one block of tokens in Triton."""
+class KernelCode(EagerCode):
+    """The same as loads and stores of one block of tokens in Triton."""
 
     def __init__(self) -> None:
         """Starts with no line."""

@@ -107,7 +107,7 @@ def _stream(block: PassInputs, logits: Tensor, where: CellIndex) -> tuple[Tensor
     for tile, columns in enumerate(slices(len(block.head), block.block_vocab)):
         torch.mm(block.head[columns], block.hidden.T, out=logits[columns])
         where.mark(tile, logits[columns], tokens_last=True)
-        running.add(logits[columns], None, block, block.large)
+        running.add(logits[columns], None, block.large)
     rest, inner, _, _ = running.results()
     return given_logits(block), rest, inner
 

@@ -7,9 +7,8 @@ length (see `Sums.flat`), regardless of the number of tokens.
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,11 +51,8 @@ class Sums:
 
     def __add__(self, other: "Sums") -> "Sums":
         """Merges two sets of totals. A name that only one of them has is kept."""
-        added = {name: _either(self.added, other.added, name, torch.add) for name in self.added | other.added}
-        highest = {
-            name: _either(self.highest, other.highest, name, torch.maximum) for name in self.highest | other.highest
-        }
-        return Sums(added, highest)
+        added = _merged(self.added, other.added, torch.add)
+        return Sums(added, _merged(self.highest, other.highest, torch.maximum))
 
     def flat(self) -> tuple[Float[Tensor, " a"], Float[Tensor, " h"]]:
         """Returns two vectors for collectives. All-reduce the first with SUM and the second with MAX, then `unflat`."""
@@ -67,10 +63,8 @@ class Sums:
         return Sums(_unflatten(self.added, added), _unflatten(self.highest, highest))
 
 
-def _either(a: dict[str, Tensor], b: dict[str, Tensor], name: str, merge: Any) -> Tensor:
-    if name not in a or name not in b:
-        return a.get(name, b.get(name))  # type: ignore[return-value]
-    return merge(a[name], b[name])
+def _merged(a: dict[str, Tensor], b: dict[str, Tensor], merge: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    return a | {name: merge(a[name], x) if name in a else x for name, x in b.items()}
 
 
 def _flatten(parts: dict[str, Tensor]) -> Tensor:
@@ -295,12 +289,10 @@ def rates(sums: Sums, metrics: Choice = "all") -> dict[str, float]:
     """
     totals = Totals()
     for part in (sums.added, sums.highest):
-        # torch leaves the elements of `tolist` untyped.
-        values: list[float] = _flatten(part).tolist() if part else []  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        for name in sorted(part):
-            size = part[name].numel()
-            chunk, values = values[:size], values[size:]
-            totals[name] = chunk[0] if part[name].ndim == 0 else _nested(chunk, part[name].shape)
+        if part:  # one copy from the device for all of them
+            on_host = _unflatten(part, _flatten(part).cpu())
+            # torch leaves the elements of `tolist` untyped.
+            totals.update({name: x.tolist() for name, x in on_host.items()})  # pyright: ignore[reportUnknownMemberType]
     named: dict[str, float] = {}
     for metric in METRICS:
         value = metric.value(totals)
@@ -324,13 +316,6 @@ def rates(sums: Sums, metrics: Choice = "all") -> dict[str, float]:
 def dropped_because(metrics: Mapping[str, float]) -> str:
     """Describes the kinds of faults in a step's metrics, without their counts."""
     return "; ".join(meaning for name, meaning in FAULTS.items() if metrics.get(f"trustrl/fault_{name}"))
-
-
-def _nested(values: list[float], shape: torch.Size) -> list[Any]:
-    if len(shape) == 1:
-        return values
-    width = math.prod(shape[1:])
-    return [_nested(values[i : i + width], shape[1:]) for i in range(0, len(values), width)]
 
 
 def raise_on_faults(sums: Sums) -> None:

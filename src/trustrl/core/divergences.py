@@ -17,22 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from trustrl.config.statistics import (
-    BinaryKL,
-    BinaryTV,
-    Divergence,
-    FullKL,
-    FullTV,
-    LogRatio,
-    Ratio,
-    SampledK2,
-    SampledK3,
-    SequenceRatio,
-    Statistic,
-    SymmetricBinaryKL,
-    TopKKL,
-    TopKTV,
-)
+from trustrl.config import statistics
+from trustrl.config.statistics import Divergence, FullKL, FullTV, Statistic, TopKTV
 from trustrl.core.clean import CleanTokens
 from trustrl.core.numerics import kl_term, log1mexp, verdict_dtype
 from trustrl.core.partition import CellSums, Partition
@@ -221,27 +207,27 @@ def _log_ratio(policy_logp: Tensor, anchor_logp: Tensor) -> Tensor:
 def measure(tokens: CleanTokens, statistic: Statistic) -> Interval:
     """Returns the statistic of each token as an interval."""
     match statistic:
-        case Ratio():
+        case statistics.Ratio():
             return ratio_gap(tokens.log_ratio, torch.zeros_like(tokens.log_ratio))
-        case LogRatio():
+        case statistics.LogRatio():
             return point(tokens.log_ratio.abs())
-        case SequenceRatio():
+        case statistics.SequenceRatio():
             return point(torch.expm1(sequence_mean(tokens.log_ratio, tokens.counted, tokens.grouped)).abs())
-        case SampledK2():
+        case statistics.SampledK2():
             return point(k2(tokens.log_ratio))
-        case SampledK3():
+        case statistics.SampledK3():
             return point(k3(tokens.log_ratio))
-        case BinaryTV():
+        case statistics.BinaryTV():
             return binary_tv(tokens.log_policy, tokens.log_anchor)
-        case BinaryKL():
+        case statistics.BinaryKL():
             return binary_kl(tokens.log_policy, tokens.log_anchor, resolution=tokens.resolution)
-        case SymmetricBinaryKL():
+        case statistics.SymmetricBinaryKL():
             return symmetric_binary_kl(tokens.log_policy, tokens.log_anchor, resolution=tokens.resolution)
-        case TopKTV() | TopKKL():
+        case statistics.TopKTV() | statistics.TopKKL():
             of = topk_tv if isinstance(statistic, TopKTV) else topk_kl
             assert tokens.partition is not None  # among the region's needs
             return _blanked(tokens, of(tokens.partition, tokens.log_policy, tokens.log_anchor))
-        case FullTV() | FullKL():
+        case statistics.FullTV() | statistics.FullKL():
             return _blanked(tokens, _full(tokens, statistic))
         case _:
             raise ConfigError(f"Cannot measure {statistic!r}. Use one of trustrl's statistics, or register a region.")

@@ -31,7 +31,9 @@ class Metric:
     reads: tuple[str, ...]
     """Sums the metric is computed from. The metric is absent if one of them is."""
 
-    compute: Callable[[Totals], float]
+    compute: Callable[[Totals], float] | None = None
+    """By default, the first of two sums is divided by the second, and a single sum or extreme is the metric itself."""
+
     elsewhere: dict[str, str] = field(default_factory=dict[str, str])
     """Nearest metric of each engine by engine name. The definitions may differ in detail."""
 
@@ -40,21 +42,18 @@ class Metric:
         if any(name not in totals for name in self.reads):
             return None
         try:
-            return float(self.compute(totals))
+            return float(_computed(self.reads, totals) if self.compute is None else self.compute(totals))
         except ZeroDivisionError:
             return None
 
 
-def _share(over: str, of: str) -> Callable[[Totals], float]:
-    return lambda t: t[over] / t[of]
-
-
-def _highest(name: str) -> Callable[[Totals], float]:
-    return lambda t: _finite(t[f"max/{name}"])
-
-
-def _lowest(name: str) -> Callable[[Totals], float]:
-    return lambda t: -_finite(t[f"min/{name}"])
+def _computed(reads: tuple[str, ...], totals: Totals) -> float:
+    first = totals[reads[0]]
+    if len(reads) == 2:
+        return first / totals[reads[1]]
+    if reads[0].startswith("min/"):  # kept as the maximum of the negated number
+        return -_finite(first)
+    return _finite(first) if reads[0].startswith("max/") else first
 
 
 def _finite(x: float) -> float:
@@ -74,40 +73,39 @@ ENTRIES: tuple[Metric, ...] = (
         name="masked_share", formula="masked tokens / tokens with A ≠ 0", unit="share", direction="high is bad",
         healthy="below a few percent; 0 at the first update of a batch", reads=("masked", "signed"),
         action="If it rises, lower the learning rate or the number of updates per batch. If it is above 0 at the first update, sampler and trainer disagree.",
-        compute=_share("masked", "signed"), elsewhere=_CLIPPED,
+        elsewhere=_CLIPPED,
     ),
     Metric(
         name="masked_share_increase", formula="masked tokens with r > 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
         healthy="see masked_share", action="Tokens rose past the bound and the update pushes them further up.", reads=("masked/increase", "signed"),
-        compute=_share("masked/increase", "signed"), elsewhere={"trl": "clip_ratio/high_mean", "prime-rl": "is_masked_high"},
+        elsewhere={"trl": "clip_ratio/high_mean", "prime-rl": "is_masked_high"},
     ),
     Metric(
         name="masked_share_decrease", formula="masked tokens with r < 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
         healthy="see masked_share", action="Tokens fell past the bound and the update pushes them further down.", reads=("masked/decrease", "signed"),
-        compute=_share("masked/decrease", "signed"), elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
+        elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
     ),
     Metric(
         name="bad_update_share", formula="tokens with A < 0 and b − π ≥ 0.5 / measured tokens", unit="share", direction="high is bad",
         healthy="0, or a few in a million", action="Updates destroy likely tokens: tighten max_decrease.", reads=("bad_updates", "measured"),
-        compute=_share("bad_updates", "measured"),
     ),
     Metric(
         name="gap_mean", formula="mean of π − b", unit="probability", direction="far from 0 is bad", healthy="near 0",
-        action="A drift with one sign means that the batch as a whole became more or less likely.", reads=("gap", "measured"), compute=_share("gap", "measured"),
+        action="A drift with one sign means that the batch as a whole became more or less likely.", reads=("gap", "measured"),
     ),
     Metric(
         name="gap_abs_mean", formula="mean of |π − b|, estimates how far sampled tokens moved", unit="probability", direction="high is bad",
-        healthy="well below the TV bound", action="Lower the learning rate, or check staleness.", reads=("gap/abs", "measured"), compute=_share("gap/abs", "measured"),
+        healthy="well below the TV bound", action="Lower the learning rate, or check staleness.", reads=("gap/abs", "measured"),
     ),
     Metric(
-        name="gap_min", formula="min of π − b", unit="probability", direction="low is bad", healthy=NO_RANGE, action="Below −0.5, see bad_update_share.", reads=("min/gap",), compute=_lowest("gap"),
+        name="gap_min", formula="min of π − b", unit="probability", direction="low is bad", healthy=NO_RANGE, action="Below −0.5, see bad_update_share.", reads=("min/gap",),
     ),
     Metric(
-        name="gap_max", formula="max of π − b", unit="probability", direction="high is bad", healthy=NO_RANGE, action="Inspect the token.", reads=("max/gap",), compute=_highest("gap"),
+        name="gap_max", formula="max of π − b", unit="probability", direction="high is bad", healthy=NO_RANGE, action="Inspect the token.", reads=("max/gap",),
     ),
     Metric(
         name="ratio_mean", formula="mean of r = π/b before truncation", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.02",
-        action="Its expectation is 1 if b sampled the tokens. Far from 1, another policy sampled them.", reads=("ratio", "measured"), compute=_share("ratio", "measured"),
+        action="Its expectation is 1 if b sampled the tokens. Far from 1, another policy sampled them.", reads=("ratio", "measured"),
     ),
     Metric(
         name="ratio_max", formula="exp(max log r) before truncation", unit="ratio", direction="high is bad", healthy=NO_RANGE,
@@ -116,16 +114,16 @@ ENTRIES: tuple[Metric, ...] = (
     ),
     Metric(
         name="weight_mean", formula="mean of w after truncation, correction and penalty, over unmasked tokens", unit="ratio", direction="far from ratio_mean means that truncation acts",
-        healthy="close to ratio_mean", action="Compare with ratio_mean: the region, the cap and dropped tokens account for the difference.", reads=("weight", "acting"), compute=_share("weight", "acting"),
+        healthy="close to ratio_mean", action="Compare with ratio_mean: the region, the cap and dropped tokens account for the difference.", reads=("weight", "acting"),
     ),
     Metric(
         name="capped_share", formula="tokens with r above the cap / measured tokens", unit="share", direction="high is bad", healthy="below 1%",
-        action="A cap that acts often biases the gradient. See ratio_max.", reads=("extra/capped", "measured"), compute=_share("extra/capped", "measured"),
+        action="A cap that acts often biases the gradient. See ratio_max.", reads=("extra/capped", "measured"),
     ),
     Metric(
         name="sequence_dropped_share", formula="tokens in sequences that OPSM drops / measured tokens", unit="share", direction="high is bad", healthy="below 10%",
         action="The sampler and the policy disagree on losing responses: sync weights more often, or raise max_drift.",
-        reads=("extra/sequence_dropped", "measured"), compute=_share("extra/sequence_dropped", "measured"),
+        reads=("extra/sequence_dropped", "measured"),
     ),
     Metric(
         name="kl_k1", formula="mean of −log r, unbiased for KL(b‖π) when b sampled", unit="nats", direction="high is bad", healthy="near 0",
@@ -153,32 +151,29 @@ ENTRIES: tuple[Metric, ...] = (
     Metric(
         name="divergence_mean", formula="mean of D's lower end, finite values only", unit="the statistic's", direction="high is bad", healthy="well below the bound",
         action="Compare with the bound. See the quantiles.", reads=("divergence", "divergence/finite"),
-        compute=_share("divergence", "divergence/finite"),
     ),
     Metric(
-        name="divergence_max", formula="max of D's lower end", unit="the statistic's", direction="high is bad", healthy=NO_RANGE, action="Inspect the token.", reads=("max/divergence",), compute=_highest("divergence"),
+        name="divergence_max", formula="max of D's lower end", unit="the statistic's", direction="high is bad", healthy=NO_RANGE, action="Inspect the token.", reads=("max/divergence",),
     ),
     Metric(
         name="divergence_infinite", formula="tokens whose D is +inf (the policy excludes ids that the anchor allows)", unit="tokens", direction="high is bad", healthy="0",
-        action="Rounding made probabilities 0 or 1: compute log-probs in float32 and pass tail_logp.", reads=("divergence/infinite",), compute=lambda t: t["divergence/infinite"],
+        action="Rounding made probabilities 0 or 1: compute log-probs in float32 and pass tail_logp.", reads=("divergence/infinite",),
     ),
     Metric(
         name="divergence_upper_mean", formula="mean of D's upper end, finite values only", unit="the statistic's", direction="high is bad", healthy=NO_RANGE,
         action="Far above divergence_mean, the support is too small to decide.", reads=("divergence/upper", "divergence/upper_finite"),
-        compute=_share("divergence/upper", "divergence/upper_finite"),
     ),
     Metric(
         name="undecided_share", formula="tokens whose bound lies inside [lower, upper) / measured tokens; Top-K TV only", unit="share", direction="high is uninformative", healthy=NO_RANGE,
         action="The approximation cannot decide these tokens. The gradient is not affected. Raise k: a larger K narrows the interval.", reads=("undecided", "bounded"),
-        compute=_share("undecided", "bounded"),
     ),
     Metric(
         name="anchor_tail_mean", formula="mean of b's mass outside the support", unit="probability", direction="high is uninformative", healthy=NO_RANGE,
-        action="Record more ids.", reads=("tail/anchor", "tail/measured"), compute=_share("tail/anchor", "tail/measured"),
+        action="Record more ids.", reads=("tail/anchor", "tail/measured"),
     ),
     Metric(
         name="policy_tail_mean", formula="mean of π's mass outside the support", unit="probability", direction="rising is bad", healthy="close to anchor_tail_mean",
-        action="Probability mass moves to unrecorded ids: entropy is exploding.", reads=("tail/policy", "tail/measured"), compute=_share("tail/policy", "tail/measured"),
+        action="Probability mass moves to unrecorded ids: entropy is exploding.", reads=("tail/policy", "tail/measured"),
     ),
     Metric(
         name="entropy", formula="mean entropy of π", unit="nats", direction="a fast change in either direction is bad", healthy=NO_RANGE,
@@ -189,85 +184,84 @@ ENTRIES: tuple[Metric, ...] = (
     ),
     Metric(
         name="entropy_stopped", formula="mean entropy at masked tokens", unit="nats", direction="none", healthy=NO_RANGE,
-        action="If it is high, the region masks exploration.", reads=("entropy/masked", "entropy/masked_measured"), compute=_share("entropy/masked", "entropy/masked_measured"),
+        action="If it is high, the region masks exploration.", reads=("entropy/masked", "entropy/masked_measured"),
     ),
     Metric(
         name="entropy_kept", formula="mean entropy at kept tokens", unit="nats", direction="none", healthy=NO_RANGE,
-        action="Compare with entropy_stopped.", reads=("entropy/kept", "entropy/kept_measured"), compute=_share("entropy/kept", "entropy/kept_measured"),
+        action="Compare with entropy_stopped.", reads=("entropy/kept", "entropy/kept_measured"),
     ),
     Metric(
         name="mismatch_abs_mean", formula="mean of |log π' − log μ|", unit="nats", direction="high is bad", healthy="1e-5 in fp32, 1e-2 to 4e-2 with a bf16 sampler",
         action="Trainer and sampler disagree at the same weights: check dtype, temperature, truncation, tied heads and stale weights.", reads=("mismatch/abs", "mismatch/measured"),
-        compute=_share("mismatch/abs", "mismatch/measured"), elsewhere={"trl": "sampling/sampling_logp_difference/mean", "skyrl": "policy/rollout_train_logprobs_abs_diff_mean"},
+        elsewhere={"trl": "sampling/sampling_logp_difference/mean", "skyrl": "policy/rollout_train_logprobs_abs_diff_mean"},
     ),
     Metric(
         name="mismatch_max", formula="max of log π' − log μ", unit="nats", direction="high is bad", healthy="below 0.3 with a bf16 sampler",
-        action="See mismatch_abs_mean.", reads=("max/mismatch",), compute=_highest("mismatch"), elsewhere={"trl": "sampling/sampling_logp_difference/max", "skyrl": "policy/rollout_train_logprobs_abs_diff_max"},
+        action="See mismatch_abs_mean.", reads=("max/mismatch",), elsewhere={"trl": "sampling/sampling_logp_difference/max", "skyrl": "policy/rollout_train_logprobs_abs_diff_max"},
     ),
     Metric(
         name="mismatch_min", formula="min of log π' − log μ", unit="nats", direction="low is bad", healthy="above −0.3 with a bf16 sampler",
-        action="See mismatch_abs_mean.", reads=("min/mismatch",), compute=_lowest("mismatch"),
+        action="See mismatch_abs_mean.", reads=("min/mismatch",),
     ),
     Metric(
         name="mismatch_ratio_mean", formula="mean of k = π'/μ", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.01",
-        action="Its expectation is 1 if μ sampled the tokens. Far from 1, the recorded log-probs belong to another policy.", reads=("mismatch", "mismatch/measured"), compute=_share("mismatch", "mismatch/measured"),
+        action="Its expectation is 1 if μ sampled the tokens. Far from 1, the recorded log-probs belong to another policy.", reads=("mismatch", "mismatch/measured"),
         elsewhere={"trl": "sampling/importance_sampling_ratio/mean"},
     ),
     Metric(
         name="correction_mean", formula="mean of the mismatch correction", unit="ratio", direction="far from 1 is bad", healthy="1 ± 0.02",
-        action="Compare with mismatch_ratio_mean.", reads=("extra/correction", "measured"), compute=_share("extra/correction", "measured"),
+        action="Compare with mismatch_ratio_mean.", reads=("extra/correction", "measured"),
     ),
     Metric(
         name="correction_zero_share", formula="tokens that the correction drops / measured tokens", unit="share", direction="high is bad", healthy="below 1%",
-        action="If it is large, fix the mismatch instead of masking it.", reads=("extra/correction_zero", "measured"), compute=_share("extra/correction_zero", "measured"),
+        action="If it is large, fix the mismatch instead of masking it.", reads=("extra/correction_zero", "measured"),
     ),
     Metric(
         name="staleness_mean", formula="mean of the trained weights' version − the sampler's version", unit="versions", direction="high is bad", healthy="0 if synchronous; at most the trainer's limit if asynchronous",
-        action="Sync weights more often, or set the region's max_staleness.", reads=("staleness", "staleness/measured"), compute=_share("staleness", "staleness/measured"),
+        action="Sync weights more often, or set the region's max_staleness.", reads=("staleness", "staleness/measured"),
     ),
     Metric(
-        name="staleness_max", formula="max of the same difference", unit="versions", direction="high is bad", healthy="see staleness_mean", action="See staleness_mean.", reads=("max/staleness",), compute=_highest("staleness"),
+        name="staleness_max", formula="max of the same difference", unit="versions", direction="high is bad", healthy="see staleness_mean", action="See staleness_mean.", reads=("max/staleness",),
     ),
     Metric(
         name="stale_share", formula="tokens older than the region's max_staleness / measured tokens", unit="share", direction="high is bad", healthy="below a few percent",
-        action="The region drops these tokens or tightens their bound. See staleness_mean.", reads=("extra/stale", "measured"), compute=_share("extra/stale", "measured"),
+        action="The region drops these tokens or tightens their bound. See staleness_mean.", reads=("extra/stale", "measured"),
     ),
     Metric(
         name="projected_share", formula="tokens outside the KL ball / measured tokens", unit="share", direction="high is bad", healthy="a few percent",
-        action="See masked_share.", reads=("extra/projected", "measured"), compute=_share("extra/projected", "measured"),
+        action="See masked_share.", reads=("extra/projected", "measured"),
     ),
     Metric(
         name="projected_kl_before", formula="mean KL(π‖b) over cells", unit="nats", direction="high is bad", healthy="below the bound",
-        action="If it keeps rising, raise alpha or lower the learning rate.", reads=("extra/projected_kl_before", "measured"), compute=_share("extra/projected_kl_before", "measured"),
+        action="If it keeps rising, raise alpha or lower the learning rate.", reads=("extra/projected_kl_before", "measured"),
     ),
     Metric(
         name="projected_kl_after", formula="mean KL(π̂‖b) over cells", unit="nats", direction="none", healthy="at most the bound, by construction",
-        action="A value above the bound is a bug: report it.", reads=("extra/projected_kl_after", "measured"), compute=_share("extra/projected_kl_after", "measured"),
+        action="A value above the bound is a bug: report it.", reads=("extra/projected_kl_after", "measured"),
     ),
     Metric(
         name="projected_beta", formula="mean β over projected tokens", unit="none", direction="low is bad", healthy=NO_RANGE,
-        action="A small value means that the projection pulls tokens back strongly.", reads=("extra/projected_beta", "extra/projected"), compute=_share("extra/projected_beta", "extra/projected"),
+        action="A small value means that the projection pulls tokens back strongly.", reads=("extra/projected_beta", "extra/projected"),
     ),
     Metric(
         name="projected_evaluations", formula="mean evaluations of KL(β) per projected token", unit="count", direction="high is slow", healthy="3 to 5",
-        action="If it is high, some tokens are extreme: see projected_kl_before.", reads=("extra/projected_evaluations", "extra/projected"), compute=_share("extra/projected_evaluations", "extra/projected"),
+        action="If it is high, some tokens are extreme: see projected_kl_before.", reads=("extra/projected_evaluations", "extra/projected"),
     ),
     Metric(
         name="projected_unconverged", formula="tokens for which the solver did not converge", unit="tokens", direction="high is bad", healthy="0",
-        action="Report these tokens as a bug.", reads=("extra/projected_unconverged",), compute=lambda t: t["extra/projected_unconverged"],
+        action="Report these tokens as a bug.", reads=("extra/projected_unconverged",),
     ),
     Metric(
         name="tokens", formula="tokens in the loss", unit="tokens", direction="none", healthy=NO_RANGE, action="The denominator of token means.", reads=("tokens",),
-        compute=lambda t: t["tokens"],
     ),
     Metric(
         name="sequences", formula="sequences with a token in the loss", unit="sequences", direction="none", healthy=NO_RANGE,
-        action="The denominator of sequence means.", reads=("sequences",), compute=lambda t: t["sequences"],
+        action="The denominator of sequence means.", reads=("sequences",),
     ),
     Metric(
         name="loss_weight", formula="Σ_t c_t: sum of the weights that the trainer's reduction gives to the step's tokens", unit="none", direction="far from 1 scales the learning rate",
         healthy="1 for averages over tokens or sequences; less with a fixed length", action="If an average is not 1, advantages, micro-batches or ranks are scaled twice or not at all.",
-        reads=("loss_weight",), compute=lambda t: t["loss_weight"],
+        reads=("loss_weight",),
     ),
     Metric(
         name="dropped_share", formula="faulty tokens in the loss / tokens in the loss", unit="share", direction="high is bad", healthy="0",

@@ -32,7 +32,7 @@ _FAULT_COUNTS = [
     Metric(
         name=f"fault_{fault}", formula=f"tokens where {meaning}", unit="tokens", direction="high is bad", healthy="0",
         action="The loss drops these tokens and keeps them in its denominator. trustrl.check locates them.",
-        reads=(f"fault/{fault}",), compute=lambda t, name=f"fault/{fault}": t[name],
+        reads=(f"fault/{fault}",),
     )
     for fault, meaning in FAULTS.items()
 ]  # fmt: skip
@@ -40,7 +40,7 @@ _LOSSES = [
     Metric(
         name=f"loss_{term}", formula=f"the {term} term of the loss, reduced", unit="loss", direction="none",
         healthy=NO_RANGE, action="Do not compare the policy term across regions: its value is not a surrogate.",
-        reads=(f"loss/{term}",), compute=lambda t, name=f"loss/{term}": t[name],
+        reads=(f"loss/{term}",),
     )
     for term in ("policy", "kl", "entropy")
 ]  # fmt: skip

@@ -139,7 +139,7 @@ def vocabulary_partition(
     return Partition(log_b, log_p, b, p, tail, tail, token, 0.0), good
 
 
-class _Columns(NamedTuple):
+class _Cells(NamedTuple):
     """The recorded columns in float64, without gradient; −inf in columns that are not cells."""
 
     log_b: Float[Tensor, "n c"]
@@ -172,34 +172,29 @@ def topk_partition(
     - `column`: the policy's log-prob in the sampled id's column equals its `logp` (see `_same_logp`).
     - `narrow`: a record with fewer than k columns leaves out at most `tail_mass` of the anchor.
     """
-    token_ids = rollout.token_ids
-    assert token_ids is not None
-    topk, own, ends_early = recorded_columns(policy, rollout, needs)
+    columns, resolution = flat_columns(policy, rollout, needs)
     double = log_anchor.dtype
     tails: Tails | None = None
-    if reads_tails(topk, policy, needs):
-        assert topk.tail_logp is not None
-        assert policy.tail_logp is not None
-        tails = topk.tail_logp.detach().reshape(-1).to(double), policy.tail_logp.reshape(-1).to(double)
-    token, logp = token_ids.reshape(-1), policy.logp.reshape(-1).to(double)
-    columns = _columns(topk, own, token, double)
-    log_b, log_p = columns.log_b, columns.log_p
+    if columns.anchor_tail_logp is not None and columns.own_tail_logp is not None:
+        tails = columns.anchor_tail_logp.to(double), columns.own_tail_logp.to(double)
+    logp = policy.logp.reshape(-1).to(double)
+    cells = _cells(columns, double)
+    log_b, log_p = cells.log_b, cells.log_p
     b, p = log_b.exp(), log_p.exp()
     mass_b, mass_p = b.sum(-1), p.sum(-1)
-    good = _topk_faults(columns, (mass_b, mass_p), tails, token, logp.detach(), log_anchor, usable)
-    if ends_early:
+    good = _topk_faults(cells, (mass_b, mass_p), tails, columns.token_ids, logp.detach(), log_anchor, usable)
+    if columns.left_out is not None:
         left_out = 1 - log_anchor.exp() - mass_b
-        good["narrow"] = ~(usable & good["support"]) | (left_out <= needs.tail_mass)
+        good["narrow"] = ~(usable & good["support"]) | (left_out <= columns.left_out)
     if needs.projects:
         # Recomputed with gradient, and blanked before the exponential: a NaN in a dropped row would return as its
         # gradient. Without a projection nobody differentiates the columns, and such rows may hold anything.
         fine = usable & _all(good)
-        log_p = torch.where(columns.known & fine.unsqueeze(-1), own.reshape(log_p.shape).to(double), -torch.inf)
+        log_p = torch.where(cells.known & fine.unsqueeze(-1), columns.own_logp.to(double), -torch.inf)
         logp = torch.where(fine, logp, 0.0)
         tails = None if tails is None else (tails[0], torch.where(fine, tails[1], -torch.inf))
         p = log_p.exp()
         mass_p = p.sum(-1)
-    resolution = 0.0
     if needs.fills:
         tail_b = tail_p = torch.zeros_like(log_anchor)
     elif tails is not None:
@@ -207,8 +202,7 @@ def topk_partition(
     else:
         # Both by subtraction, even if one side knows better: unlike representations differ where policies agree.
         tail_b, tail_p = ((1 - x.exp() - y).clamp(min=0.0) for x, y in ((log_anchor, mass_b), (logp, mass_p)))
-        resolution = resolution_of(topk.logp, own)
-    return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution, columns.has_sampled), good
+    return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution, cells.has_sampled), good
 
 
 def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[TopK, Tensor, bool]:
@@ -226,16 +220,12 @@ def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs)
     return topk, own, ends_early
 
 
-def reads_tails(topk: TopK, policy: PolicyTokens, needs: Needs) -> bool:
-    """Returns True if both recorded tails are used: they must be computed alike."""
-    return topk.tail_logp is not None and policy.tail_logp is not None and not needs.fills
-
-
 def flat_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:
     """Returns the recorded columns for kernels, the policy's with gradient, and the smallest meaningful tail."""
     topk, own, ends_early = recorded_columns(policy, rollout, needs)
     width = topk.ids.shape[-1]
-    tails, fills = reads_tails(topk, policy, needs), needs.fills
+    # Both or neither: they must be computed alike.
+    tails = topk.tail_logp is not None and policy.tail_logp is not None and not needs.fills
     assert rollout.token_ids is not None  # `require_fields` has checked it
     columns = Columns(
         ids=topk.ids.reshape(-1, width),
@@ -245,10 +235,10 @@ def flat_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> 
         token_ids=rollout.token_ids.reshape(-1),
         anchor_tail_logp=topk.tail_logp.detach().reshape(-1) if tails and topk.tail_logp is not None else None,
         own_tail_logp=policy.tail_logp.reshape(-1) if tails and policy.tail_logp is not None else None,
-        no_tail=fills,
+        no_tail=needs.fills,
         left_out=needs.tail_mass if ends_early else None,
     )
-    return columns, 0.0 if tails or fills else resolution_of(topk.logp, own)
+    return columns, 0.0 if tails or needs.fills else resolution_of(topk.logp, own)
 
 
 def column_faults(columns: Columns) -> list[str]:
@@ -256,24 +246,21 @@ def column_faults(columns: Columns) -> list[str]:
     return ["support", "mass", "column", *([] if columns.left_out is None else ["narrow"])]
 
 
-def _columns(topk: TopK, own: Tensor, token: Tensor, dtype: torch.dtype) -> _Columns:
-    """Flattens the recorded columns and finds the sampled token's."""
-    width = topk.ids.shape[-1]
-    valid = topk.valid.reshape(-1, width)
-    sampled = valid & (topk.ids.reshape(-1, width) == token.unsqueeze(-1))
-    known = valid & ~sampled
+def _cells(columns: Columns, dtype: torch.dtype) -> _Cells:
+    """Returns the columns in a dtype, and finds the sampled token's."""
+    sampled = columns.valid & (columns.ids == columns.token_ids.unsqueeze(-1))
+    known = columns.valid & ~sampled
+    both = columns.anchor_logp.detach(), columns.own_logp.detach()
     # A copy, then filled in place: at these sizes, allocating memory costs about as much as the arithmetic.
-    log_b, log_p = (
-        x.detach().reshape(-1, width).to(dtype, copy=True).masked_fill_(~known, -torch.inf) for x in (topk.logp, own)
-    )
+    log_b, log_p = (x.to(dtype, copy=True).masked_fill_(~known, -torch.inf) for x in both)
     # torch has no argmax of bools.
     place = sampled.to(torch.uint8).argmax(-1, keepdim=True)
-    sides = (x.detach().reshape(-1, width).gather(-1, place).squeeze(-1).to(dtype) for x in (topk.logp, own))
-    return _Columns(log_b, log_p, known, sampled.gather(-1, place).squeeze(-1), *sides)
+    sides = (x.gather(-1, place).squeeze(-1).to(dtype) for x in both)
+    return _Cells(log_b, log_p, known, sampled.gather(-1, place).squeeze(-1), *sides)
 
 
 def _topk_faults(
-    columns: _Columns,
+    cells: _Cells,
     masses: tuple[Tensor, Tensor],
     tails: Tails | None,
     token: Tensor,
@@ -282,9 +269,9 @@ def _topk_faults(
     usable: Tensor,
 ) -> dict[str, Bool[Tensor, " n"]]:
     """Returns, for each kind of fault in the columns, the tokens that are free of it."""
-    support = (token >= 0) & _plausible(columns.log_b) & _plausible(columns.log_p)
+    support = (token >= 0) & _plausible(cells.log_b) & _plausible(cells.log_p)
     # The sampler may record its top K in another pass than the sampled token.
-    all_b = masses[0] + torch.where(columns.has_sampled, columns.sampled_b, log_anchor - ANCHOR_NOISE).exp()
+    all_b = masses[0] + torch.where(cells.has_sampled, cells.sampled_b, log_anchor - ANCHOR_NOISE).exp()
     all_p = masses[1] + logp.exp()
     if tails is not None:
         tail_b, tail_p = tails[0], tails[1].detach()
@@ -293,8 +280,8 @@ def _topk_faults(
     judged = usable & support
     return {
         "support": support,
-        "mass": ~judged | (_at_most_one(all_b, columns.log_b) & _at_most_one(all_p, columns.log_p)),
-        "column": ~judged | ~columns.has_sampled | _same_logp(columns.sampled_p, logp),
+        "mass": ~judged | (_at_most_one(all_b, cells.log_b) & _at_most_one(all_p, cells.log_p)),
+        "column": ~judged | ~cells.has_sampled | _same_logp(cells.sampled_p, logp),
     }
 
 

@@ -4,6 +4,7 @@ Tensors are (B, T) with one row per sequence, or packed (N,) with `sequence_ids`
 devices when it is made. It does not check values, which would wait for the device; `trustrl.check` does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,6 +39,18 @@ def _integer(what: str, x: Any) -> None:
 def _same(what: str, x: Tensor, like: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
     _must(x.shape == shape, what, f"of shape {tuple(shape)}", tuple(x.shape), "Pass exactly one entry per token.")
     _must(x.device == like.device, what, f"on {like.device}", x.device, "Move it there with .to().")
+
+
+def _fields(
+    record: Any, names: tuple[str, ...], kind: Callable[[str, Any], None], like: Tensor, *, wide: bool = False
+) -> None:
+    """Checks the fields that are not None against the tokens in `like`. `wide` fields have one more axis."""
+    for name in names:
+        x = getattr(record, name)
+        if x is not None:
+            what = f"{type(record).__name__}.{name}"
+            kind(what, x)
+            _same(what, x, like, (*like.shape, x.shape[-1]) if wide else like.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,48 +185,20 @@ class RolloutTokens:
         mask = self.in_loss
         is_tensor = isinstance(mask, Tensor)  # pyright: ignore[reportUnnecessaryIsInstance]: callers may run unchecked
         _must(is_tensor, "RolloutTokens.in_loss", "a tensor", type(mask).__name__, "Use torch.as_tensor.")
-        _must(
-            mask.dtype == torch.bool,
-            "RolloutTokens.in_loss",
-            "boolean",
-            mask.dtype,
-            "Convert a 0/1 mask with .bool().",
-        )
-        _must(
-            mask.ndim in (1, 2),
-            "RolloutTokens.in_loss",
-            "(B, T) or packed (N,)",
-            tuple(mask.shape),
-            "Reshape the batch.",
-        )
-        for name in ("behavior_logp", "proximal_logp", "reference_logp"):
-            if getattr(self, name) is not None:
-                _floating(f"RolloutTokens.{name}", getattr(self, name))
-                _same(f"RolloutTokens.{name}", getattr(self, name), mask, mask.shape)
-        for name in ("token_ids", "sequence_ids", "version", "turn", "position"):
-            if getattr(self, name) is not None:
-                _integer(f"RolloutTokens.{name}", getattr(self, name))
-                _same(f"RolloutTokens.{name}", getattr(self, name), mask, mask.shape)
-        _floating("RolloutTokens.advantage", self.advantage)
-        allowed: set[tuple[int, ...]] = {tuple(mask.shape)}
+        where, shape = "RolloutTokens.in_loss", tuple(mask.shape)
+        _must(mask.dtype == torch.bool, where, "boolean", mask.dtype, "Convert a 0/1 mask with .bool().")
+        _must(mask.ndim in (1, 2), where, "(B, T) or packed (N,)", shape, "Reshape the batch.")
+        _fields(self, ("behavior_logp", "proximal_logp", "reference_logp"), _floating, mask)
+        _fields(self, ("token_ids", "sequence_ids", "version", "turn", "position"), _integer, mask)
+        where, advantage = "RolloutTokens.advantage", self.advantage
+        _floating(where, advantage)
+        allowed: set[tuple[int, ...]] = {shape}
         allowed |= {(mask.shape[0],), (mask.shape[0], 1)} if mask.ndim == 2 else set()
-        _must(
-            tuple(self.advantage.shape) in allowed,
-            "RolloutTokens.advantage",
-            f"of a shape in {sorted(allowed)}",
-            tuple(self.advantage.shape),
-            "Pass one advantage per packed token: advantage_per_sequence[sequence_ids].",
-        )
-        _must(
-            self.advantage.device == mask.device,
-            "RolloutTokens.advantage",
-            f"on {mask.device}",
-            self.advantage.device,
-            "Move it there with .to().",
-        )
-        if self.kept_ids is not None:
-            _integer("RolloutTokens.kept_ids", self.kept_ids)
-            _same("RolloutTokens.kept_ids", self.kept_ids, mask, (*mask.shape, self.kept_ids.shape[-1]))
+        advice = "Pass one advantage per packed token: advantage_per_sequence[sequence_ids]."
+        fits = tuple(advantage.shape) in allowed
+        _must(fits, where, f"of a shape in {sorted(allowed)}", tuple(advantage.shape), advice)
+        _same(where, advantage, mask, advantage.shape)  # the device
+        _fields(self, ("kept_ids", "experts"), _integer, mask, wide=True)
         if self.topk is not None:
             _same("RolloutTokens.topk.ids", self.topk.ids, mask, (*mask.shape, self.topk.ids.shape[-1]))
         if self.full is not None:
@@ -221,9 +206,6 @@ class RolloutTokens:
         if self.replica is not None:
             _integer("RolloutTokens.replica", self.replica)
             _same("RolloutTokens.replica", self.replica, mask, mask.shape[:1])
-        if self.experts is not None:
-            _integer("RolloutTokens.experts", self.experts)
-            _same("RolloutTokens.experts", self.experts, mask, (*mask.shape, self.experts.shape[-1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,22 +245,13 @@ class PolicyTokens:
     def __post_init__(self) -> None:
         _floating("PolicyTokens.logp", self.logp)
         shape = self.logp.shape
-        for name in ("tail_logp", "entropy"):
-            if getattr(self, name) is not None:
-                _floating(f"PolicyTokens.{name}", getattr(self, name))
-                _same(f"PolicyTokens.{name}", getattr(self, name), self.logp, shape)
-        for name in ("topk_logp", "topk_anchor_logp", "full_logp"):
-            x = getattr(self, name)
-            if x is not None:
-                _floating(f"PolicyTokens.{name}", x)
-                _must(
-                    x.ndim == self.logp.ndim + 1,
-                    f"PolicyTokens.{name}",
-                    "one axis longer than logp",
-                    tuple(x.shape),
-                    "",
-                )
-                _same(f"PolicyTokens.{name}", x, self.logp, (*shape, x.shape[-1]))
+
+        def longer(what: str, x: Any) -> None:
+            _floating(what, x)
+            _must(x.ndim == len(shape) + 1, what, "one axis longer than logp", tuple(x.shape), "")
+
+        _fields(self, ("tail_logp", "entropy"), _floating, self.logp)
+        _fields(self, ("topk_logp", "topk_anchor_logp", "full_logp"), longer, self.logp, wide=True)
         if self.topk is not None:
             _same("PolicyTokens.topk.ids", self.topk.ids, self.logp, (*shape, self.topk.ids.shape[-1]))
             if self.topk_anchor_logp is not None:

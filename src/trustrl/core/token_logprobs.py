@@ -3,7 +3,7 @@
 Shape suffixes: N tokens, D hidden size, V vocabulary (this rank's part of it), K given ids.
 """
 
-from typing import Any, Literal, NamedTuple, TypedDict, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -35,14 +35,6 @@ class AnchorStates(NamedTuple):
     bias: Float[Tensor, " V"] | None = None
     logsumexp: Float[Tensor, " N"] | None = None
     """The anchor's log-sum-exp, if it was recorded. Saves one of the three extra products."""
-
-
-class _LogitSettings(TypedDict):
-    """The settings that turn products into logits."""
-
-    temperature: float | Tensor
-    bias: Tensor | None
-    softcap: float | None
 
 
 def token_logprobs(
@@ -113,7 +105,7 @@ def token_logprobs(
     _check_tensors(hidden_ND, head_VD, token_ids_N, gather_ids, bias, against)
     _check_settings(temperature, softcap, top_k, head_VD, shard, impl, entropy)
     if impl == "reference":
-        settings: _LogitSettings = {"temperature": temperature, "bias": bias, "softcap": softcap}
+        settings: dict[str, Any] = {"temperature": temperature, "bias": bias, "softcap": softcap}
         out = token_logprobs_reference(
             hidden_ND, head_VD, token_ids_N, gather_ids=gather_ids, top_k=top_k, entropy=bool(entropy), **settings
         )
@@ -169,9 +161,7 @@ def _default_product_dtype(hidden_ND: Tensor) -> torch.dtype:
 
 def _run_alone(call: VocabularyCall, impl: str) -> TokenLogprobs:
     """Returns the outputs of one implementation, as if the head were the whole vocabulary."""
-    hidden_ND, head_VD, token_ids_N = call[:3]
-    settings: dict[str, Any] = dict(zip(call._fields[3:], call[3:], strict=True))
-    return token_logprobs(hidden_ND, head_VD, token_ids_N, **settings, impl=cast("Impl", impl))
+    return token_logprobs(**call._asdict(), impl=cast("Impl", impl))
 
 
 def _logit_summary(
@@ -225,15 +215,15 @@ def _exact_divergence(
 
 def _reference_divergence(
     out: TokenLogprobs, hidden: Tensor, head: Tensor, token_ids: Tensor, against: AnchorStates | None,
-    settings: _LogitSettings,
+    settings: dict[str, Any],
 ) -> TokenLogprobs:  # fmt: skip
     """Adds the exact TV and KL from an anchor to the reference outputs, with every logit in memory."""
     if against is None:
         return out
     with torch.no_grad():
         policy = torch.log_softmax(logits_reference(hidden, head, **settings), -1)
-        other: _LogitSettings = {**settings, "bias": against.bias}
-        anchor = torch.log_softmax(logits_reference(against.hidden, against.head, **other), -1)
+        anchor_settings: dict[str, Any] = {**settings, "bias": against.bias}
+        anchor = torch.log_softmax(logits_reference(against.hidden, against.head, **anchor_settings), -1)
         live = token_ids >= 0
         tv = (policy.exp() - anchor.exp()).abs().sum(-1) / 2
         kl = torch.where(anchor > -torch.inf, anchor.exp() * (anchor - policy), 0.0).sum(-1)

@@ -137,10 +137,10 @@ def _forward_block(
         cells.mark(tile_index, product)
         if top_k:
             dropped, dropped_bias = best.take(product, bias, columns.start)
-            running.add(dropped, dropped_bias, inputs, large=False)
+            running.add(dropped, dropped_bias, large=False)
             if slope:  # displaced cells go back to the rest; their head rows may lie anywhere
-                running.add_slope_at(dropped, dropped_bias, best.dropped_ids, inputs)
-        running.add(product, bias, inputs, inputs.large, weights, head)
+                running.add_slope_at(dropped, dropped_bias, best.dropped_ids)
+        running.add(product, bias, inputs.large, weights, head)
     ids = torch.cat([inputs.ids, best.ids.clamp(min=0)], dim=-1)
     return ForwardResult(given_logits(inputs._replace(ids=ids)), best.ids, *running.results())
 

@@ -20,7 +20,8 @@ class RunningSums:
 
     def __init__(self, inputs: PassInputs, slope: bool, vocab_axis: int = -1) -> None:
         num_rows, num_features = inputs.hidden.shape
-        self.vocab_axis = vocab_axis
+        self.inputs, self.vocab_axis = inputs, vocab_axis
+        self.scale = inputs.scale.unsqueeze(vocab_axis)
         self.shift = torch.full((num_rows,), -torch.inf, dtype=inputs.wide, device=inputs.hidden.device)
         self.total, self.moment, self.largest = (torch.zeros_like(self.shift) for _ in range(3))
         self.slope = self.shift.new_zeros((num_rows, num_features if slope else 0))
@@ -31,60 +32,51 @@ class RunningSums:
         self,
         product: Tensor,
         bias: Tensor | None,
-        inputs: PassInputs,
         large: bool,
         weights: Tensor | None = None,
         head: Tensor | None = None,
     ) -> None:
         """Accumulates one vocabulary tile. If the buffer `weights` is given, adds the tile's share of the slope."""
         if devices.free_to_look(product):
-            self._add_lagged(product, bias, inputs, large, weights)
+            self._add_lagged(product, bias, large, weights)
         else:
-            self._add_online(product, bias, inputs, large, weights)
+            self._add_online(product, bias, large, weights)
         if weights is not None and head is not None:
             self.slope += weights @ head
 
-    def _add_lagged(
-        self, product: Tensor, bias: Tensor | None, inputs: PassInputs, large: bool, weights: Tensor | None
-    ) -> None:
+    def _add_lagged(self, product: Tensor, bias: Tensor | None, large: bool, weights: Tensor | None) -> None:
         """Accumulates a tile under the shift of the tiles before it, and again under its own if that is too low."""
-        top, size, total, moment = self._summary(product, bias, inputs, large, weights)
+        top, size, total, moment = self._summary(product, bias, large, weights)
         if bool((top > self.shift + self.safe).any()):
             self._raise_to(torch.maximum(self.shift, top))
-            top, size, total, moment = self._summary(product, bias, inputs, large, weights)
+            top, size, total, moment = self._summary(product, bias, large, weights)
         self.total += total
         self.moment += moment
         self.largest = torch.maximum(self.largest, size)
 
-    def _add_online(
-        self, product: Tensor, bias: Tensor | None, inputs: PassInputs, large: bool, weights: Tensor | None
-    ) -> None:
+    def _add_online(self, product: Tensor, bias: Tensor | None, large: bool, weights: Tensor | None) -> None:
         """Accumulates a tile under the largest logit so far, without reading a value."""
-        scale = inputs.scale.unsqueeze(self.vocab_axis)
         self.shift, self.total, self.moment, self.largest, keep = tile_math.fused_online_sums(
-            product, bias, scale, inputs.softcap, self.vocab_axis, self.shift, self.total, self.moment, self.largest,
-            weights, large=large,
+            product, bias, self.scale, self.inputs.softcap, self.vocab_axis, self.shift, self.total, self.moment,
+            self.largest, weights, large=large,
         )  # fmt: skip
         if self.slope.numel():
             self.slope *= keep.unsqueeze(-1)
 
     def _summary(
-        self, product: Tensor, bias: Tensor | None, inputs: PassInputs, large: bool, weights: Tensor | None
+        self, product: Tensor, bias: Tensor | None, large: bool, weights: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scale = inputs.scale.unsqueeze(self.vocab_axis)
-        shift = self._finite_shift()
-        return tile_math.fused_summary(
-            product, bias, scale, inputs.softcap, shift, self.vocab_axis, weights, large=large
-        )
+        shift, softcap = self._finite_shift(), self.inputs.softcap
+        return tile_math.fused_summary(product, bias, self.scale, softcap, shift, self.vocab_axis, weights, large=large)
 
     def _finite_shift(self) -> Tensor:
         # A row without a finite logit so far has no shift; 0 makes its exponentials 0.
         return torch.where(self.shift > -torch.inf, self.shift, 0.0).unsqueeze(self.vocab_axis)
 
-    def add_slope_at(self, product: Tensor, bias: Tensor | None, ids: Tensor, inputs: PassInputs) -> None:
+    def add_slope_at(self, product: Tensor, bias: Tensor | None, ids: Tensor) -> None:
         """Accumulates the slope of a few cells of each row, whose head rows may lie anywhere."""
-        z, slope = tile_math.logits(product, bias, inputs.scale.unsqueeze(-1), inputs.softcap)
-        self.slope += weighted_head_rows(torch.exp(z - self._finite_shift()) * slope, inputs._replace(ids=ids))
+        z, slope = tile_math.logits(product, bias, self.scale, self.inputs.softcap)
+        self.slope += weighted_head_rows(torch.exp(z - self._finite_shift()) * slope, self.inputs._replace(ids=ids))
 
     def _raise_to(self, higher: Tensor) -> None:
         moved = torch.where(self.shift > -torch.inf, self.shift - higher, 0.0)

@@ -22,18 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trustrl.kernels import sum_kernels as table
 from trustrl.kernels.id_columns import Columns
-from trustrl.kernels.sum_kernels import (
-    BINNED,
-    EXTREMES,
-    HISTOGRAMS,
-    NEEDS,
-    NUM_EXTREMES,
-    NUM_HISTOGRAMS,
-    NUM_SUMS,
-    SUMS,
-    sums_kernel,
-)
 from trustrl.kernels.token_kernels import clean_kernel, terms_kernel
 from trustrl.kernels.triton_launch import dense
 
@@ -129,31 +119,31 @@ def clean(
     )
 
 
-class TermInputs(NamedTuple):
-    """Inputs of the loss of each token, flat."""
+def terms(
+    logp: Tensor,
+    keep: Tensor,
+    weight: Tensor,
+    advantage: Tensor,
+    usable: Tensor,
+    value: Tensor | None,
+    penalty: Tensor | None,
+    weights: Tensor | None,
+    largest: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (Σ terms as float64, its derivatives with respect to `logp`, overflow flags). Tensors are flat.
 
-    logp: Tensor
-    keep: Tensor
-    weight: Tensor
-    advantage: Tensor
-    usable: Tensor
-    value: Tensor | None
-    penalty: Tensor | None
-    weights: Tensor | None
-    """Factor of each token's term in the reduction; None for 1."""
-
-
-def terms(inputs: TermInputs, largest: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (Σ terms as float64, its derivatives with respect to `logp`, overflow flags)."""
-    n, device = inputs.logp.numel(), inputs.logp.device
+    `weights` are the factors of the terms in the reduction; None for 1.
+    """
+    n, device = logp.numel(), logp.device
     blocks = math.ceil(n / BLOCK)
-    slope = torch.empty(n, dtype=inputs.logp.dtype, device=device)
+    slope = torch.empty(n, dtype=logp.dtype, device=device)
     overflow = torch.empty(n, dtype=torch.bool, device=device)
     partials = torch.empty(blocks, dtype=torch.float64, device=device)
-    with torch.cuda.device_of(inputs.logp):
+    with torch.cuda.device_of(logp):
         terms_kernel[(blocks,)](
-            *dense(*inputs), slope, overflow, partials, n, LARGEST=largest, ROWS=BLOCK, num_warps=WARPS
-        )
+            *dense(logp, keep, weight, advantage, usable, value, penalty, weights), slope, overflow, partials, n,
+            LARGEST=largest, ROWS=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
     return partials.sum(), slope, overflow
 
 
@@ -169,24 +159,24 @@ def sums(
     """
     n, device, bound = columns["in_loss"].numel(), columns["in_loss"].device, columns["max_increase"]
     blocks = math.ceil(n / BLOCK)
-    partials = torch.empty(blocks, NUM_SUMS, dtype=torch.float64, device=device)
-    extremes = torch.empty(blocks, NUM_EXTREMES, dtype=torch.float64, device=device)
-    bins = torch.zeros(NUM_HISTOGRAMS, num_bins, dtype=torch.float64, device=device)
+    partials = torch.empty(blocks, table.NUM_SUMS, dtype=torch.float64, device=device)
+    extremes = torch.empty(blocks, table.NUM_EXTREMES, dtype=torch.float64, device=device)
+    bins = torch.zeros(table.NUM_HISTOGRAMS, num_bins, dtype=torch.float64, device=device)
     with torch.cuda.device_of(columns["in_loss"]):
-        sums_kernel[(blocks,)](
+        table.sums_kernel[(blocks,)](
             **dict(zip(columns, dense(*columns.values()), strict=True)), partials=partials, extremes=extremes,
             bins=bins, n=n, num_bins=num_bins, bound_step=int(bound is not None and bound.numel() > 1),
-            NUM_SUMS=NUM_SUMS, NUM_EXTREMES=NUM_EXTREMES, ROWS=BLOCK, num_warps=WARPS, **settings,
+            NUM_SUMS=table.NUM_SUMS, NUM_EXTREMES=table.NUM_EXTREMES, ROWS=BLOCK, num_warps=WARPS, **settings,
         )  # fmt: skip
     total, highest = partials.sum(0), extremes.amax(0)
-    added = {name: total[slot] for name, slot in SUMS.items()}
-    added |= {name: total[slot : slot + 24].view(8, 3) for name, slot in BINNED.items()}
-    added |= {name: bins[slot] for name, slot in HISTOGRAMS.items()}
-    tops = {name: highest[slot] for name, slot in EXTREMES.items()}
+    added = {name: total[slot] for name, slot in table.SUMS.items()}
+    added |= {name: total[slot : slot + 24].view(8, 3) for name, slot in table.BINNED.items()}
+    added |= {name: bins[slot] for name, slot in table.HISTOGRAMS.items()}
+    tops = {name: highest[slot] for name, slot in table.EXTREMES.items()}
     present = {name for name, x in columns.items() if x is not None and x is not False}
     return _with_columns(added, present), _with_columns(tops, present)
 
 
 def _with_columns(rows: dict[str, Tensor], present: set[str]) -> dict[str, Tensor]:
     """Returns the rows that have all their columns. The slots of the others hold garbage."""
-    return {name: x for name, x in rows.items() if present.issuperset(NEEDS.get(name, ()))}
+    return {name: x for name, x in rows.items() if present.issuperset(table.NEEDS.get(name, ()))}

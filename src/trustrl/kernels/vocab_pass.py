@@ -214,21 +214,28 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.settings, ctx.num_cells = settings, known.shape[1]
 
 
+def _upstream(
+    rest: Tensor, inner: Tensor, slope: Tensor, num_cells: int, gradients: tuple[Tensor | None, ...]
+) -> UpstreamGradients:
+    """Returns results and gradients in the form of the backward pass: zeros for an output that the loss does not read.
+
+    `gradients` are those of the fields of `ForwardResult`.
+    """
+    d_known, _, d_rest, d_inner, *_ = gradients
+    d_known = rest.new_zeros((len(rest), num_cells)) if d_known is None else d_known
+    d_rest, d_inner = (torch.zeros_like(rest) if x is None else x for x in (d_rest, d_inner))
+    return UpstreamGradients(rest, inner, slope, d_known, d_rest, d_inner)
+
+
 def _backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
     hidden, head, bias, ids, counts, scale, rest, inner, slope = ctx.saved_tensors
-    d_known, _, d_rest, d_inner, *_ = grad_outputs
-    d_known = rest.new_zeros((len(rest), ctx.num_cells)) if d_known is None else d_known
-    d_rest = torch.zeros_like(rest) if d_rest is None else d_rest
-    if d_inner is None:
-        d_inner = torch.zeros_like(rest)
-    elif slope.numel():
+    upstream = _upstream(rest, inner, slope, ctx.num_cells, grad_outputs)
+    if grad_outputs[3] is not None and slope.numel():
         raise RuntimeError(
             "The entropy was computed without a gradient, but the loss differentiates it. Pass entropy=True."
         )
     wants = ctx.needs_input_grad[:3]
-    gradients = vocab_pass_backward(
-        hidden, head, bias, ids, counts, scale, *ctx.settings, rest, inner, slope, d_known, d_rest, d_inner, *wants
-    )
+    gradients = vocab_pass_backward(hidden, head, bias, ids, counts, scale, *ctx.settings, *upstream, *wants)
     return tuple(x if wanted else None for x, wanted in zip(gradients, wants, strict=True)) + (None,) * 11
 
 
@@ -276,15 +283,7 @@ class _KeepingPass(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *tensors, live, rest, inner, buffer = ctx.saved_tensors
         inputs, wants = PassInputs(*tensors, *ctx.settings), ctx.needs_input_grad[:3]
-        d_known, _, d_rest, d_inner, *_ = grads
-        upstream = UpstreamGradients(
-            rest,
-            inner,
-            rest.new_empty((len(rest), 0)),
-            rest.new_zeros((len(rest), ctx.num_cells)) if d_known is None else d_known,
-            torch.zeros_like(rest) if d_rest is None else d_rest,
-            torch.zeros_like(rest) if d_inner is None else d_inner,
-        )
+        upstream = _upstream(rest, inner, rest.new_empty((len(rest), 0)), ctx.num_cells, grads)
         if ctx.overwritten:  # by an earlier backward pass through the same graph
             _, buffer = _kept_forward(inputs, live, ctx.num_rows)
         ctx.overwritten = True

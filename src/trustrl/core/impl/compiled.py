@@ -12,7 +12,7 @@ and the same function runs as torch operations.
 
 import functools
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,33 +83,28 @@ class Request(NamedTuple):
     columns: Columns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecidedTokens(CleanTokens):
-    """Clean tokens with the region's decision, which is part of finding the doubtful ones."""
+class Compiled:
+    """The functions of `eager` for one call with a region that `covers` accepts."""
 
-    decision: Decision
-
-
-class Compiled(NamedTuple):
-    """The functions of `eager` for a region that `covers` accepts."""
-
-    region: Any
+    def __init__(self, region: Any) -> None:
+        self.region = region
+        self.decision: Decision | None = None
 
     def clean(
         self, policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonfinite: OnNonFinite
-    ) -> DecidedTokens:
-        """Returns the result of `eager.clean`, and that of `eager.decide` with it."""
+    ) -> CleanTokens:
+        """Returns the result of `eager.clean`. The decision, which is part of finding doubtful tokens, is kept."""
         check_pair(policy, rollout)
         require_fields(policy, rollout, needs)
         columns, resolution = flat_columns(policy, rollout, needs)
-        tokens, decision = _judge(Request(policy, rollout, self.region, needs, on_nonfinite, columns), resolution)
-        return DecidedTokens(**{x.name: getattr(tokens, x.name) for x in fields(tokens)}, decision=decision)
+        tokens, self.decision = _judge(Request(policy, rollout, self.region, needs, on_nonfinite, columns), resolution)
+        return tokens
 
     def decide(self, tokens: CleanTokens, region: Region) -> Decision:
         """Returns the result of `eager.decide`."""
-        assert isinstance(tokens, DecidedTokens)
+        assert self.decision is not None
         assert region == self.region
-        return tokens.decision
+        return self.decision
 
     reduced_loss = staticmethod(eager.reduced_loss)
     collect = staticmethod(eager.collect)

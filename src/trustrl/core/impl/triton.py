@@ -156,17 +156,10 @@ class _Loss(Function):
     def forward(
         ctx: Any, logp: Tensor, penalty: Tensor | None, decision: Decision, tokens: CleanTokens, weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        inputs = token_pass.TermInputs(
-            logp=logp,
-            keep=decision.keep,
-            weight=decision.weight,
-            advantage=tokens.advantage,
-            usable=tokens.usable,
-            value=decision.value,
-            penalty=penalty,
-            weights=weights,
-        )
-        total, slope, overflow = token_pass.terms(inputs, tokens.largest_term)
+        total, slope, overflow = token_pass.terms(
+            logp, decision.keep, decision.weight, tokens.advantage, tokens.usable, decision.value, penalty, weights,
+            tokens.largest_term,
+        )  # fmt: skip
         ctx.save_for_backward(slope, overflow, tokens.usable, weights)
         ctx.penalized = penalty is not None
         ctx.mark_non_differentiable(overflow)
