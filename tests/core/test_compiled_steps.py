@@ -184,7 +184,7 @@ def test_tokens_at_the_bound_are_decided_in_float64():
         assert torch.equal(want.decision.keep, got.decision.keep)
 
 
-@pytest.mark.parametrize("name", ["dppo-binary-tv", "ppo", "gspo"])
+@pytest.mark.parametrize("name", ["dppo-binary-tv", "ppo", "gspo", "troll-gspo"])
 def test_other_regions_are_left_to_the_eager_steps(name):
     region = trustrl.preset(name)
     policy, rollout = records(region)

@@ -26,7 +26,7 @@ from trustrl.core.divergences import Interval
 from trustrl.core.impl import eager
 from trustrl.core.impl.compiled_rows import WIDEST, ColumnSums, sum_columns
 from trustrl.core.partition import CellSums, column_faults, flat_columns
-from trustrl.core.projection import SLACK
+from trustrl.core.projection import SLACK, ProjectedTokens
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK, check_pair
 from trustrl.errors import TrustRLWarning
 from trustrl.kernels.id_columns import Columns
@@ -39,10 +39,15 @@ KINDS = "dppo", "troll"
 
 
 def covers(policy: PolicyTokens, rollout: RolloutTokens, region: Region, needs: Needs) -> bool:
-    """Returns True if `Compiled` applies: DPPO or TROLL on recorded columns, on a CPU."""
+    """Returns True if `Compiled` applies: DPPO or TROLL on recorded columns, token by token, on a CPU."""
     if region.kind not in KINDS or getattr(region, "correction", None) is not None or reads_ages(region):
         return False
-    if not needs.topk or needs.fills or (needs.own_topk == "known" and policy.topk is not None):
+    if (
+        region.needs().sequences
+        or not needs.topk
+        or needs.fills
+        or (needs.own_topk == "known" and policy.topk is not None)
+    ):
         return False
     if rollout.topk is None or rollout.topk.ids.shape[-1] > WIDEST:
         return False
@@ -167,22 +172,18 @@ def _near(decision: Decision, error: Tensor) -> Tensor:
 
 def _inside_ball(tokens: CleanTokens, kl: Tensor) -> Decision:
     """Returns TROLL's decision for tokens inside the ball."""
-    weight, none = torch.exp(tokens.log_ratio), torch.zeros_like(kl)
-    kl = torch.where(tokens.usable, kl, 0.0)
+    logp, log_ratio, usable = tokens.logp, tokens.log_ratio, tokens.usable
+    kl, none = torch.where(usable, kl, 0.0), torch.zeros_like(kl)
+    inside = torch.zeros_like(usable)
+    projected = ProjectedTokens(logp, torch.zeros_like(logp), inside, log_ratio, kl, kl, none, none, none)
+    weight = torch.exp(log_ratio)
     return Decision(
-        torch.ones_like(tokens.usable),
+        torch.ones_like(usable),
         weight,
-        tokens.logp,
+        logp,
         value=weight * tokens.advantage,
-        penalty=torch.zeros_like(tokens.logp),
-        extra={
-            "projected": torch.zeros_like(tokens.usable),
-            "projected_kl_before": kl,
-            "projected_kl_after": kl,
-            "projected_beta": none,
-            "projected_evaluations": none,
-            "projected_unconverged": none,
-        },
+        penalty=projected.pull,
+        extra=projected.numbers,
     )
 
 
