@@ -205,27 +205,23 @@ def _bound(bound: float | Tensor | None, tokens: CleanTokens) -> Tensor | None:
 
 
 def other_sums(tokens: CleanTokens, decision: Decision, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the sums that the table does not have: terms of the loss, faults, sequences and the region's own."""
-    added = {f"loss/{name}": term.to(tokens.log_ratio.dtype) for name, term in terms.items()}
-    added |= {f"fault/{name}": count for name, count in tokens.faults.items()}
-    added |= count_sequences(tokens)
-    add_extra(added, tokens, decision)
-    return added
-
-
-def add_extra(added: dict[str, Tensor], tokens: CleanTokens, decision: Decision) -> None:
-    """Sums a region's own values over the usable tokens.
+    """Returns the sums that the table does not have: terms of the loss, faults, sequences and the region's own.
 
     Raises:
-        RecordError: If one has the name of a metric.
+        RecordError: If a value of the region has the name of a metric.
     """
+    dtype = tokens.log_ratio.dtype
+    added = {f"loss/{name}": term.to(dtype) for name, term in terms.items()}
+    added |= {f"fault/{name}": count for name, count in tokens.faults.items()}
+    added |= count_sequences(tokens)
     for name, x in decision.extra.items():
         if name in RESERVED:
             raise RecordError(f"Decision.extra must not use the name of a metric, got {name!r}. Choose another name.")
         if x.dtype == torch.bool:
-            added[f"extra/{name}"] = torch.count_nonzero(tokens.usable & x).to(tokens.log_ratio.dtype)
+            added[f"extra/{name}"] = torch.count_nonzero(tokens.usable & x).to(dtype)
         else:
-            added[f"extra/{name}"] = torch.where(tokens.usable, x, 0.0).sum(dtype=tokens.log_ratio.dtype)
+            added[f"extra/{name}"] = torch.where(tokens.usable, x, 0.0).sum(dtype=dtype)
+    return added
 
 
 def count_sequences(tokens: CleanTokens) -> dict[str, Tensor]:

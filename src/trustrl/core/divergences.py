@@ -59,7 +59,7 @@ def tv_limit(kl: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
 
 def ratio_gap(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
     r"""Returns PPO's statistic, D = |r − 1|. It does not bound a divergence: r = 3 may mean 2e-4 or 0.6."""
-    return point(torch.expm1(_log_ratio(policy_logp, anchor_logp)).abs())
+    return point(torch.expm1(_double(policy_logp) - _double(anchor_logp)).abs())
 
 
 def binary_tv(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "*batch"]) -> Interval:
@@ -73,7 +73,7 @@ def binary_tv(policy_logp: Float[Tensor, "*batch"], anchor_logp: Float[Tensor, "
         >>> binary_tv(torch.tensor(0.7).log(), torch.tensor(0.4).log()).lower
         tensor(0.3000, dtype=torch.float64)
     """
-    policy, anchor = (_probability(x) for x in (policy_logp, anchor_logp))
+    policy, anchor = (torch.exp(_double(x)).clamp(max=1.0) for x in (policy_logp, anchor_logp))
     return Interval((anchor - policy).abs(), 1 - torch.minimum(anchor, policy))
 
 
@@ -182,26 +182,18 @@ def full_tv(policy_logp: Float[Tensor, "*batch v"], anchor_logp: Float[Tensor, "
         >>> full_tv(torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.2, 0.3, 0.5]).log()).lower
         tensor(0.3000, dtype=torch.float64)
     """
-    policy, anchor = (torch.exp(x.to(verdict_dtype(x))) for x in (policy_logp, anchor_logp))
+    policy, anchor = (torch.exp(_double(x)) for x in (policy_logp, anchor_logp))
     return point((0.5 * (anchor - policy).abs().sum(-1)).clamp(max=1.0))
 
 
 def full_kl(policy_logp: Float[Tensor, "*batch v"], anchor_logp: Float[Tensor, "*batch v"]) -> Interval:
     """Returns the exact KL(b‖π) = Σ_v b(v) log(b(v)/π(v)); +inf where π excludes an id that b allows."""
-    policy, anchor = (x.to(verdict_dtype(x)) for x in (policy_logp, anchor_logp))
+    policy, anchor = (_double(x) for x in (policy_logp, anchor_logp))
     return point(kl_term(anchor, policy).sum(-1).clamp(min=0.0))
 
 
 def _double(x: Tensor) -> Tensor:
     return x.to(verdict_dtype(x))
-
-
-def _probability(logp: Tensor) -> Tensor:
-    return torch.exp(_double(logp)).clamp(max=1.0)
-
-
-def _log_ratio(policy_logp: Tensor, anchor_logp: Tensor) -> Tensor:
-    return _double(policy_logp) - _double(anchor_logp)
 
 
 def measure(tokens: CleanTokens, statistic: Statistic) -> Interval:

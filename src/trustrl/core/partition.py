@@ -205,8 +205,8 @@ def topk_partition(
     return Partition(log_b, log_p, b, p, tail_b, tail_p, None, resolution, cells.has_sampled), good
 
 
-def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[TopK, Tensor, bool]:
-    """Returns the anchor's columns that a region reads, the policy's, and True if there are fewer than it asks for."""
+def flat_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:
+    """Returns the columns that a region reads, the policy's with gradient, and the smallest meaningful tail."""
     topk, own = rollout.topk, policy.topk_logp
     assert topk is not None  # `require` has checked these
     assert own is not None
@@ -217,12 +217,6 @@ def recorded_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs)
         topk, own, policy = _selected(topk, own, policy, rollout, needs.tail_mass)
     if needs.own_topk != "none" and policy.topk is not None:
         topk, own = _join_own_topk(topk, own, policy, fill=needs.fills)
-    return topk, own, ends_early
-
-
-def flat_columns(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> tuple[Columns, float]:
-    """Returns the recorded columns for kernels, the policy's with gradient, and the smallest meaningful tail."""
-    topk, own, ends_early = recorded_columns(policy, rollout, needs)
     width = topk.ids.shape[-1]
     # Both or neither: they must be computed alike.
     tails = topk.tail_logp is not None and policy.tail_logp is not None and not needs.fills

@@ -209,7 +209,7 @@ def _exact_divergence(
         sums = triton_divergence.divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N, row_ids.live_N)
     else:
         sums = divergence_sums(inputs, anchor, policy_lse_N, anchor_lse_N.to(inputs.scale.dtype), row_ids.live_N)
-    tv, kl = vocab_parallel.sum_over_ranks(sums, shard).unbind(-1)
+    tv, kl = (sums if shard is None else vocab_parallel.summed(sums, shard)).unbind(-1)
     return tv / 2, kl
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from trustrl.kernels import vocab_parallel
+from trustrl.kernels.pass_inputs import slices
 from trustrl.kernels.vocab_parallel import VocabShard
 
 PAIR_ELEMENTS = 1 << 24
@@ -106,5 +107,4 @@ class _PairDots(torch.autograd.Function):
 
 
 def _parts(pairs: int, width: int) -> list[slice]:
-    size = max(1, PAIR_ELEMENTS // max(width, 1))
-    return [slice(start, min(start + size, pairs)) for start in range(0, pairs, size)]
+    return slices(pairs, max(1, PAIR_ELEMENTS // max(width, 1)))

@@ -62,15 +62,6 @@ def merge(shard: VocabShard, inside_NC: Tensor, local: LogitSummary) -> LogitSum
     )
 
 
-def sum_over_ranks(x: Tensor, shard: VocabShard | None) -> Tensor:
-    """Returns the sum over ranks, or `x` itself without a shard. Not differentiable."""
-    if shard is None:
-        return x
-    x = x.contiguous()
-    dist.all_reduce(x, group=shard.group)
-    return x
-
-
 def summed(x: Tensor, shard: VocabShard) -> Tensor:
     """Returns the sum over ranks. All ranks compute the same loss of it, so its gradient is each rank's own."""
     return _applied(_Sum, x, shard)

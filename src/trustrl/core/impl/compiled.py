@@ -150,13 +150,10 @@ def _summed(request: Request, resolution: float) -> ColumnSums:
     of = "projection"
     if not request.needs.projects:
         of = "kl" if isinstance(request.region.divergence, TopKKL) else "tv"
-    logp, anchor = (x.detach().reshape(-1) for x in _sides(request))
+    sides = request.policy.logp, getattr(request.rollout, f"{request.needs.anchor}_logp")
+    logp, anchor = (x.detach().reshape(-1) for x in sides)
     valid = columns.valid.contiguous().view(torch.uint8)
     return _compiled()(columns, logp, anchor, valid, of, resolution)
-
-
-def _sides(request: Request) -> tuple[Tensor, Tensor]:
-    return request.policy.logp, getattr(request.rollout, f"{request.needs.anchor}_logp")
 
 
 def _near(decision: Decision, error: Tensor) -> Tensor:
