@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from support.refusal_examples import TRL, cases
 from trustrl import regions
 from trustrl.engines.common import seam
 from trustrl.engines.common.token_places import TokenPlaces
@@ -560,10 +561,10 @@ def test_speculative_decoding_is_refused_on_a_cpu_alone():
 WORKS = {"trl": (1, 16, 0), "loss_type": "grpo", "behavior": "trainer", "use_vllm": False}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.setting}: {row.must_be}")
-def test_a_row_of_the_table_refuses_its_example_and_no_other_row_does(row):
-    region = trustrl.preset(row.preset, **row.region)
-    facts = WORKS | {"region": region} | dict(row.example)
+@pytest.mark.parametrize("case", cases(ROWS, TRL), ids=lambda case: f"{case.row.setting}: {case.row.must_be}")
+def test_a_row_of_the_table_refuses_its_example_and_no_other_row_does(case):
+    row, region = case.row, trustrl.preset(case.preset, **case.region)
+    facts = WORKS | {"region": region} | case.settings
 
     def given(name, default=None):
         return default if facts.get(name) is None else facts[name]

@@ -8,13 +8,13 @@ from typing import Any
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
-    TRUNCATED,
     Given,
     Refusal,
     Scope,
     average_per_sequence,
     not_asynchronous,
     sampled_only,
+    whole_vocabulary,
 )
 
 LEVEL, MODE = "--algo.advantage.is_correction_level", "--actor.loss_agg_mode"
@@ -28,15 +28,15 @@ _CORRECTION = (
     "mis, divergence-gate."
 )
 _THEIRS = {
-    "--actor.eps_clip": (0.2, 0.3, _BOUNDS),
-    "--actor.eps_clip_low_high": (None, (0.2, 0.28), _BOUNDS),
-    "--actor.dual_clip": (None, 3.0, _BOUNDS),
-    "--actor.policy_loss_type": ("ppo", "gspo", "It belongs to OpenRLHF's own loss. Use --trustrl.region gspo."),
-    "--algo.advantage.is_correction_mode": ("mask", "clip", _CORRECTION),
-    "--algo.advantage.is_correction_gating": ("ratio", "tv", _CORRECTION),
-    "--algo.advantage.is_correction_threshold": ((0.5, 5.0), (0.9, 1.1), _CORRECTION),
+    "--actor.eps_clip": (0.2, _BOUNDS),
+    "--actor.eps_clip_low_high": (None, _BOUNDS),
+    "--actor.dual_clip": (None, _BOUNDS),
+    "--actor.policy_loss_type": ("ppo", "It belongs to OpenRLHF's own loss. Use --trustrl.region gspo."),
+    "--algo.advantage.is_correction_mode": ("mask", _CORRECTION),
+    "--algo.advantage.is_correction_gating": ("ratio", _CORRECTION),
+    "--algo.advantage.is_correction_threshold": ((0.5, 5.0), _CORRECTION),
 }
-"""Settings of OpenRLHF's loss: the default, another value, and the reason why it must not be set."""
+"""Settings of OpenRLHF's loss: the default, and the reason why another value must not be set."""
 
 
 def _changed(default: Any, value: Any, lookup: Given) -> bool:
@@ -48,14 +48,13 @@ def _changed(default: Any, value: Any, lookup: Given) -> bool:
 
 
 def _of_their_loss(name: str) -> Refusal:
-    default, other, why = _THEIRS[name]
+    default, why = _THEIRS[name]
     return Refusal(
         setting=name,
         must_be=f"left at {default}" if default is not None else "left out",
         why=why,
         refused=lambda value, lookup, region: _changed(default, value, lookup),
         default=default,
-        example={name: other},
     )
 
 
@@ -69,7 +68,6 @@ ROWS = (
         refused=lambda level, lookup, region: level != "token",
         default="off",
         scope=ON_SAMPLER,
-        example={LEVEL: "off"},
     ),
     Refusal(
         setting=LEVEL,
@@ -78,20 +76,10 @@ ROWS = (
         refused=lambda level, lookup, region: level != "off",
         default="off",
         scope=_NOT_ON_SAMPLER,
-        example={LEVEL: "token"},
-        preset="ppo",
-        region={"anchor": "proximal"},
     ),
     *map(_of_their_loss, _THEIRS),
-    average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean", default="token-mean"),
+    average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean"),
     not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
-    Refusal(
-        setting="--rollout.top_p",
-        must_be="1.0",
-        why=TRUNCATED,
-        refused=lambda top_p, lookup, region: top_p < 1.0,
-        default=1.0,
-        example={"--rollout.top_p": 0.9},
-    ),
+    whole_vocabulary("--rollout.top_p", "top_p", "1.0", 1.0),
 )
 """Every row, in the order of the check."""
