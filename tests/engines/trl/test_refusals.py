@@ -23,7 +23,13 @@ from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
 from trustrl.engines.common.vocabulary_read import Opaque, at_completions
 from trustrl.engines.refusals.trl import ROWS
-from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, callbacks, sampler, trainer as engine
+from trustrl.engines.trl import (
+    TrustRegionGRPOTrainer,
+    TrustRegionMixin,
+    sampler,
+    trainer as engine,
+    trainer_checks as callbacks,
+)
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError, MissingDataError
 from trustrl.recording import Recording

@@ -24,13 +24,12 @@ from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.logits_forward import AskingModel, LogitsForward
-from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, require_seam
-from trustrl.engines.common.region_callback import RegionState
+from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, RegionState, require_seam
 from trustrl.engines.common.region_needs import sources
 from trustrl.engines.common.step_check import check_initial_ratio, check_of_rollouts, check_recorded
 from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_forward import AskingModel, LogitsForward
 from trustrl.engines.common.vocabulary_read import Wanted, at_completions
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import OLDEST, REDUCTIONS, ROWS

@@ -28,15 +28,15 @@ from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
+from trustrl.engines.common.step_metrics import CLIP, clip_shares
 from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
-from trustrl.engines.common.unrounded_model import unrounded
+from trustrl.engines.common.vocabulary_forward import ModelProxy, unrounded
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import ASYNC
 from trustrl.errors import ConfigError, EngineError
 
 VERSION = "trustrl_version"
 NEEDED_INPUTS = ("token_index", "old_log_probs", "advantages", "segment_id", "global_n_tokens")
-CLIP = "clip_ratio/"
 
 
 class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
@@ -185,23 +185,14 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         assert total is not None  # this micro-batch is in it
         region_metrics = rates(total)
         self._region_check.check(region_metrics, total)
-        region_metrics = chosen(region_metrics, self._logged)
-        tokens = max(float(total.added["tokens"]), 1.0)
-        names = {"low_mean": "stopped/decrease", "high_mean": "stopped/increase", "region_mean": "stopped"}
-        region_metrics |= {f"{CLIP}{name}": float(total.added[key]) / tokens for name, key in names.items()}
-        for name, value in region_metrics.items():
+        for name, value in {**chosen(region_metrics, self._logged), **clip_shares(total)}.items():
             metrics[name].append(value)
 
 
-class _CapturingModel:
+class _CapturingModel(ModelProxy):
     """Model proxy that keeps the output of its one forward pass."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.output: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    output: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.output = self._model(*args, **kwargs)

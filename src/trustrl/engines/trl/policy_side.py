@@ -8,10 +8,9 @@ from torch import Tensor
 from trustrl.config.axes import Needs
 from trustrl.core.records import FullDivergence, PolicyTokens, RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet
-from trustrl.engines.common.kept_policy import policy_fields, sampled_logp
 from trustrl.engines.common.loss_seam import Seen
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_read import Wanted, at_completions
+from trustrl.engines.common.vocabulary_read import Wanted, at_completions, policy_fields, sampled_logp
 
 
 def wanted_of(

@@ -18,10 +18,10 @@ from verl.workers.utils.padding import no_padding_2_padding
 from trustrl.config.axes import Needs
 from trustrl.core.records import TopK
 from trustrl.engines.common.kept_columns import KeptColumn, column_of, require_kept
-from trustrl.engines.common.kept_policy import packed_kept
 from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS, REPLICA
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_read import packed_kept
 from trustrl.engines.verl.response_layout import check_rows, in_loss, like_responses, padded, taken
 from trustrl.errors import EngineError, MissingDataError
 

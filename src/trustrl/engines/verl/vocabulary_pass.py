@@ -15,9 +15,8 @@ from verl.utils import tensordict_utils as tu
 from trustrl.config.axes import Needs
 from trustrl.core.records import FullDivergence, TopK
 from trustrl.core.sampling import KeptSet
-from trustrl.engines.common.kept_policy import anchor_fields, policy_fields, sampled_logp
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_read import Wanted
+from trustrl.engines.common.vocabulary_read import Wanted, anchor_fields, policy_fields, sampled_logp
 from trustrl.engines.verl import anchors
 from trustrl.engines.verl.response_layout import Places, as_responses, taken
 from trustrl.errors import EngineError

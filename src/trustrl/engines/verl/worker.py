@@ -29,7 +29,7 @@ from trustrl.core.diagnostics import rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common import record_environment, region_settings, seam
+from trustrl.engines.common import region_settings, seam, stock_tokens
 from trustrl.engines.common.replica_watch import ReplicaWatch
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
@@ -129,7 +129,7 @@ class RegionWorker(TrainingWorker):
     def _asked(self, config: Any) -> Recording | None:
         """Returns the recording that the environment asks for, or None."""
         rows = config.ppo_mini_batch_size * config.rollout_n / self.engine.get_data_parallel_size()
-        return record_environment.recording(rows)
+        return stock_tokens.recording(rows)
 
     def _recorded(self, loss_fn: Any, policy_loss: Any) -> Any:
         """Returns verl's own loss, with recording if the environment asks for it and the loss is a policy's."""
@@ -137,7 +137,7 @@ class RegionWorker(TrainingWorker):
         settings = None if policy_loss is None else self._asked(loss_fn.keywords["config"])
         if settings is None:
             return loss_fn
-        observed = record_environment.observed_region()
+        observed = stock_tokens.observed_region()
         self._recorder = self._recorder_of(settings, policy_loss, observed)
         if self._recorder is None:
             return loss_fn
