@@ -61,7 +61,6 @@ NEED_MORE = {
     "trustrl.engines.verl_cpu": "trustrl_verl_cpu, whose old name it is",
     "trustrl.engines.vllm.decode_record": "numpy, which vLLM has",
     "trustrl.engines.vllm.gloo_transfer": "vLLM",
-    "trustrl.engines.vllm.recorded_requests": "numpy, which vLLM has",
     "trustrl.engines.vllm.routed_experts": "numpy, which vLLM has",
 }
 """What cannot be imported with the core alone, and why."""

@@ -15,7 +15,7 @@ from support.refusal_examples import SWIFT, cases
 from trustrl.engines import swift as engine
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import BEHAVIOR, GENERATION, ROWS
-from trustrl.engines.swift import environment, trainer as adapter
+from trustrl.engines.swift import trainer as adapter, trainer as environment
 from trustrl.errors import ConfigError, EngineError, MissingDataError, UnknownNameError
 
 TEMPLATE = {"padding_free": False, "sequence_parallel_size": 1}

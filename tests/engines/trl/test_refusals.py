@@ -504,7 +504,7 @@ class Sampling:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_sampler_that_does_not_follow_the_weights_is_refused(follows, monkeypatch):
-    monkeypatch.setattr("trustrl.engines.vllm.weight_sync.probe_gap", lambda generation: generation.gap())
+    monkeypatch.setattr("trustrl.engines.vllm.weight_reload.probe_gap", lambda generation: generation.gap())
     model = world.tiny_model()
     before = model.lm_head.weight.detach().clone()
     generation = Sampling(model.lm_head.weight, follows=follows)

@@ -110,7 +110,7 @@ def prepare(trainer: Any, asked: Asked) -> None:
     """
     if not trainer.use_vllm:
         return
-    from trustrl.engines.vllm.weight_sync import install_sync
+    from trustrl.engines.vllm.weight_reload import install_sync
 
     generation, temperature = trainer.vllm_generation, trainer.temperature
     if generation.mode == "colocate":

@@ -197,7 +197,7 @@ class FollowsTheTrainer(TrainerCallback):
         Raises:
             EngineError: If the sampler did not follow.
         """
-        from trustrl.engines.vllm.weight_sync import probe_gap
+        from trustrl.engines.vllm.weight_reload import probe_gap
 
         generation = self._trainer.vllm_generation
         if generation.enable_sleep_mode or getattr(self._trainer.accelerator.state, "fsdp_plugin", None) is not None:

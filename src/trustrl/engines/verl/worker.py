@@ -1,12 +1,12 @@
 """verl's actor worker with everything that a region needs: both anchors, the vocabulary, and sums over a whole step.
 
 Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this, and its `update_weights`, which is
-          called unchanged and numbers the weights that the sampler has; its `init_model`, for `run_settings`;
+          called unchanged and numbers the weights that the sampler has; its `init_model`, for `batch_rows`;
           `TrainingWorker`'s `set_loss_fn`, `train_mini_batch`, `train_batch`, `save_checkpoint`, and
-          `load_checkpoint`, which all call super(); for regions on the vocabulary the seams of `fsdp_pass` or
+          `load_checkpoint`, which all call super(); for regions on the vocabulary the seams of `vocabulary_pass` or
           `megatron_pass`, which call verl's for every other pass
 Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics, and its reduction, and
-          finds the region's loss in its registry; `loss_context` passes the data that verl does not pass to a loss
+          finds the region's loss in its registry; `LossContext` passes the data that verl does not pass to a loss
 Inert:    if `loss_mode` does not name a region. With `TRUSTRL_RECORD`, the tokens are recorded; see `stock_record`
 """
 
@@ -34,12 +34,12 @@ from trustrl.engines.common.replica_watch import ReplicaWatch
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
 from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
-from trustrl.engines.verl import anchors, first_update, loss_context, run_settings, stock_record
+from trustrl.engines.verl import anchors, batch_rows, first_update, stock_record
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
-from trustrl.engines.verl.losses import clip_metrics
+from trustrl.engines.verl.losses import LossContext, active, clip_metrics
 from trustrl.engines.verl.response_layout import every_response_token, taken
 from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording_of, region_of
-from trustrl.engines.verl.vocabulary_pass import VocabularyPass
+from trustrl.engines.verl.vocabulary_pass import FSDPPass, VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
 from trustrl.recording import Recorder, Recording
 from trustrl.regions.loading import config_to_dict
@@ -123,7 +123,7 @@ class RegionWorker(TrainingWorker):
             return None
         about = None
         if self.engine.get_data_parallel_rank() == 0:  # with pipeline stages, not rank 0
-            about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
+            about = batch_rows.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
         return Recorder(settings, self._region or observed, rank=self.rank, about=about)
 
     def _asked(self, config: Any) -> Recording | None:
@@ -287,7 +287,7 @@ class RegionWorker(TrainingWorker):
         if "version" in rollout:
             policy["version"] = self._num_steps
         sequences = data.get(SEQUENCE, None)
-        context = loss_context.LossContext(
+        context = LossContext(
             self._region,
             anchors.logps(data, tokens, bypass=self._bypass, truncated=self._truncated),
             functools.partial(self._receive, data["dp_size"], None if sequences is None else tokens.of_rows(sequences)),
@@ -296,7 +296,7 @@ class RegionWorker(TrainingWorker):
             self._own_anchor,
             tokens,
         )
-        with loss_context.active(context):
+        with active(context):
             return theirs(model_output=model_output, data=data, dp_group=dp_group)
 
     def _receive(
@@ -330,9 +330,9 @@ class RegionWorker(TrainingWorker):
 
 def vocabulary_pass_of(engine: Any, needs: Needs, *, truncated: bool) -> VocabularyPass:
     """Returns the vocabulary pass of verl's engine, Megatron's or FSDP's. Megatron may not be installed."""
-    on_megatron = engine.engine_config.strategy == "megatron"
-    module, name = ("megatron_pass", "MegatronPass") if on_megatron else ("fsdp_pass", "FSDPPass")
-    kind: type[VocabularyPass] = getattr(import_module(f"trustrl.engines.verl.{module}"), name)
+    kind: type[VocabularyPass] = FSDPPass
+    if engine.engine_config.strategy == "megatron":
+        kind = import_module("trustrl.engines.verl.megatron_pass").MegatronPass
     return kind.of(engine, needs, truncated=truncated)
 
 
@@ -374,5 +374,5 @@ def install() -> None:
         seam.require_parameters(ActorRolloutRefWorker, "update_weights", ("self", "global_steps", "mode"))
         seam.require_parameters(ActorRolloutRefWorker, "init_model", ("self",))
         ActorRolloutRefWorker.actor_worker_cls = RegionWorker
-        ActorRolloutRefWorker.init_model = run_settings.knowing_the_config(ActorRolloutRefWorker.init_model)
+        ActorRolloutRefWorker.init_model = batch_rows.knowing_the_config(ActorRolloutRefWorker.init_model)
         ActorRolloutRefWorker.update_weights = _noting_versions(ActorRolloutRefWorker.update_weights)
