@@ -19,6 +19,7 @@ from support import trl_world as world
 from support.refusal_examples import TRL, cases
 from trustrl import regions
 from trustrl.engines.common import seam
+from trustrl.engines.common.step_check import check_first_loss
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
 from trustrl.engines.common.vocabulary_read import Opaque, at_completions
@@ -30,7 +31,7 @@ from trustrl.engines.trl import (
     trainer as engine,
     trainer_checks as callbacks,
 )
-from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
+from trustrl.engines.trl.trainer_checks import check_model, check_settings
 from trustrl.errors import ConfigError, EngineError, MissingDataError
 from trustrl.recording import Recording
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from trustrl.config.axes import Needs
-from trustrl.core.records import TopK
+from trustrl.core.records import FullDivergence, TopK
 from trustrl.core.sampling import KeptSet
 from trustrl.core.token_logprobs import AnchorStates, VocabShard, token_logprobs
 from trustrl.engines.common.kept_columns import KeptColumn
@@ -213,6 +213,19 @@ def _anchor_states(states_ND: Tensor, wanted: Wanted, rollout_head: Head | None)
     hidden = rollout_head.scaled(wanted.anchor_hidden.reshape(-1, states_ND.shape[-1])).to(states_ND.dtype)
     lse = None if wanted.anchor_logsumexp is None else wanted.anchor_logsumexp.reshape(-1)
     return AnchorStates(hidden, rollout_head.weight, rollout_head.scaled_bias, lse)
+
+
+def read_by_policy(output: VocabularyOutput, needs: Needs) -> dict[str, Any]:
+    """Returns the fields of `PolicyTokens` that a region reads of the whole vocabulary in addition to log π."""
+    fields: dict[str, Any] = {}
+    if needs.topk:
+        fields = {"topk_logp": output.gathered_logp, "tail_logp": output.tail_logp}
+    if output.topk_ids is not None:
+        assert output.topk_logp is not None
+        fields["topk"] = TopK(output.topk_ids, output.topk_logp, of=needs.anchor)
+    if needs.full:
+        fields["full_divergence"] = FullDivergence(tv=output.tv, kl=output.kl, of=needs.anchor)
+    return fields
 
 
 def packed_kept(columns: Sequence[KeptColumn], device: torch.device) -> Tensor:

@@ -118,10 +118,12 @@ def check(rows: Iterable[Refusal], lookup: Given, region: Region) -> None:
         row.check(lookup, region)
 
 
-def reader(config: Any) -> Given:
-    """Returns a lookup by dotted names in nested mappings or attributes."""
+def reader(config: Any, **facts: Any) -> Given:
+    """Returns a lookup of `facts`, and by dotted names in nested mappings or attributes of `config`."""
 
     def given(path: str, default: Any = None) -> Any:
+        if path in facts:
+            return default if facts[path] is None else facts[path]
         value = config
         for name in path.split("."):
             value = value.get(name) if hasattr(value, "get") else getattr(value, name, None)

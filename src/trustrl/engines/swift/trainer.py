@@ -32,11 +32,11 @@ from trustrl.engines.common import seam
 from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, RegionState, require_seam
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.region_settings import region_given
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_initial_ratio, check_of_rollouts, check_recorded
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_first_loss, check_of_rollouts, check_recorded
 from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import AskingModel, LogitsForward
-from trustrl.engines.common.vocabulary_read import Wanted, at_completions
+from trustrl.engines.common.vocabulary_read import Wanted, at_completions, read_by_policy
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import OLDEST, REDUCTIONS, ROWS
 from trustrl.errors import ConfigError, MissingDataError
@@ -176,7 +176,8 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         rollout = self._rollout_tokens(model_inputs, grpo_batch, where)
         if self._first_loss and in_loss.any():
             self._check_weights(parts.weights, in_loss)
-            self._check_first_loss(policy.logp, rollout)
+            switch = f"{STARTUP_CHECKS}=off"
+            check_first_loss(policy, rollout, self._needs.anchor, self._settings.behavior, switch)
             self._first_loss = False
         # The trainer divides this loss by the accumulated micro-batches later. The metrics need the final factors.
         later = self.current_gradient_accumulation_steps if self.model.training else 1
@@ -192,27 +193,13 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         in_loss = batch.completion_mask.bool()
         return in_loss & ~batch.truncated_mask.unsqueeze(1) if self.overlong_filter else in_loss
 
-    def _check_first_loss(self, logp: Tensor, rollout: RolloutTokens) -> None:
-        """Raises if the anchor differs from the policy, which still has the rollout's weights."""
-        behavior = self._needs.anchor == "behavior"
-        anchor = rollout.behavior_logp if behavior else rollout.proximal_logp
-        if anchor is not None:
-            recorded_by = "sampler" if behavior and self._settings.behavior == "sampler" else "trainer"
-            switch = f"{STARTUP_CHECKS}=off"
-            check_initial_ratio(logp, anchor, rollout.in_loss, recorded_by, switch)
-
     def _policy_tokens(self, seen: Any, where: TokenPlaces) -> PolicyTokens:
         """Returns the policy's side of one micro-batch."""
-        more: dict[str, Any] = {}
-        logp = where.of(seen.logp)
+        more = {"logp": where.of(seen.logp), "entropy": None if seen.entropy is None else where.of(seen.entropy)}
         if seen.output is not None:
             # ms-swift's own are rounded to the dtype of the logits, and would not fit those at the K ids.
-            logp = seen.output.log_probs
-            more = {"topk_logp": seen.output.gathered_logp, "tail_logp": seen.output.tail_logp}
-            if seen.output.topk_ids is not None:
-                more["topk"] = TopK(seen.output.topk_ids, seen.output.topk_logp, of=self._needs.anchor)
-        more["entropy"] = None if seen.entropy is None else where.of(seen.entropy)
-        return PolicyTokens(logp=logp, version=self.state.global_step, sampling=self._sampling, **more)
+            more |= {"logp": seen.output.log_probs, **read_by_policy(seen.output, self._needs)}
+        return PolicyTokens(version=self.state.global_step, sampling=self._sampling, **more)
 
     def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, where: TokenPlaces) -> RolloutTokens:
         """Returns the rollout's side of one micro-batch."""
@@ -274,12 +261,7 @@ def check_settings(args: Any, chosen: Settings, template: Any, model: Any) -> No
         "vocab_size": model.config.get_text_config().vocab_size,
         "The model's generation_config": getattr(model, "generation_config", None),
     }
-
-    def given(name: str, default: Any = None) -> Any:
-        value = facts[name] if name in facts else getattr(args, name, None)
-        return default if value is None else value
-
-    rows.check(ROWS, given, chosen.region)
+    rows.check(ROWS, rows.reader(args, **facts), chosen.region)
 
 
 def _check_sampler(rollout: Any) -> None:

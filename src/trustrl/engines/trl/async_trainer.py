@@ -27,7 +27,7 @@ from trustrl.core.metrics import Choice, check_choice, chosen
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_first_loss
 from trustrl.engines.common.step_metrics import CLIP, clip_shares
 from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
 from trustrl.engines.common.vocabulary_forward import ModelProxy, unrounded
@@ -148,7 +148,8 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         per_rank = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1.0)
         factor = 1 / per_rank / self.current_gradient_accumulation_steps
         weights = factor.to(torch.float32).expand(positions.shape)
-        self._check_first_loss(policy, rollout)
+        if self._first_loss:
+            self._first_loss = not check_first_loss(policy, rollout, "behavior")
         out = policy_loss(
             policy,
             rollout,
@@ -163,14 +164,6 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         # TRL's own loss had this term, and it was discarded.
         balance = self.router_aux_loss_coef * seen.output.aux_loss
         return out.loss + balance / self.current_gradient_accumulation_steps
-
-    def _check_first_loss(self, policy: PolicyTokens, rollout: RolloutTokens) -> None:
-        assert rollout.version is not None  # required above
-        assert rollout.behavior_logp is not None
-        fresh = rollout.version == policy.version
-        if self._first_loss and fresh.any():
-            check_initial_ratio(policy.logp, rollout.behavior_logp, fresh, "sampler", "startup_checks=False")
-            self._first_loss = False
 
     def _log_region(self) -> None:
         """Removes TRL's shares of clipped tokens, which nothing clips, and logs the region's at the end of a step."""

@@ -28,7 +28,7 @@ from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, 
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.replica_watch import OnStaleReplica
 from trustrl.engines.common.sampler_fields import MAX_KEPT, REPLICA
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_of_rollouts
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_first_loss, check_of_rollouts
 from trustrl.engines.common.step_metrics import UNSCORED, StepMetrics, TrlMetrics
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
@@ -49,7 +49,6 @@ from trustrl.engines.trl.sampler import SamplerCheck
 from trustrl.engines.trl.trainer_checks import (
     FollowsTheTrainer,
     RegionActs,
-    check_first_loss,
     check_model,
     check_settings,
 )

@@ -7,12 +7,9 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 from trustrl.config.axes import Region
-from trustrl.config.statistics import Anchor
 from trustrl.config.validators import one_of
-from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_needs import Behavior
-from trustrl.engines.common.step_check import check_initial_ratio
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import MODEL, SETTINGS
 from trustrl.engines.trl import sampler
@@ -34,12 +31,7 @@ def check_settings(args: Any, region: Region, behavior: Behavior, **more: Any) -
     one_of("behavior", behavior, ("sampler", "trainer"))
     on_cpu = bool(more.get("vllm_options")) and sampler.on_cpu()
     facts = {"behavior": behavior, "region": region, "trl": seam.version_of("trl"), "vllm_on_cpu": on_cpu, **more}
-
-    def setting(name: str, default: Any = None) -> Any:
-        value = facts[name] if name in facts else getattr(args, name, None)
-        return default if value is None else value
-
-    rows.check(SETTINGS, setting, region)
+    rows.check(SETTINGS, rows.reader(args, **facts), region)
 
 
 def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> None:
@@ -63,21 +55,6 @@ def check_model(trainer: Any, region: Region, *, output_layer: str | None) -> No
         **{name: getattr(trainer.args, name, None) for name in ("top_p", "top_k", "min_p")},
     }
     rows.check(MODEL, rows.reader(facts), region)
-
-
-def check_first_loss(policy: PolicyTokens, rollout: RolloutTokens, anchor: Anchor, behavior: Behavior) -> None:
-    """Raises if the anchor differs from the policy while the policy still has the rollout's weights.
-
-    Raises:
-        EngineError: If the log-probs differ; names the usual causes.
-    """
-    logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
-    if logp is None or rollout.version is None:
-        return
-    recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
-    # Tokens of earlier weights differ from the policy, and should.
-    mask = rollout.in_loss & (rollout.version == policy.version)
-    check_initial_ratio(policy.logp, logp, mask, recorded_by, "startup_checks=False")
 
 
 _INSTALL = "Install a TRL version listed in trustrl's documentation."

@@ -32,7 +32,7 @@ from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import region_settings, seam, stock_tokens
 from trustrl.engines.common.replica_watch import ReplicaWatch
 from trustrl.engines.common.sampler_fields import REPLICA
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_first_loss
 from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
 from trustrl.engines.verl import anchors, batch_rows, first_update, stock_record
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
@@ -316,16 +316,9 @@ class RegionWorker(TrainingWorker):
             assert sequences is not None
             update = max(self._step.updates - 1, 0)
             self._recorder.add(out, policy, rollout, sequences=sequences, step=self._num_steps, update=update)
-        fresh = rollout.in_loss
-        if rollout.version is not None:  # a resumed asynchronous run may begin with tokens of older weights
-            fresh = fresh & (rollout.version == policy.version)
-        if self._first_loss and fresh.any():
-            anchor = self._needs.anchor
-            logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
-            assert logp is not None
-            recorded_by = "sampler" if anchor == "behavior" else "trainer"
-            check_initial_ratio(policy.logp, logp, fresh, recorded_by, "policy_loss.startup_checks=False")
-            self._first_loss = False
+        if self._first_loss:  # a resumed asynchronous run may begin with tokens of older weights
+            switch = "policy_loss.startup_checks=False"
+            self._first_loss = not check_first_loss(policy, rollout, self._needs.anchor, switch=switch)
 
 
 def vocabulary_pass_of(engine: Any, needs: Needs, *, truncated: bool) -> VocabularyPass:
