@@ -30,7 +30,6 @@ REDUCTIONS = {
 }
 """Maps SkyRL's `loss_reduction`s to reductions. SkyRL's trainer divides the advantages accordingly."""
 
-_THEIRS = ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
 _PENALISED = Scope("with their own penalty (IPO)", lambda needs: needs.penalty is not None)
 
 
@@ -43,17 +42,6 @@ def _corrected(correction: Any, lookup: Given, region: Region) -> bool:
     from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import off_policy_correction_enabled
 
     return lookup(f"{ALGORITHM}.use_tis", False) or off_policy_correction_enabled(correction)
-
-
-def _of_their_losses(name: str) -> Refusal:
-    return Refusal(
-        setting=f"{ALGORITHM}.{name}",
-        must_be="left at {default}",
-        why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
-        refused=lambda value, lookup, region: value != _default(name, lookup),
-        facts=lambda lookup, region: {"default": _default(name, lookup)},
-        words={"default": "SkyRL's default"},
-    )
 
 
 ALGORITHM_ROWS = (
@@ -82,7 +70,17 @@ ALGORITHM_ROWS = (
         words={"penalty": "log_ratio_penalty"},
     ),
     average_per_sequence(f"{ALGORITHM}.loss_reduction", REDUCTIONS, "sequence_mean"),
-    *map(_of_their_losses, _THEIRS),
+    *(
+        Refusal(
+            setting=f"{ALGORITHM}.{name}",
+            must_be="left at {default}",
+            why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
+            refused=lambda value, lookup, region, name=name: value != _default(name, lookup),
+            facts=lambda lookup, region, name=name: {"default": _default(name, lookup)},
+            words={"default": "SkyRL's default"},
+        )
+        for name in ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
+    ),
 )
 """Rows about `trainer.algorithm`, the only settings that SkyRL passes to a loss. Losses check these rows again."""
 

@@ -56,10 +56,6 @@ def _generation(lookup: Given, region: Region) -> Mapping[str, Any]:
     return {}
 
 
-def _top_k(got: Any, lookup: Given, region: Region) -> bool:
-    return got > 0 if _vllm(lookup) else not 0 < lookup("vocab_size", 1) <= got
-
-
 _LOSS = (
     Refusal(
         setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", default="grpo",
@@ -133,7 +129,8 @@ _ANCHORS = (
 _SAMPLING = (
     whole_vocabulary("top_p", "top_p", "1.0"),
     Refusal(
-        setting="top_k", must_be="{whole}", default=-1, refused=_top_k,
+        setting="top_k", must_be="{whole}", default=-1,
+        refused=lambda got, lookup, region: got > 0 if _vllm(lookup) else not 0 < lookup("vocab_size", 1) <= got,
         facts=lambda lookup, region: {
             "whole": "-1" if _vllm(lookup) else f"the vocabulary's size, {lookup('vocab_size', 1)},"
         },

@@ -55,26 +55,13 @@ _THEIR_BOUNDS = {
 }  # fmt: skip
 
 
-def _too_few_ids(most: int, lookup: Given, region: Region) -> bool:
-    return lookup(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(lookup, region)
-
-
-def _rollout_settings_decide(lookup: Given) -> bool:
-    """Returns whether the agent loop draws with the settings of `rollout`. A loop of the user's may pass others."""
-    return lookup(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
-
-
-def _in_bypass_mode(value: Any, lookup: Given, region: Region) -> bool:
-    return value is not None and lookup(f"{CORRECTION}.bypass_mode", False)
-
-
 def _bypassed(name: str, done: str) -> Refusal:
     return Refusal(
         setting=f"{CORRECTION}.{name}",
         must_be="null in bypass mode",
         why="In bypass mode only verl's own loss applies it, so nothing would be "
         f"{done}. Set {CORRECTION}.bypass_mode=False to keep it.",
-        refused=_in_bypass_mode,
+        refused=lambda got, lookup, region: got is not None and lookup(f"{CORRECTION}.bypass_mode", False),
     )
 
 
@@ -274,7 +261,9 @@ SAMPLER_DISTRIBUTION = (
         setting=MAX_LOGPROBS,
         must_be="at least {k}",
         why="vLLM returns at most the number of ids that it was started with. Add +" + MAX_LOGPROBS + "={k}.",
-        refused=_too_few_ids,
+        refused=lambda most, lookup, region: (
+            lookup(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(lookup, region)
+        ),
         default=VLLM_MAX_LOGPROBS,
         scope=RECORDED_IDS,
         facts=lambda lookup, region: {"k": recorded_ids(lookup, region)},
@@ -297,7 +286,10 @@ SAMPLING = (
         why="The sampler keeps the whole vocabulary. An agent loop of your own may truncate its requests, and may set "
         "it.",
         refused=lambda kept, lookup, region: (
-            kept is not None and not truncated(lookup) and _rollout_settings_decide(lookup)
+            kept is not None
+            and not truncated(lookup)
+            # An agent loop of the user's may draw with other settings than those of `rollout`.
+            and lookup(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
         ),
     ),
     Refusal(
@@ -305,7 +297,6 @@ SAMPLING = (
         must_be="null",
         why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
         "region, or set rollout.top_p=1 and rollout.top_k=-1.",
-        refused=lambda kept, lookup, region: kept is not None,
         scope=EXACT,
     ),
     *(

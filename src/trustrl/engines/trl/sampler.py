@@ -220,7 +220,8 @@ class SamplerCheck:
         turn, self._rollouts = self._rollouts, self._rollouts + 1
         if not self._every or turn % self._every or not _comparable(trainer) or rollout.get(RECORDED) is None:
             return
-        sequences, lengths, place = _beginning(rollout, turn // self._every, _room(trainer))
+        longest = trainer.vllm_generation.llm.model_config.max_model_len - 1  # vLLM samples one more token
+        sequences, lengths, place = _beginning(rollout, turn // self._every, min(LONGEST, longest))
         gap = torch.zeros(0)
         if sequences or trainer.vllm_generation.tensor_parallel_size > 1:
             scores = score_rollout(trainer.vllm_generation, sequences, lengths, 0)
@@ -246,10 +247,6 @@ def _comparable(trainer: Any) -> bool:
     return (
         not truncated(functools.partial(getattr, trainer)) and trainer.temperature == trainer.repetition_penalty == 1.0
     )
-
-
-def _room(trainer: Any) -> int:
-    return min(LONGEST, trainer.vllm_generation.llm.model_config.max_model_len - 1)  # vLLM samples one more token
 
 
 def _beginning(rollout: dict[str, Any], turn: int, room: int) -> tuple[list[list[int]], list[int], int]:

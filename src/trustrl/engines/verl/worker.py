@@ -24,7 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
-from trustrl.config.axes import Needs, Region, reads_ages
+from trustrl.config.axes import Region, reads_ages
 from trustrl.core.diagnostics import rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
@@ -106,10 +106,13 @@ class RegionWorker(TrainingWorker):
         self._vocabulary = None
         self._truncated = policy_loss.get("max_kept", None) is not None
         check_engine(self._region, policy_loss, self.engine_config, self.model_config)
+        megatron = "trustrl.engines.verl.megatron_pass"  # imported where it runs: Megatron may not be installed
+        on_megatron = self.engine_config.strategy == "megatron"
         if self._needs.topk or self._needs.full or self._truncated:
-            self._vocabulary = vocabulary_pass_of(self.engine, self._needs, truncated=self._truncated)
-        if speaks and self.engine_config.strategy == "megatron":
-            import_module("trustrl.engines.verl.megatron_pass").warn_of_padding(self.engine)
+            kind: type[VocabularyPass] = import_module(megatron).MegatronPass if on_megatron else FSDPPass
+            self._vocabulary = kind.of(self.engine, self._needs, truncated=self._truncated)
+        if speaks and on_megatron:
+            import_module(megatron).warn_of_padding(self.engine)
         self._stock = None
         self._recorder = self._recorder_of(recording_of(policy_loss) or self._asked(config), policy_loss)
         # verl's loss runs inside: its KL and entropy terms and the names of its metrics would be lost without it.
@@ -319,14 +322,6 @@ class RegionWorker(TrainingWorker):
         if self._first_loss:  # a resumed asynchronous run may begin with tokens of older weights
             switch = "policy_loss.startup_checks=False"
             self._first_loss = not check_first_loss(policy, rollout, self._needs.anchor, switch=switch)
-
-
-def vocabulary_pass_of(engine: Any, needs: Needs, *, truncated: bool) -> VocabularyPass:
-    """Returns the vocabulary pass of verl's engine, Megatron's or FSDP's. Megatron may not be installed."""
-    kind: type[VocabularyPass] = FSDPPass
-    if engine.engine_config.strategy == "megatron":
-        kind = import_module("trustrl.engines.verl.megatron_pass").MegatronPass
-    return kind.of(engine, needs, truncated=truncated)
 
 
 def _noting_versions(send: Any) -> Any:
