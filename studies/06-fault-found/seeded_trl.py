@@ -147,7 +147,7 @@ def make_stock(name: str, folder: Path) -> None:
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
         )  # fmt: skip
     if recipe.sampler.kind == "vllm":
-        from trustrl.engines.vllm.weight_sync import install_sync
+        from trustrl.engines.vllm.weight_reload import install_sync
 
         install_sync(trainer.vllm_generation)  # on a CPU, TRL's own sync fails
     seed_fault(trainer, RUNS[name].fault, random.Random(seed_of(name)))

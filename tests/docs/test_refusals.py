@@ -7,6 +7,7 @@ import pytest
 
 import trustrl
 from support.recipes import SMALL
+from support.refusal_examples import VERL, cases
 from trustrl.engines.refusals import rows, trl, verl, verl_settings
 from trustrl.engines.refusals.rows import Refusal, Scope
 from trustrl.errors import ConfigError
@@ -44,8 +45,8 @@ WORKING = {
 """Settings that work with every preset that verl supports. Each row's `example` changes one of them."""
 
 
-def region_of(row):
-    return config_from_dict(laid_over(config_to_dict(trustrl.preset(row.preset)), row.region))
+def region_of(case):
+    return config_from_dict(laid_over(config_to_dict(trustrl.preset(case.preset)), case.region))
 
 
 def flat(settings):
@@ -55,45 +56,49 @@ def flat(settings):
     return given
 
 
-def id_of(row):
-    return f"{row.setting} {row.scope.words}"
+def id_of(case):
+    return f"{case.row.setting} {case.row.scope.words}"
 
 
-@pytest.mark.parametrize("row", verl.ROWS, ids=id_of)
-def test_each_row_of_verl_s_table_refuses_its_example(row):
+VERL_CASES = cases(verl.ROWS, VERL)
+
+
+@pytest.mark.parametrize("case", VERL_CASES, ids=id_of)
+def test_each_row_of_verl_s_table_refuses_its_example(case):
     """Every row, in the engine's order: the row's own sentence, and no other row's."""
+    row = case.row
     settings = dict(WORKING)
-    if row.preset == "gspo":
+    if case.preset == "gspo":
         settings["actor_rollout_ref.actor.loss_agg_mode"] = "seq-mean-token-mean"
-    region = region_of(row)
+    region = region_of(case)
     others = [one for one in verl.ROWS if one is not row]
-    rows.check(others, flat(settings | dict(row.example)), region)
+    rows.check(others, flat(settings | case.settings), region)
     with pytest.raises(ConfigError) as refused:
-        rows.check(verl.ROWS, flat(settings | dict(row.example)), region)
+        rows.check(verl.ROWS, flat(settings | case.settings), region)
     start = row.setting.split("{")[0]
     assert str(refused.value).startswith(f"{start} must be {row.must_be.split('{')[0]}")
     assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
-    if row.example:
+    if case.settings:
         rows.check(verl.ROWS, flat(settings), region)  # the example is what was refused
 
 
 PLANNED = [
-    row
-    for row in verl.ROWS
-    if row.example and row.setting != verl.AGENT_LOOP and not row.must_be.startswith("set with top_p")
+    case
+    for case in VERL_CASES
+    if case.settings and case.row.setting != verl.AGENT_LOOP and not case.row.must_be.startswith("set with top_p")
 ]
 """All but those that plans and the launcher set by themselves, and the one that is a region."""
 
 
-@pytest.mark.parametrize("row", PLANNED, ids=id_of)
-def test_a_plan_refuses_what_each_row_of_verl_s_table_refuses(row):
+@pytest.mark.parametrize("case", PLANNED, ids=id_of)
+def test_a_plan_refuses_what_each_row_of_verl_s_table_refuses(case):
     recipe = SMALL | {
-        "engine": {"name": "verl", "settings": {"actor_rollout_ref.actor.strategy": "fsdp2"} | dict(row.example)},
-        "region": config_to_dict(region_of(row)),
+        "engine": {"name": "verl", "settings": {"actor_rollout_ref.actor.strategy": "fsdp2"} | case.settings},
+        "region": config_to_dict(region_of(case)),
     }
     with pytest.raises(ConfigError) as refused:
         plan(Recipe.from_dict(recipe))
-    assert str(refused.value).startswith(f"{row.setting} must be {row.must_be.split('{')[0]}")
+    assert str(refused.value).startswith(f"{case.row.setting} must be {case.row.must_be.split('{')[0]}")
 
 
 @pytest.mark.parametrize("name", trustrl.presets())
@@ -135,7 +140,6 @@ def test_a_row_outside_its_scope_refuses_nothing():
         must_be="1",
         why="Because.",
         refused=lambda *_: True,
-        example={},
         scope=Scope("none", lambda _: False),
     )
     row.check(flat({}), trustrl.preset("ppo"))

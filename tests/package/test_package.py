@@ -42,10 +42,7 @@ NEED_MORE = {
     "trustrl.engines.areal": "areal",
     "trustrl.engines.axolotl": "axolotl",
     "trustrl.engines.common.kept_columns": "numpy, which every engine has",
-    "trustrl.engines.common.kept_policy": "numpy, which every engine has",
-    "trustrl.engines.common.logits_forward": "transformers",
     "trustrl.engines.common.loss_seam": "transformers",
-    "trustrl.engines.common.region_callback": "transformers",
     "trustrl.engines.common.vocabulary_forward": "transformers",
     "trustrl.engines.common.vocabulary_read": "transformers",
     "trustrl.engines.nemo_rl": "nemo_rl",
@@ -61,7 +58,6 @@ NEED_MORE = {
     "trustrl.engines.verl_cpu": "trustrl_verl_cpu, whose old name it is",
     "trustrl.engines.vllm.decode_record": "numpy, which vLLM has",
     "trustrl.engines.vllm.gloo_transfer": "vLLM",
-    "trustrl.engines.vllm.recorded_requests": "numpy, which vLLM has",
     "trustrl.engines.vllm.routed_experts": "numpy, which vLLM has",
 }
 """What cannot be imported with the core alone, and why."""

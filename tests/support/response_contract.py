@@ -10,6 +10,7 @@ import torch
 
 import trustrl
 from support import parity, response_world as world
+from support.refusal_examples import SLIME, cases
 from trustrl.engines.refusals.slime import ROWS
 from trustrl.errors import ConfigError, EngineError, MissingDataError
 
@@ -108,11 +109,12 @@ def test_metrics_are_in_the_units_of_the_engines_own(engine):
     assert not torch.tensor(list(told.values())).isnan().any()
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
-def test_each_row_refuses_its_example(engine, row):
+@pytest.mark.parametrize("case", cases(ROWS, SLIME), ids=lambda case: case.row.setting)
+def test_each_row_refuses_its_example(engine, case):
+    row = case.row
     tokens = parity.read("ppo").batch
-    region = {"preset": row.preset, **row.region}
-    given = {key.removeprefix("--").replace("-", "_"): value for key, value in row.example.items()}
+    region = {"preset": case.preset, **case.region}
+    given = {key.removeprefix("--").replace("-", "_"): value for key, value in case.settings.items()}
     with pytest.raises(ConfigError) as refused:
         engine.adapter.check_arguments(engine.args(trustrl_region=region, **given))
     assert str(refused.value).startswith(f"{row.setting} must be {row.must_be}")

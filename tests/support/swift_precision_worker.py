@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from support import self_divergence as own, swift_ranks_worker as ranks, swift_world as world
 from support.fsdp2_shardings import as_accelerate_shards, whole
 from support.rendezvous import NAMES
-from trustrl.engines.common.logits_forward import LogitsForward
+from trustrl.engines.common.vocabulary_forward import LogitsForward
 from trustrl.engines.swift import trainer as adapter
 
 ROWS = 2

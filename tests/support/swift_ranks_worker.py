@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from support import swift_world as world
 from support.fsdp2_shardings import RESHARDED, SHARDINGS, move, shard, whole
-from trustrl.engines.common.logits_forward import LogitsForward
+from trustrl.engines.common.vocabulary_forward import LogitsForward
 
 LENGTHS = ((8, 3, 5, 1), (2, 6, 1, 4))
 """Completion tokens of each row of each rank."""

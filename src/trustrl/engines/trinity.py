@@ -5,7 +5,8 @@ Switch:   `algorithm.policy_loss_fn: trustrl.engines.trinity.RegionLoss` with `p
 Borrowed: `aggregate_loss`, whose derivative is the factor on each token
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from trinity.algorithm.policy_loss_fn.policy_loss_fn import PolicyLossFn
 from trinity.algorithm.utils import aggregate_loss
 
 from trustrl.config.axes import Region
+from trustrl.config.statistics import Anchor
 from trustrl.config.terms import SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean, TokenWeights
 from trustrl.config.validators import one_of
 from trustrl.core.metrics import Choice, check_choice
@@ -34,23 +36,25 @@ AVERAGES: dict[str, type | None] = {
 """Trinity's `loss_agg_mode`, and the reductions of the same name."""
 
 ARGUMENTS = "algorithm.policy_loss_fn_args"
-BEHAVIOR = {"behavior": ("old_logprob", "Set algorithm.bypass_old_logprobs=true, so that it holds the sampler's.")}
-BOTH = {
-    "behavior": ("rollout_log_probs", "The explorer must record log-probs with every experience."),
-    "proximal": ("old_logprob", "Set algorithm.bypass_old_logprobs=false, so that the trainer recomputes them."),
-}
 
 
-class _Settings:
-    """The settings of one loss, from `algorithm.policy_loss_fn_args`."""
+class RegionLoss(PolicyLossFn):
+    """Policy loss whose `old_logprob` is the sampler's record, with Trinity's default `bypass_old_logprobs: true`."""
 
-    def __init__(self, sampled: SampledLoss, region: Any, loss_agg_mode: str | None, metrics: Choice) -> None:
+    _ANCHORS: ClassVar[Mapping[Anchor, tuple[str, str]]] = {
+        "behavior": ("old_logprob", "Set algorithm.bypass_old_logprobs=true, so that it holds the sampler's.")
+    }
+
+    def __init__(
+        self, backend: str = "verl", region: Any = None, loss_agg_mode: str | None = None, metrics: Choice = "core"
+    ) -> None:
+        super().__init__(backend=backend)
         seam.require_parameters(
             aggregate_module, "aggregate_loss", ("values", "mask", "loss_agg_mode", "normalizer"), package="trinity-rft"
         )
-        self.sampled = sampled
+        self._sampled = SampledLoss("Trinity", self._ANCHORS)
         self.region: Region = region_given(region, f"{ARGUMENTS}.region")
-        sampled.check(self.region)
+        self._sampled.check(self.region)
         if loss_agg_mode is None:
             raise ConfigError(
                 f"{ARGUMENTS}.loss_agg_mode must be given, got None. Write token-mean: Trinity then replaces it by "
@@ -64,10 +68,16 @@ class _Settings:
                 f"algorithm.loss_agg_mode must be seq-mean-token-mean with {self.region.kind}, got {loss_agg_mode}. "
                 "The region's gradient is defined for that average."
             )
-        self.mode = loss_agg_mode
-        self.metrics: Choice = metrics
+        self._mode = loss_agg_mode
+        self._metrics: Choice = metrics
 
-    def loss(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]: Trinity reads the names of the parameters
+        self, logprob: Tensor, old_logprob: Tensor, action_mask: Tensor, advantages: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Returns the loss of one micro-batch and its metrics."""
+        return self._loss(logprob, old_logprob, None, advantages, action_mask)
+
+    def _loss(
         self, logp: Tensor, behavior: Tensor | None, proximal: Tensor | None, advantages: Tensor, mask: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
         # Trinity's tinker backend passes one sequence without a batch dimension.
@@ -76,26 +86,10 @@ class _Settings:
         rollout = RolloutTokens(
             behavior_logp=behavior, proximal_logp=proximal, advantage=advantages, in_loss=mask.bool()
         )
-        factors = token_weights(lambda x: aggregate_loss(x, mask, loss_agg_mode=self.mode), logp)
-        reduction = TokenWeights(factors, like=AVERAGES[self.mode])
-        out = self.sampled(logp, rollout, self.region, reduction)
-        return out.loss, {"pg_loss": out.loss.detach().item(), **averages(out.sums, self.metrics)}
-
-
-class RegionLoss(PolicyLossFn):
-    """Policy loss whose `old_logprob` is the sampler's record, with Trinity's default `bypass_old_logprobs: true`."""
-
-    def __init__(
-        self, backend: str = "verl", region: Any = None, loss_agg_mode: str | None = None, metrics: Choice = "core"
-    ) -> None:
-        super().__init__(backend=backend)
-        self.settings = _Settings(SampledLoss("Trinity", BEHAVIOR), region, loss_agg_mode, metrics)  # pyright: ignore[reportArgumentType]
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]: Trinity reads the names of the parameters
-        self, logprob: Tensor, old_logprob: Tensor, action_mask: Tensor, advantages: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Returns the loss of one micro-batch and its metrics."""
-        return self.settings.loss(logprob, old_logprob, None, advantages, action_mask)
+        factors = token_weights(lambda x: aggregate_loss(x, mask, loss_agg_mode=self._mode), logp)
+        reduction = TokenWeights(factors, like=AVERAGES[self._mode])
+        out = self._sampled(logp, rollout, self.region, reduction)
+        return out.loss, {"pg_loss": out.loss.detach().item(), **averages(out.sums, self._metrics)}
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
@@ -103,19 +97,21 @@ class RegionLoss(PolicyLossFn):
         return {"region": "dppo-binary-tv", "loss_agg_mode": "token-mean"}
 
 
-class RecomputedRegionLoss(PolicyLossFn):
+class RecomputedRegionLoss(RegionLoss):
     """Policy loss with both anchors, for `bypass_old_logprobs: false`: μ from `rollout_log_probs`, π' recomputed."""
 
-    def __init__(
-        self, backend: str = "verl", region: Any = None, loss_agg_mode: str | None = None, metrics: Choice = "core"
-    ) -> None:
-        super().__init__(backend=backend)
+    _ANCHORS: ClassVar[Mapping[Anchor, tuple[str, str]]] = {
+        "behavior": ("rollout_log_probs", "The explorer must record log-probs with every experience."),
+        "proximal": ("old_logprob", "Set algorithm.bypass_old_logprobs=false, so that the trainer recomputes them."),
+    }
+
+    def __init__(self, backend: str = "verl", *args: Any, **settings: Any) -> None:
         if backend != "verl":
             raise ConfigError(
                 f"The backend must be verl with {type(self).__name__}, got {backend}. Trinity passes only the "
                 "sampler's log-probs to a loss there. Use RegionLoss."
             )
-        self.settings = _Settings(SampledLoss("Trinity", BOTH), region, loss_agg_mode, metrics)  # pyright: ignore[reportArgumentType]
+        super().__init__(backend, *args, **settings)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]: Trinity reads the names of the parameters
         self,
@@ -127,12 +123,7 @@ class RecomputedRegionLoss(PolicyLossFn):
         **kwargs: Any,
     ) -> tuple[Tensor, dict[str, float]]:
         """Returns the loss of one micro-batch and its metrics."""
-        return self.settings.loss(logprob, rollout_log_probs, old_logprob, advantages, action_mask)
-
-    @classmethod
-    def default_args(cls) -> dict[str, Any]:
-        """Returns Trinity's defaults: DPPO with the binary TV."""
-        return {"region": "dppo-binary-tv", "loss_agg_mode": "token-mean"}
+        return self._loss(logprob, rollout_log_probs, old_logprob, advantages, action_mask)
 
 
 class RegionGRPO(GRPOAlgorithm):

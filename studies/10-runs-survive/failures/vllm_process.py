@@ -23,7 +23,7 @@ def killed_in_sync(number: int, arguments: list[str]) -> int:
 
     set_cpu_environment()  # before vllm is imported
     if number:
-        sync = "trustrl.engines.vllm.weight_sync:SamplerSync.__call__"
+        sync = "trustrl.engines.vllm.weight_reload:SamplerSync.__call__"
         killed_in(f"{GENERATION}._fix_param_name_to_vllm", number, sync)()
     from trustrl.cli import main
 

@@ -12,6 +12,7 @@ from axolotl.utils.import_helper import get_cls_from_module_str
 
 import trustrl
 from support import axolotl_world as world
+from support.refusal_examples import AXOLOTL, cases
 from trustrl.engines import axolotl as engine
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.axolotl import ROWS
@@ -46,12 +47,12 @@ def given(example):
     return nested
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
-def test_each_row_of_axolotls_table_refuses_its_example(row):
-    region = trustrl.preset(row.preset)
-    settings = given(row.example) | {"trust_region": row.preset}
+@pytest.mark.parametrize("case", cases(ROWS, AXOLOTL), ids=lambda case: case.row.setting)
+def test_each_row_of_axolotls_table_refuses_its_example(case):
+    row, region = case.row, trustrl.preset(case.preset)
+    settings = given(case.settings) | {"trust_region": case.preset}
     others = [one for one in ROWS if one is not row]
-    rows.check(others, rows.reader(world.settings(**given(row.example))), region)
+    rows.check(others, rows.reader(world.settings(**given(case.settings))), region)
     with pytest.raises(ValueError, match="must be") as refused:
         loaded(**settings)
     assert f"{row.setting} must be {row.must_be} with a region" in str(refused.value)

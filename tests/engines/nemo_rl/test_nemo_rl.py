@@ -15,6 +15,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 
 from support import parity
+from support.refusal_examples import NEMO_RL, cases
 from trustrl.engines import nemo_rl as engine
 from trustrl.engines.refusals.nemo_rl import ROWS
 from trustrl.errors import ConfigError, EngineError
@@ -109,13 +110,14 @@ def test_the_loss_reaches_ray_workers_by_pickle():
     assert torch.equal(result(copy, tokens)[0], result(made("minirl"), tokens)[0])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
-def test_each_row_refuses_its_example(row):
-    working = {"token_level_loss": False} if row.preset == "gspo" else {}
-    settings = {key.rpartition(".")[2]: value for key, value in row.example.items()}
+@pytest.mark.parametrize("case", cases(ROWS, NEMO_RL), ids=lambda case: case.row.setting)
+def test_each_row_refuses_its_example(case):
+    row = case.row
+    working = {"token_level_loss": False} if case.preset == "gspo" else {}
+    settings = {key.rpartition(".")[2]: value for key, value in case.settings.items()}
     generation = settings if row.setting.startswith("policy.") else {}
     own = {} if generation else settings
-    region = {"preset": row.preset, **row.region}
+    region = {"preset": case.preset, **case.region}
     master = configuration(region, generation, **working | own)
     with pytest.raises(ConfigError) as refused:
         engine.with_region(SimpleNamespace(use_fused_linear_logprobs=False), master)

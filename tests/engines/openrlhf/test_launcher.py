@@ -12,6 +12,7 @@ import ray
 
 import trustrl
 from support import openrlhf_world as world
+from support.refusal_examples import OPENRLHF, cases
 from trustrl.engines import openrlhf as engine
 from trustrl.engines.openrlhf import launcher
 from trustrl.engines.refusals import rows
@@ -35,18 +36,18 @@ def needed(preset, region):
     return {"--algo.advantage.is_correction_level": level, "--actor.loss_agg_mode": mode}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.setting} {row.scope.words}")
-def test_each_row_of_openrlhfs_table_refuses_its_example(row):
-    region = {"preset": row.preset, **row.region}
-    working = needed(row.preset, row.region)
-    args = world.arguments(*SEVERAL, *on_command_line(working | dict(row.example)))
+@pytest.mark.parametrize("case", cases(ROWS, OPENRLHF), ids=lambda case: f"{case.row.setting} {case.row.scope.words}")
+def test_each_row_of_openrlhfs_table_refuses_its_example(case):
+    row, region = case.row, {"preset": case.preset, **case.region}
+    working = needed(case.preset, case.region)
+    args = world.arguments(*SEVERAL, *on_command_line(working | case.settings))
     others = [one for one in ROWS if one is not row]
-    rows.check(others, launcher._arguments(args), trustrl.preset(row.preset, **row.region))
+    rows.check(others, launcher._arguments(args), trustrl.preset(case.preset, **case.region))
     with pytest.raises(ConfigError) as refused:
         engine.check_settings(args, region)
     assert str(refused.value).startswith(f"{row.setting} must be {row.must_be.split('{')[0]}")
     assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
-    if row.example:
+    if case.settings:
         engine.check_settings(world.arguments(*SEVERAL, *on_command_line(working)), region)
 
 

@@ -230,7 +230,7 @@ def test_the_launcher_hands_a_checked_configuration_to_skyrl(monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["skyrl", "trainer.algorithm.policy_loss_type=trustrl-ppo", "trainer.logger=console"]
     )
-    monkeypatch.setattr("trustrl.engines.skyrl.entrypoint.register", lambda: seen.append("registered"))
+    monkeypatch.setattr("trustrl.engines.skyrl.losses.register", lambda: seen.append("registered"))
     monkeypatch.setattr(main_base, "initialize_ray", lambda cfg: seen.append(cfg.trainer.algorithm.policy_loss_type))
     monkeypatch.setattr(main_base.skyrl_entrypoint, "remote", lambda cfg: seen.append(type(cfg.trainer.algorithm)))
     monkeypatch.setattr(ray, "get", lambda what: what)

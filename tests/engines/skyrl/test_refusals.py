@@ -7,6 +7,7 @@ pytest.importorskip("skyrl")
 from skyrl.train.config import make_config
 
 import trustrl
+from support.refusal_examples import SKYRL, cases
 from trustrl.engines import skyrl as engine
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.skyrl import ALGORITHM_ROWS, ROWS
@@ -15,27 +16,27 @@ from trustrl.errors import ConfigError
 WORKING = {"gspo": ["trainer.algorithm.loss_reduction=sequence_mean"]}
 
 
-def configured(row, settings):
-    """SkyRL's configuration with these settings, and the row's region."""
+def configured(case, settings):
+    """SkyRL's configuration with these settings, and the example's region."""
     made = make_config(algorithm_cls=engine.RegionAlgorithmConfig)
     lines = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
-    region = [f"trainer.algorithm.region.{key}={value}" for key, value in row.region.items()]
-    name = f"trainer.algorithm.policy_loss_type=trustrl-{row.preset}"
-    return made.from_cli_overrides([name, *WORKING.get(row.preset, []), *region, *lines])
+    region = [f"trainer.algorithm.region.{key}={value}" for key, value in case.region.items()]
+    name = f"trainer.algorithm.policy_loss_type=trustrl-{case.preset}"
+    return made.from_cli_overrides([name, *WORKING.get(case.preset, []), *region, *lines])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.setting)
-def test_each_row_of_skyrl_s_table_refuses_its_example(row):
-    config = configured(row, row.example)
-    region = engine.region_of(f"trustrl-{row.preset}", config.trainer.algorithm)
+@pytest.mark.parametrize("case", cases(ROWS, SKYRL), ids=lambda case: case.row.setting)
+def test_each_row_of_skyrl_s_table_refuses_its_example(case):
+    row, config = case.row, configured(case, case.settings)
+    region = engine.region_of(f"trustrl-{case.preset}", config.trainer.algorithm)
     rows.check([one for one in ROWS if one is not row], rows.reader(config), region)
     with pytest.raises(ConfigError) as refused:
         engine.check_settings(config)
     assert str(refused.value).startswith(row.setting.split("{")[0])
     assert f" must be {row.must_be.split('{')[0]}" in str(refused.value)
     assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
-    if row.example:
-        engine.check_settings(configured(row, {}))  # the example is what was refused
+    if case.settings:
+        engine.check_settings(configured(case, {}))  # the example is what was refused
     if row in ALGORITHM_ROWS:
         with pytest.raises(ConfigError):
             engine.skyrl_config.check_algorithm(config.trainer.algorithm, region)

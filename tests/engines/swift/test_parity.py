@@ -142,7 +142,7 @@ def test_the_adapter_overrides_three_methods_and_hides_no_other():
 
 
 def test_the_region_is_stored_in_checkpoints(trainer):
-    from trustrl.engines.common.region_callback import RegionState
+    from trustrl.engines.common.loss_seam import RegionState
 
     stored = [one.settings for one in trainer.callback_handler.callbacks if isinstance(one, RegionState)]
     assert json.loads(json.dumps(stored)) == [trustrl.config_to_dict(trustrl.preset("dppo-binary-tv"))]

@@ -11,18 +11,19 @@ import torch
 
 import trustrl
 from support import swift_world as world
+from support.refusal_examples import SWIFT, cases
 from trustrl.engines import swift as engine
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import BEHAVIOR, GENERATION, ROWS
-from trustrl.engines.swift import environment, trainer as adapter
+from trustrl.engines.swift import trainer as adapter, trainer as environment
 from trustrl.errors import ConfigError, EngineError, MissingDataError, UnknownNameError
 
 TEMPLATE = {"padding_free": False, "sequence_parallel_size": 1}
 WORKING = {"loss_type": "grpo", "top_k": 512, "use_vllm": False}
 
 
-def checked(row, settings):
-    """Checks settings as the trainer does, with the row's region."""
+def checked(case, settings):
+    """Checks settings as the trainer does, with the example's region."""
     given = {**WORKING, BEHAVIOR: "trainer", **settings}
     template = SimpleNamespace(**{name: given.pop(name, value) for name, value in TEMPLATE.items()})
     model = SimpleNamespace(
@@ -30,25 +31,26 @@ def checked(row, settings):
         config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=512)),
         generation_config=given.pop(GENERATION, None),
     )
-    region = trustrl.preset(row.preset, **row.region)
+    region = trustrl.preset(case.preset, **case.region)
     chosen = environment.Settings(region, given.pop(BEHAVIOR))
     adapter.check_settings(SimpleNamespace(**given), chosen, template, model)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.setting} {row.must_be}")
-def test_each_row_of_ms_swifts_table_refuses_its_example(row):
+@pytest.mark.parametrize("case", cases(ROWS, SWIFT), ids=lambda case: f"{case.row.setting} {case.row.must_be}")
+def test_each_row_of_ms_swifts_table_refuses_its_example(case):
+    row = case.row
     with pytest.raises(ConfigError) as refused:
-        checked(row, row.example)
+        checked(case, case.settings)
     assert str(refused.value).startswith(row.setting.split("{")[0])
     assert f" must be {row.must_be.split('{')[0]}" in str(refused.value)
     assert row.why.split("{")[-1].split("}")[-1] in str(refused.value)
-    if row.example and row.scope is not rows.SAMPLER_TOPK:
-        checked(row, {name: x for name, x in row.example.items() if name in ("use_vllm", "top_k")} | _kept(row))
+    if case.settings and row.scope is not rows.SAMPLER_TOPK:
+        checked(case, {name: x for name, x in case.settings.items() if name in ("use_vllm", "top_k")} | _kept(case))
 
 
-def _kept(row):
+def _kept(case):
     """The rest of an example that works without its last setting."""
-    vllm = row.example.get("use_vllm", False)
+    vllm = case.settings.get("use_vllm", False)
     return {BEHAVIOR: "sampler" if vllm else "trainer"} | ({} if vllm else {"top_k": 512})
 
 

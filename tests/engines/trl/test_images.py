@@ -13,7 +13,7 @@ import trustrl
 from support import tiny_vision as tiny, trl_world as world
 from trustrl.engines.common.seam import version_of
 from trustrl.engines.trl import TrustRegionGRPOTrainer, anchors
-from trustrl.engines.trl.sampler_check import _comparable
+from trustrl.engines.trl.sampler import _comparable
 from trustrl.engines.trl.stock_record import record
 from trustrl.recording import read
 

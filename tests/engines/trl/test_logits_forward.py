@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from support import trl_world as world
 from support.fsdp2_shardings import RESHARDED, SHARDINGS, shard, whole
-from trustrl.engines.common.logits_forward import AskingModel, LogitsForward
 from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_forward import AskingModel, LogitsForward
 from trustrl.engines.common.vocabulary_read import at_completions
 from trustrl.errors import EngineError
 

@@ -16,14 +16,22 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from support.refusal_examples import TRL, cases
 from trustrl import regions
 from trustrl.engines.common import seam
+from trustrl.engines.common.step_check import check_first_loss
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
 from trustrl.engines.common.vocabulary_read import Opaque, at_completions
 from trustrl.engines.refusals.trl import ROWS
-from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, callbacks, sampler, trainer as engine
-from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
+from trustrl.engines.trl import (
+    TrustRegionGRPOTrainer,
+    TrustRegionMixin,
+    sampler,
+    trainer as engine,
+    trainer_checks as callbacks,
+)
+from trustrl.engines.trl.trainer_checks import check_model, check_settings
 from trustrl.errors import ConfigError, EngineError, MissingDataError
 from trustrl.recording import Recording
 
@@ -497,7 +505,7 @@ class Sampling:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_sampler_that_does_not_follow_the_weights_is_refused(follows, monkeypatch):
-    monkeypatch.setattr("trustrl.engines.vllm.weight_sync.probe_gap", lambda generation: generation.gap())
+    monkeypatch.setattr("trustrl.engines.vllm.weight_reload.probe_gap", lambda generation: generation.gap())
     model = world.tiny_model()
     before = model.lm_head.weight.detach().clone()
     generation = Sampling(model.lm_head.weight, follows=follows)
@@ -560,10 +568,10 @@ def test_speculative_decoding_is_refused_on_a_cpu_alone():
 WORKS = {"trl": (1, 16, 0), "loss_type": "grpo", "behavior": "trainer", "use_vllm": False}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.setting}: {row.must_be}")
-def test_a_row_of_the_table_refuses_its_example_and_no_other_row_does(row):
-    region = trustrl.preset(row.preset, **row.region)
-    facts = WORKS | {"region": region} | dict(row.example)
+@pytest.mark.parametrize("case", cases(ROWS, TRL), ids=lambda case: f"{case.row.setting}: {case.row.must_be}")
+def test_a_row_of_the_table_refuses_its_example_and_no_other_row_does(case):
+    row, region = case.row, trustrl.preset(case.preset, **case.region)
+    facts = WORKS | {"region": region} | case.settings
 
     def given(name, default=None):
         return default if facts.get(name) is None else facts[name]

@@ -14,7 +14,7 @@ import torch
 
 import trustrl
 from support import trl_world as world
-from trustrl.engines.common.region_callback import KEY
+from trustrl.engines.common.loss_seam import REGION_KEY as KEY
 from trustrl.engines.trl import TrustRegionGRPOTrainer
 from trustrl.errors import TrustRLWarning
 from trustrl.regions.loading import config_to_dict

@@ -358,6 +358,6 @@ def test_trls_loss_calls_the_model_and_logs_as_written_down():
         "how its loss calls the model",
         calls[0],
         MODEL_CALL,
-        "engines/trl/asking_model.py and engines/common/vocabulary_forward.py",
+        "engines/trl/anchors.py and engines/common/vocabulary_forward.py",
     )
-    check_known("what its loss logs", trainer._metrics["train"], LOSS_METRICS, "engines/trl/logged_metrics.py")
+    check_known("what its loss logs", trainer._metrics["train"], LOSS_METRICS, "engines/common/step_metrics.py")

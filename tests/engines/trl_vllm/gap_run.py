@@ -17,9 +17,9 @@ import torch
 from vllm import LLM, SamplingParams
 
 from support.tiny_models import save_model, some_sequences
-from trustrl.engines.trl import sampler_check
+from trustrl.engines.trl import sampler as sampler_check
 from trustrl.engines.trl.anchors import RECORDED
-from trustrl.engines.trl.sampler_check import SamplerCheck
+from trustrl.engines.trl.sampler import SamplerCheck
 from trustrl.engines.vllm.options import cpu_options
 
 TOKENS, PROMPTS, ROOM = 64, (1000, 9, 1500, 9, 1800), 2048

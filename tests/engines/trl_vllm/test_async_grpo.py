@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl.experimental.async_grpo")
 
 import trustrl
+from support.refusal_examples import TRL_ASYNC, cases
 from support.rendezvous import own_environment, python_path
 from trustrl import regions
 from trustrl.engines.refusals import rows
@@ -85,11 +86,11 @@ def test_tokens_older_than_the_limit_leave_the_loss(runs):
         assert (step["grad_norm"] == 0) == (max(loss["ages"]) > 1)
 
 
-@pytest.mark.parametrize("row", ASYNC, ids=lambda row: f"{row.setting}: {row.must_be}")
-def test_refused_settings_name_the_fix(row):
-    region = replace(trustrl.preset(row.preset), **row.region)
+@pytest.mark.parametrize("case", cases(ASYNC, TRL_ASYNC), ids=lambda case: f"{case.row.setting}: {case.row.must_be}")
+def test_refused_settings_name_the_fix(case):
+    region = replace(trustrl.preset(case.preset), **case.region)
     with pytest.raises(ConfigError, match=r"must be .* with a region, got "):
-        rows.check(ASYNC, rows.reader(row.example), region)
+        rows.check(ASYNC, rows.reader(case.settings), region)
     rows.check(ASYNC, rows.reader({}), regions.DPPO())
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from support.rendezvous import own_environment, python_path
-from trustrl.engines.trl.sampler_check import SamplerCheck
+from trustrl.engines.trl.sampler import SamplerCheck
 from trustrl.errors import ConfigError
 
 GAP = "trustrl/decode_prefill_gap"

@@ -22,7 +22,7 @@ from support import verl_world as world, worlds
 from trustrl import regions
 from trustrl.engines import verl as engine
 from trustrl.engines.verl import losses
-from trustrl.engines.verl.loss_context import LossContext, active
+from trustrl.engines.verl.losses import LossContext, active
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError, UnknownNameError
 
 NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}

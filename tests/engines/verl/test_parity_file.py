@@ -6,7 +6,7 @@ pytest.importorskip("verl")
 
 import trustrl
 from support import parity, verl_world as world
-from trustrl.engines.verl.loss_context import LossContext, active
+from trustrl.engines.verl.losses import LossContext, active
 
 AVERAGES = {"seq-mean-token-mean": parity.sequence_mean, "token-mean": parity.token_mean}
 

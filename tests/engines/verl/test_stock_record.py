@@ -10,8 +10,8 @@ import torch
 import trustrl
 from support import regions_oracle as oracle
 from support.verl_launch import on_ranks
-from trustrl.engines.common.record_environment import FOLDER, REGION, SAMPLE, observed_region, recording
 from trustrl.engines.common.seam import version_of
+from trustrl.engines.common.stock_tokens import FOLDER, REGION, SAMPLE, observed_region, recording
 from trustrl.errors import ConfigError
 from trustrl.recording import read, read_run, read_sequences, read_texts
 

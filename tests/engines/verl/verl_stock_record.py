@@ -13,7 +13,7 @@ from verl.workers.utils import losses as verls
 
 from support import regions_oracle as oracle, verl_world as world
 from support.verl_step import as_verl_carries
-from trustrl.engines.common.record_environment import FOLDER, REGION, SAMPLE
+from trustrl.engines.common.stock_tokens import FOLDER, REGION, SAMPLE
 from trustrl.engines.verl import RegionWorker
 
 STEPS = 2

@@ -16,8 +16,8 @@ pytest.importorskip("pyarrow")
 
 from support.s3_server import s3_server
 from support.verl_cpu_runs import STEPS, stock
-from trustrl.engines.common.record_environment import FOLDER
 from trustrl.engines.common.seam import version_of
+from trustrl.engines.common.stock_tokens import FOLDER
 from trustrl.recording import read, read_run, read_sequences, read_texts
 from trustrl.recording.record_files import part_files
 from trustrl.regions.presets import preset

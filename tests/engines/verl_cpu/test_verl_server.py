@@ -18,7 +18,7 @@ from verl.workers.rollout import replica
 
 from support.tiny_models import full_logps, save_model
 from trustrl.engines.common.sampler_fields import TOPK_IDS, TOPK_LOGP
-from trustrl.engines.verl import server_choice
+from trustrl.engines.verl import rollout_pieces as server_choice
 from trustrl_verl_cpu.vllm_server import VARIABLE, source_root
 
 PYTHON = os.environ.get(VARIABLE)

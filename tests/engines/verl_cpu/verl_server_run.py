@@ -53,7 +53,7 @@ def plain(output):
 
 async def main(path, out):
     from trustrl.engines.common.sampler_fields import TOPK
-    from trustrl.engines.verl.server_choice import register_server
+    from trustrl.engines.verl.rollout_pieces import register_server
 
     register_server()
     recording = replica.get_rollout_replica_class("vllm")

@@ -12,7 +12,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from support import regions_oracle as oracle, verl_world as world
 from support.verl_step import as_verl_carries
-from trustrl.engines.common.record_environment import FOLDER, SAMPLE
+from trustrl.engines.common.stock_tokens import FOLDER, SAMPLE
 from trustrl.engines.verl import RegionWorker
 
 

@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from support.tiny_models import LONGEST, full_logps, logps, perturb, some_sequences
-from trustrl.engines.vllm import install_sync, score, weight_sync as sync_module
+from trustrl.engines.vllm import install_sync, score, weight_reload as sync_module
 from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
 from trustrl.errors import ConfigError, EngineError
 

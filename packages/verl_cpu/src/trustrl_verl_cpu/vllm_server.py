@@ -15,9 +15,8 @@ from typing import Any
 
 import trustrl
 from trustrl.engines.common.sampler_fields import KEPT, TOPK
-from trustrl.engines.vllm.decode_record import install
+from trustrl.engines.vllm.decode_record import install, recorded_fields, recording_parameters
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT, cpu_options
-from trustrl.engines.vllm.recorded_requests import recorded_fields, recording_parameters
 from trustrl.engines.vllm.routed_experts import fill_on_cpu
 from trustrl.engines.vllm.scoring import score
 from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded

@@ -5,6 +5,8 @@ Seam:     `_get_per_token_logps_and_entropies(model, ...)`, which calls super(),
 Borrowed: the whole loss. With tracked advantages of 0, the result contains only the trainer's other terms (KL to the
           reference, entropy, distillation). Its derivative with respect to the advantages is the factor that the
           trainer multiplies each token's loss by: its reduction, and its scaling for accumulation and ranks
+
+`RegionState` keeps the region in the checkpoints of these trainers.
 """
 
 from collections.abc import Callable
@@ -12,11 +14,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers.trainer_callback import TrainerCallback
 
+from trustrl.config.axes import Region
 from trustrl.engines.common import seam
-from trustrl.engines.common.unrounded_model import unrounded
-from trustrl.engines.common.vocabulary_forward import gather_head
+from trustrl.engines.common.region_settings import warn_if_changed
+from trustrl.engines.common.vocabulary_forward import gather_head, unrounded
 from trustrl.errors import EngineError
+from trustrl.regions.loading import config_to_dict
 
 SCORE = "_get_per_token_logps_and_entropies"
 """The method in which trainers of this family compute the log-probs of the completion tokens."""
@@ -171,3 +176,26 @@ def require_seam(
     """
     seam.require_parameters(trainer, loss, takes, package=package)
     seam.require_parameters(trainer, SCORE, scores, more=True, package=package)
+
+
+REGION_KEY = "trustrl_region"
+"""The key of the region in `trainer_state.json`, under `stateful_callbacks`."""
+
+
+class RegionState(TrainerCallback):
+    """Stores the region in `trainer_state.json`, and warns on resume if the region has changed.
+
+    The versions of rollouts are the trainer's own step numbers, so the region has no other state.
+
+    This is not one of transformers' exportable states. transformers restores those from a checkpoint if asked to, so
+    the checkpoint's region would be compared with itself. It also cannot save a state that the checkpoint did not have.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self.settings = config_to_dict(region)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compares the region with the checkpoint's, if training resumes from one."""
+        before = state.stateful_callbacks.get(REGION_KEY)
+        state.stateful_callbacks[REGION_KEY] = self.settings
+        warn_if_changed(before, self.settings, state.global_step)

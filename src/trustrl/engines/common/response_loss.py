@@ -5,8 +5,9 @@ Borrowed: the trainer's own functions of the logits and of the KL term, and its 
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from trustrl.engines.common.region_settings import region_given
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.engines.common.step_check import warn_if_it_cannot_act
 from trustrl.engines.common.step_sums import averages
-from trustrl.engines.refusals.rows import Given, Refusal, check
+from trustrl.engines.refusals.rows import Given, check
+from trustrl.engines.refusals.slime import ROWS
 
 Reducer = Callable[[Tensor], Tensor]
 Batch = Mapping[str, Any]
@@ -32,73 +34,55 @@ CALLED_WITH = ("args", "batch", "logits", "sum_of_sample_mean")
 KL_WITH = ("log_probs", "log_probs_base", "kl_loss_type")
 
 
-def sampled_loss(engine: str) -> SampledLoss:
-    """Returns the place of the loss in slime or miles, with the names that both give to the log-probs."""
-    return SampledLoss(
-        engine,
-        {
-            "behavior": (
-                "rollout_log_probs",
-                f"{_possessive(engine)} rollout records them. A custom generate function must fill "
-                "`Sample.rollout_log_probs`.",
-            ),
-            "proximal": (
-                "log_probs",
-                f"Remove --use-rollout-logprobs, with which {engine} does not recompute them.",
-            ),
-        },
-    )
-
-
-def require_seams(losses: Any, log_probs_with: tuple[str, ...], *, more: bool = False) -> None:
-    """Raises if the engine's own losses take other parameters than the adapter was written for.
+class ResponseLoss:
+    """The custom loss of one trainer.
 
     Args:
-        losses: The engine's module of losses.
-        log_probs_with: The parameters of its `get_log_probs_and_entropy`.
+        engine: The trainer's name.
+        losses: The trainer's module of losses, which is imported when it is needed.
+        log_probs: Calls that module's function of the logits, given the module, the trainer's arguments, a micro-batch,
+            and the logits. Returns `log_probs`, and `entropy` if the trainer computes it, for each response.
+        log_probs_with: The parameters of the module's `get_log_probs_and_entropy`.
         more: Whether that function may take further parameters.
-
-    Raises:
-        EngineError: If a function is missing or takes different parameters.
     """
-    seam.require_parameters(losses, "policy_loss_function", CALLED_WITH)
-    seam.require_parameters(losses, "get_log_probs_and_entropy", log_probs_with, more=more)
-    seam.require_parameters(losses, "compute_approx_kl", KL_WITH, more=True)
 
+    def __init__(
+        self,
+        engine: str,
+        losses: str,
+        log_probs: Callable[[Any, Namespace, Batch, Tensor], Mapping[str, list[Tensor]]],
+        log_probs_with: tuple[str, ...],
+        *,
+        more: bool = False,
+    ) -> None:
+        own = f"{engine}'" if engine.endswith("s") else f"{engine}'s"
+        recorded = f"{own} rollout records them. A custom generate function must fill `Sample.rollout_log_probs`."
+        recomputed = f"Remove --use-rollout-logprobs, with which {engine} does not recompute them."
+        self._sampled = SampledLoss(
+            engine, {"behavior": ("rollout_log_probs", recorded), "proximal": ("log_probs", recomputed)}
+        )
+        self._losses, self._log_probs = losses, log_probs
+        self._log_probs_with, self._more = log_probs_with, more
+        self.check_seams = cache(self._check_seams)
 
-def _possessive(name: str) -> str:
-    return f"{name}'" if name.endswith("s") else f"{name}'s"
+    def _check_seams(self) -> None:
+        losses = import_module(self._losses)
+        seam.require_parameters(losses, "policy_loss_function", CALLED_WITH)
+        seam.require_parameters(losses, "get_log_probs_and_entropy", self._log_probs_with, more=self._more)
+        seam.require_parameters(losses, "compute_approx_kl", KL_WITH, more=True)
 
+    def check_arguments(self, args: Namespace) -> None:
+        """Checks the arguments when the trainer starts: `--custom-megatron-init-path <module>.check_arguments`.
 
-@dataclass(frozen=True)
-class ResponseLoss:
-    """The custom loss of one trainer."""
-
-    sampled: SampledLoss
-    rows: Iterable[Refusal]
-    """Rows of the arguments that the trainer must not have."""
-
-    log_probs: Callable[[Namespace, Batch, Tensor], Mapping[str, list[Tensor]]]
-    """The trainer's own function of the logits: `log_probs`, and `entropy` if the trainer computes it, for each
-    response."""
-
-    approx_kl: Callable[[Tensor, Tensor, str], Tensor]
-    """The trainer's own KL estimate of each token, from the policy's and the reference's log-probs and a name."""
-
-    def check_arguments(self, args: Namespace) -> Region:
-        """Returns the region of the arguments, after a check of all of them.
+        Without it, the first micro-batch makes the same checks. Also warns if every ratio will be 1: one update per
+        rollout, anchored on the trainer's own log-probs.
 
         Raises:
             ConfigError: If an argument is refused, or `trustrl_region` describes no region that the trainer can feed.
+            EngineError: If the trainer calls its losses in a way that trustrl does not support.
         """
-        region = region_given(getattr(args, "trustrl_region", None), "trustrl_region in --custom-config-path")
-        check_choice(getattr(args, "trustrl_metrics", "core"), "trustrl_metrics")
-        self.sampled.check(region)
-        check(self.rows, flags(args), region)
-        return region
-
-    def warn_of_idle_region(self, args: Namespace, region: Region) -> None:
-        """Warns if every ratio will be 1: one update per rollout, anchored on the trainer's own log-probs."""
+        self.check_seams()
+        region = self._region(args)
         if by_trainer(region.needs(), "sampler"):
             warn_if_it_cannot_act(
                 region,
@@ -106,17 +90,34 @@ class ResponseLoss:
                 remedy="Set --num-steps-per-rollout above 1, or the region's anchor to behavior.",
             )
 
-    def __call__(
-        self, args: Namespace, batch: Batch, logits: Tensor, reduce: Reducer
+    def _region(self, args: Namespace) -> Region:
+        """Returns the region of the arguments, after a check of all of them."""
+        region = region_given(getattr(args, "trustrl_region", None), "trustrl_region in --custom-config-path")
+        check_choice(getattr(args, "trustrl_metrics", "core"), "trustrl_metrics")
+        self._sampled.check(region)
+        check(ROWS, flags(args), region)
+        return region
+
+    def region_loss(
+        self, args: Namespace, batch: Batch, logits: Tensor, sum_of_sample_mean: Reducer
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the loss of one micro-batch before the trainer's division, and its metrics in the same units.
 
+        Args:
+            args: The trainer's arguments, with `trustrl_region` from `--custom-config-path`.
+            batch: A micro-batch of the trainer; lists with one tensor per response.
+            logits: (1, tokens, vocabulary of this rank) in float32, with gradient. In miles with `--qkv-format bshd`:
+                (rows, longest, vocabulary of this rank).
+            sum_of_sample_mean: The trainer's reduction of one value per response token to a number.
+
         Raises:
             ConfigError: See `check_arguments`.
+            EngineError: See `check_arguments`.
             MissingDataError: If the region's anchor is missing.
         """
-        region = self.check_arguments(args)
-        outputs = self.log_probs(args, batch, logits)
+        self.check_seams()
+        region, reduce, losses = self._region(args), sum_of_sample_mean, import_module(self._losses)
+        outputs = self._log_probs(losses, args, batch, logits)
         logp = torch.cat(outputs["log_probs"])
         weights = token_weights(reduce, logp.detach())
         out = self._policy_loss(args, batch, region, outputs["log_probs"], weights)
@@ -127,7 +128,7 @@ class ResponseLoss:
         if args.use_kl_loss:
             # Tokens outside the loss may hold infinities, which a factor of 0 would turn into NaN.
             policy, reference = (x.where(weights != 0, 0.0) for x in (logp, torch.cat(batch["ref_log_probs"])))
-            terms["kl_loss"] = reduce(self.approx_kl(policy, reference, args.kl_loss_type))
+            terms["kl_loss"] = reduce(losses.compute_approx_kl(policy, reference, kl_loss_type=args.kl_loss_type))
             loss = loss + args.kl_loss_coef * terms["kl_loss"]
         if logp.numel() == 0:
             loss = loss + 0 * logits.sum()  # so that the backward pass reaches every parameter on every rank
@@ -153,7 +154,7 @@ class ResponseLoss:
         )
         like = TokenMean if args.calculate_per_token_loss else SequenceMeanTokenMean
         mode: Any = getattr(args, "trustrl_on_nonfinite", "drop")  # `policy_loss` checks it
-        return self.sampled(logp, rollout, region, TokenWeights(weights, like=like), mode)
+        return self._sampled(logp, rollout, region, TokenWeights(weights, like=like), mode)
 
 
 def _joined(pieces: list[Tensor] | None, like: Tensor) -> Tensor | None:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from trustrl.config import validators
 from trustrl.config.axes import Region
+from trustrl.config.statistics import Anchor
 from trustrl.core.diagnostics import Sums, dropped_because
+from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.region_needs import Behavior, by_trainer
 from trustrl.errors import EngineError, NonFiniteError, TrustRLWarning
 
@@ -42,7 +44,15 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, mask: Tensor, recorde
     Raises:
         EngineError: If the log-probs differ by more than `LARGEST_GAP` on average; names the usual causes.
     """
-    _warn_if_rounded(logp)
+    if logp.dtype in (torch.bfloat16, torch.float16):
+        step = 8 * torch.finfo(logp.dtype).eps
+        warnings.warn(
+            f"The trainer's log-probs should be float32, got {logp.dtype}, which rounds a log-prob of -10 to a "
+            f"multiple of {step:g}, and the ratio with it. verl computes them in float32 if flash-attn is installed. "
+            "Top-K, TROLL and exact regions are not affected.",
+            TrustRLWarning,
+            stacklevel=3,
+        )
     same = mask & anchor_logp.isfinite() & logp.detach().isfinite()
     if not same.any():
         return
@@ -57,16 +67,36 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, mask: Tensor, recorde
         )
 
 
-def _warn_if_rounded(logp: Tensor) -> None:
-    if logp.dtype in (torch.bfloat16, torch.float16):
-        step = 8 * torch.finfo(logp.dtype).eps
-        warnings.warn(
-            f"The trainer's log-probs should be float32, got {logp.dtype}, which rounds a log-prob of -10 to a "
-            f"multiple of {step:g}, and the ratio with it. verl computes them in float32 if flash-attn is installed. "
-            "Top-K, TROLL and exact regions are not affected.",
-            TrustRLWarning,
-            stacklevel=3,
-        )
+def check_first_loss(
+    policy: PolicyTokens,
+    rollout: RolloutTokens,
+    anchor: Anchor,
+    behavior: Behavior = "sampler",
+    switch: str = "startup_checks=False",
+) -> bool:
+    """Checks the anchor of tokens that were sampled with the policy's weights, which no step has changed yet.
+
+    Tokens of earlier weights differ from the policy, and should.
+
+    Args:
+        policy: The policy's tokens.
+        rollout: The rollout's tokens.
+        anchor: The region's anchor.
+        behavior: The source of μ.
+        switch: The setting that turns this check off.
+
+    Returns:
+        True if there were such tokens.
+
+    Raises:
+        EngineError: If the log-probs differ; names the usual causes.
+    """
+    logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
+    fresh = rollout.in_loss if rollout.version is None else rollout.in_loss & (rollout.version == policy.version)
+    if logp is not None:
+        recorded_by = "trainer" if anchor == "proximal" or behavior == "trainer" else "sampler"
+        check_initial_ratio(policy.logp, logp, fresh, recorded_by, switch)
+    return bool(fresh.any())
 
 
 def check_recorded(logp: Tensor, in_loss: Tensor) -> None:

@@ -24,6 +24,9 @@ CLIP = "clip_ratio/"
 """The prefix of the trainers' own metrics for clipped shares. They are still logged, with the shares that the region
 masked."""
 
+UNSCORED = "frac_reward_nan"
+"""Share of completions for which no reward function returned a number. TRL sets their advantage to 0."""
+
 
 class StepMetrics:
     """Sums over one optimizer step, written as rates to the trainer's own metrics.
@@ -139,12 +142,48 @@ def _highest(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), -torch.inf, x).amax()
 
 
-def _clip_metrics(sums: Sums) -> dict[str, float]:
+def clip_shares(sums: Sums) -> dict[str, float]:
     """Returns the shares that the region masked, under the trainers' own names."""
     tokens = max(float(sums.added["tokens"]), 1.0)
     names = {"low_mean": "masked/decrease", "high_mean": "masked/increase", "region_mean": "masked"}
-    shares = {f"{CLIP}{name}": float(sums.added[key]) / tokens for name, key in names.items()}
+    return {f"{CLIP}{name}": float(sums.added[key]) / tokens for name, key in names.items()}
+
+
+def _clip_metrics(sums: Sums) -> dict[str, float]:
+    """Returns these shares, and those of the least and the most masked sequence."""
+    shares = clip_shares(sums)
     least, most = (float(sums.highest[f"{CLIP}{name}"]) for name in ("low", "high"))
     if math.isfinite(least):  # otherwise the step had no tokens
         shares |= {f"{CLIP}low_min": -least, f"{CLIP}high_max": most}
     return shares
+
+
+class TrlMetrics:
+    """Corrects the metrics that TRL's loss logs with advantages of 0."""
+
+    def __init__(self) -> None:
+        self._policy_losses: list[Tensor] = []
+        """Of the step's micro-batches, on the device until the step ends."""
+
+    def correct(self, trainer: Any, out: LossOutput) -> None:
+        """Corrects the metrics of one micro-batch. Waits for the device at most once per step.
+
+        Args:
+            trainer: TRL's trainer, which holds the metrics.
+            out: The result of the region's loss.
+        """
+        mode = "train" if trainer.model.training else "eval"
+        for name, values in trainer._metrics[mode].items():
+            if name.startswith(CLIP) and values:
+                values.pop()  # the step's metrics have the region's
+        if "policy_loss" not in trainer._metrics[mode]:
+            return
+        # With an entropy bonus TRL logs it, without the region, and before dividing by the accumulated steps.
+        accumulated = trainer.current_gradient_accumulation_steps if mode == "train" else 1
+        self._policy_losses.append(out.terms["policy"].float() * (1 if trainer.loss_type == "dapo" else accumulated))
+        if trainer.accelerator.sync_gradients:
+            own = torch.stack(self._policy_losses).unsqueeze(0)
+            self._policy_losses.clear()
+            logged = trainer._metrics[mode]["policy_loss"]
+            for index, value in enumerate(trainer.accelerator.gather(own).nanmean(0).tolist(), start=-own.shape[1]):
+                logged[index] += value

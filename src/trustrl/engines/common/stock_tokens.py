@@ -4,6 +4,7 @@
 another loss trained. Without a region the columns of decisions are empty.
 """
 
+import os
 from dataclasses import replace
 
 import torch
@@ -16,8 +17,12 @@ from trustrl.core.policy_loss import LossOutput, policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.errors import ConfigError
-from trustrl.recording import Recorder
+from trustrl.recording import Recorder, Recording
 from trustrl.regions.presets import preset
+
+FOLDER, SAMPLE, REGION = "TRUSTRL_RECORD", "TRUSTRL_RECORD_SAMPLE", "TRUSTRL_RECORD_REGION"
+"""Environment variables that ask for a record: its folder or address, the share of sequences to write, and the preset
+whose decisions are recorded."""
 
 
 def observable(region: Region | str | None) -> Region | None:
@@ -116,3 +121,36 @@ def _totals(policy: PolicyTokens, rollout: RolloutTokens) -> Sums:
         added |= {"entropy/kept": torch.where(known, policy.entropy, 0.0).sum(dtype=torch.float64)}
         added |= {"entropy/kept_measured": known.sum(), "entropy/masked": zero, "entropy/masked_measured": zero}
     return Sums(added, {})
+
+
+def recording(sequences: float | None = None) -> Recording | None:
+    """Returns the recording that the environment asks for, or None.
+
+    Args:
+        sequences: The number of sequences of a step on this rank, if it is known, for the default share.
+
+    Raises:
+        ConfigError: If a variable is invalid, or set without the folder.
+    """
+    folder, share = os.environ.get(FOLDER), os.environ.get(SAMPLE)
+    if not folder:
+        for name in (SAMPLE, REGION):
+            if os.environ.get(name):
+                raise ConfigError(f"{FOLDER} must be set with {name}, got nothing. Set it to the folder of the record.")
+        return None
+    if not share:
+        return Recording(folder=folder, sample=default_sample(sequences))
+    try:
+        return Recording(folder=folder, sample=float(share))
+    except (ValueError, ConfigError):
+        raise ConfigError(f"{SAMPLE} must be a number in [0, 1], got {share!r}.") from None
+
+
+def observed_region() -> Region | None:
+    """Returns the region whose decisions are recorded, or None.
+
+    Raises:
+        ConfigError: If the region reads more than the sampled token.
+        UnknownNameError: If no preset has this name.
+    """
+    return observable(os.environ.get(REGION) or None)

@@ -3,10 +3,16 @@
 Regions on sampled tokens use the trainer's own log-probs. Top-K, projected, and exact regions need more of the
 vocabulary. For them, `VocabularyForward` adds a keyword to the model's forward. Called with the keyword, the wrapped
 model runs as always (DDP, FSDP, and PEFT hooks included) and ends in `token_logprobs` instead of logits.
+
+For engines that compute log-probs from logits themselves, `LogitsForward` returns both. The logits stay as the model
+returned them: engines divide them in place by the temperature. The read happens inside the forward pass, from the
+states that enter the output layer. FSDP2 has the layer's weight gathered there. It gathers the weight again for the
+backward pass of every tensor in a field of the output, so `LogitsOutput` declares the fields.
 """
 
 import functools
 import types
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -15,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from trustrl.engines.common.vocabulary_read import Head, Opaque, VocabularyOutput, Wanted, read_vocabulary
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, EngineError
 
 KEYWORD = "trustrl_vocabulary"
 """The keyword that is added to a model's forward. Its value is an `Opaque` request."""
@@ -130,3 +136,101 @@ def refuse_adapted_head(model: Any) -> None:
             "miss the part that an adapter adds. Leave the output layer out of `target_modules`, `modules_to_save`, "
             "and quantization."
         )
+
+
+class ModelProxy:
+    """Model whose calls a subclass changes. Everything else is the model's own."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class UnroundedModel(ModelProxy):
+    """Model proxy that returns outputs as the forward pass computed them, where FSDP2 would round them.
+
+    accelerate shards a model with an `output_dtype` of bf16 or fp16. FSDP2 then casts every floating tensor of the
+    model's output after the forward pass, log-probs included: a log-prob of -10 keeps three digits. It registers its
+    backward hooks on the tensors before it casts them, so a loss on those has the same gradient.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one forward pass."""
+        computed: list[Any] = []
+        hook = self._model.register_forward_hook(
+            lambda module, inputs, output: computed.append(output),
+            prepend=True,  # before FSDP2's own hook, which casts
+        )
+        try:
+            output = self._model(*args, **kwargs)
+        finally:
+            hook.remove()
+        for name, x in computed[0].items():
+            # Logits come from rounded products: the wider copy would cost memory and hold no more digits.
+            if name != "logits" and isinstance(x, Tensor) and output[name].dtype != x.dtype:
+                output[name] = x
+        return output
+
+
+def unrounded(model: Any) -> Any:
+    """Returns the model, in a proxy if FSDP2 may round its outputs."""
+    return UnroundedModel(model) if isinstance(model, FSDPModule) else model
+
+
+@dataclass
+class LogitsOutput(VocabularyOutput):
+    """The fields of a model's output that engines use, and the vocabulary."""
+
+    logits: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class LogitsForward(VocabularyForward):
+    """Adds the keyword to one model's forward, which runs unchanged and returns its logits too.
+
+    Costs one more product with the output layer, in tiles, and no further pass through the model.
+    """
+
+    def _run(self, model: Any, wanted: Wanted, *args: Any, **kwargs: Any) -> LogitsOutput:
+        entering: list[Tensor] = []
+        layer = model.get_output_embeddings()
+        hook = layer.register_forward_hook(lambda module, inputs, output: entering.append(inputs[0]))
+        try:
+            output = self._original(*args, **kwargs)
+        finally:
+            hook.remove()
+        if len(entering) != 1:
+            raise EngineError(
+                f"The model must call its output layer once in a forward pass, got {len(entering)} calls. Choose a "
+                "region on the sampled token such as dppo-binary-tv."
+            )
+        read = self._read(model, wanted.states(entering[0]), wanted)
+        parts = {field.name: getattr(read, field.name) for field in fields(read)}
+        return LogitsOutput(**parts, logits=output.logits, aux_loss=getattr(output, "aux_loss", None))
+
+
+class AskingModel(ModelProxy):
+    """Model proxy that makes one request in every call, and keeps the outputs.
+
+    Args:
+        model: The model that the trainer calls, whose forward takes the keyword.
+        wanted: The request.
+    """
+
+    def __init__(self, model: Any, wanted: Any) -> None:
+        super().__init__(unrounded(model))
+        self._wanted = wanted
+        self.outputs: list[Any] = []
+        """The output of each call, with one row per token."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one forward pass."""
+        return self._ask(self._wanted, *args, **kwargs)
+
+    def _ask(self, wanted: Wanted, *args: Any, **kwargs: Any) -> Any:
+        # A keyword of the model's own forward: the hooks of DDP, FSDP and PEFT run. Opaque: none of them casts it.
+        kwargs[KEYWORD] = Opaque(wanted)
+        self.outputs.append(self._model(*args, **kwargs))
+        return self.outputs[-1]

@@ -18,7 +18,6 @@ ROWS = (
         must_be="grpo or gdpo",
         why="Regions replace the clip of GRPO.",
         refused=lambda rl, lookup, region: rl not in ("grpo", "gdpo"),
-        example={"rl": "dpo"},
     ),
     Refusal(
         setting="trainer_cls",
@@ -26,7 +25,6 @@ ROWS = (
         why="If a plugin cannot be imported, axolotl prints the error and trains without it. It raises if the trainer "
         "cannot be imported.",
         refused=lambda name, lookup, region: not name,
-        example={"trainer_cls": None},
     ),
     sampled_only("trust_region", "which needs TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl."),
     switch("trl.async_prefetch", _ASYNC, "false"),
@@ -37,7 +35,6 @@ ROWS = (
         why="axolotl would split each sequence between ranks, and the region reads whole sequences.",
         refused=lambda size, lookup, region: size > 1,
         default=1,
-        example={"context_parallel_size": 2},
     ),
     switch(
         "nemo_gym_enabled",

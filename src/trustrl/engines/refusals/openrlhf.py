@@ -3,18 +3,15 @@
 Imports neither torch nor OpenRLHF, so the documentation can list the rows anywhere.
 """
 
-from typing import Any
-
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     ON_SAMPLER,
-    TRUNCATED,
-    Given,
     Refusal,
     Scope,
     average_per_sequence,
     not_asynchronous,
     sampled_only,
+    whole_vocabulary,
 )
 
 LEVEL, MODE = "--algo.advantage.is_correction_level", "--actor.loss_agg_mode"
@@ -27,37 +24,6 @@ _CORRECTION = (
     "OpenRLHF's own loss applies it, and a region replaces that loss. Use a preset with a correction: tis, icepop, "
     "mis, divergence-gate."
 )
-_THEIRS = {
-    "--actor.eps_clip": (0.2, 0.3, _BOUNDS),
-    "--actor.eps_clip_low_high": (None, (0.2, 0.28), _BOUNDS),
-    "--actor.dual_clip": (None, 3.0, _BOUNDS),
-    "--actor.policy_loss_type": ("ppo", "gspo", "It belongs to OpenRLHF's own loss. Use --trustrl.region gspo."),
-    "--algo.advantage.is_correction_mode": ("mask", "clip", _CORRECTION),
-    "--algo.advantage.is_correction_gating": ("ratio", "tv", _CORRECTION),
-    "--algo.advantage.is_correction_threshold": ((0.5, 5.0), (0.9, 1.1), _CORRECTION),
-}
-"""Settings of OpenRLHF's loss: the default, another value, and the reason why it must not be set."""
-
-
-def _changed(default: Any, value: Any, lookup: Given) -> bool:
-    value = tuple(value) if isinstance(value, list) else value
-    clip = lookup("--actor.eps_clip", 0.2)
-    if default is None and value == (clip, clip):  # OpenRLHF fills in --actor.eps_clip_low_high itself
-        return False
-    return value != default
-
-
-def _of_their_loss(name: str) -> Refusal:
-    default, other, why = _THEIRS[name]
-    return Refusal(
-        setting=name,
-        must_be=f"left at {default}" if default is not None else "left out",
-        why=why,
-        refused=lambda value, lookup, region: _changed(default, value, lookup),
-        default=default,
-        example={name: other},
-    )
-
 
 ROWS = (
     sampled_only("--trustrl.region", "and OpenRLHF passes only sampled log-probs to a loss. TRL and verl support it."),
@@ -69,7 +35,6 @@ ROWS = (
         refused=lambda level, lookup, region: level != "token",
         default="off",
         scope=ON_SAMPLER,
-        example={LEVEL: "off"},
     ),
     Refusal(
         setting=LEVEL,
@@ -78,20 +43,35 @@ ROWS = (
         refused=lambda level, lookup, region: level != "off",
         default="off",
         scope=_NOT_ON_SAMPLER,
-        example={LEVEL: "token"},
-        preset="ppo",
-        region={"anchor": "proximal"},
     ),
-    *map(_of_their_loss, _THEIRS),
-    average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean", default="token-mean"),
-    not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
+    Refusal("--actor.eps_clip", "left at 0.2", _BOUNDS, 0.2),
     Refusal(
-        setting="--rollout.top_p",
-        must_be="1.0",
-        why=TRUNCATED,
-        refused=lambda top_p, lookup, region: top_p < 1.0,
-        default=1.0,
-        example={"--rollout.top_p": 0.9},
+        setting="--actor.eps_clip_low_high",
+        must_be="left out",
+        why=_BOUNDS,
+        # OpenRLHF itself fills in an unset value with --actor.eps_clip.
+        refused=lambda bounds, lookup, region: (
+            bounds is not None and tuple(bounds) != (lookup("--actor.eps_clip", 0.2),) * 2
+        ),
     ),
+    Refusal("--actor.dual_clip", "left out", _BOUNDS),
+    Refusal(
+        setting="--actor.policy_loss_type",
+        must_be="left at ppo",
+        why="It belongs to OpenRLHF's own loss. Use --trustrl.region gspo.",
+        default="ppo",
+    ),
+    Refusal("--algo.advantage.is_correction_mode", "left at mask", _CORRECTION, "mask"),
+    Refusal("--algo.advantage.is_correction_gating", "left at ratio", _CORRECTION, "ratio"),
+    Refusal(
+        setting="--algo.advantage.is_correction_threshold",
+        must_be="left at (0.5, 5.0)",
+        why=_CORRECTION,
+        default=(0.5, 5.0),
+        refused=lambda bounds, lookup, region: tuple(bounds) != (0.5, 5.0),
+    ),
+    average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean"),
+    not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
+    whole_vocabulary("--rollout.top_p", "top_p", "1.0", 1.0),
 )
 """Every row, in the order of the check."""

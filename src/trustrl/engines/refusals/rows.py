@@ -53,7 +53,7 @@ EXACT_ON_SAMPLER = Scope(
 PER_SEQUENCE = Scope("defined per sequence (GSPO)", lambda needs: needs.reduction is not None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Refusal:
     """One setting of an engine that does not work with the regions in `scope`.
 
@@ -70,11 +70,12 @@ class Refusal:
     why: str
     """The reason, and the fix if `must_be` does not state it. Full sentences."""
 
-    refused: Callable[[Any, Given, Region], bool]
-    """Returns whether the value is refused, given the value, all settings, and the region."""
-
     default: Any = None
     """The value if the setting is absent."""
+
+    refused: Callable[[Any, Given, Region], bool] | None = None
+    """Returns whether the value is refused, given the value, all settings, and the region. None allows only the
+    default."""
 
     scope: Scope = EVERY
 
@@ -83,15 +84,6 @@ class Refusal:
 
     words: Mapping[str, str] = field(default_factory=dict)
     """The text that the table prints for each placeholder."""
-
-    example: Mapping[str, Any]
-    """Settings that only this row refuses, relative to settings that work. The test of the row uses them."""
-
-    preset: str = "dppo-binary-tv"
-    """The preset that refuses `example`."""
-
-    region: Mapping[str, Any] = field(default_factory=dict)
-    """Overrides of that preset."""
 
     def check(self, lookup: Given, region: Region) -> None:
         """Raises if the settings do not work with the region.
@@ -102,7 +94,7 @@ class Refusal:
         if not self.scope.holds(region.needs()):
             return
         got = lookup(self.setting, self.default)
-        if self.refused(got, lookup, region):
+        if got != self.default if self.refused is None else self.refused(got, lookup, region):
             facts = {"region": region.kind, "got": got} | dict(self.facts(lookup, region))
             setting, must_be, why = (text.format(**facts) for text in (self.setting, self.must_be, self.why))
             raise ConfigError(f"{setting} must be {must_be} with a region, got {facts['got']!r}. {why}")
@@ -126,10 +118,12 @@ def check(rows: Iterable[Refusal], lookup: Given, region: Region) -> None:
         row.check(lookup, region)
 
 
-def reader(config: Any) -> Given:
-    """Returns a lookup by dotted names in nested mappings or attributes."""
+def reader(config: Any, **facts: Any) -> Given:
+    """Returns a lookup of `facts`, and by dotted names in nested mappings or attributes of `config`."""
 
     def given(path: str, default: Any = None) -> Any:
+        if path in facts:
+            return default if facts[path] is None else facts[path]
         value = config
         for name in path.split("."):
             value = value.get(name) if hasattr(value, "get") else getattr(value, name, None)
@@ -140,9 +134,9 @@ def reader(config: Any) -> Given:
     return given
 
 
-def other_than(wanted: Any) -> Callable[[Any, Given, Region], bool]:
-    """Returns a `Refusal.refused` that allows one value."""
-    return lambda got, lookup, region: got != wanted
+def always(got: Any, lookup: Given, region: Region) -> bool:
+    """Refuses every value, so that `Refusal.scope` decides alone. A `Refusal.refused`."""
+    return True
 
 
 def is_set(got: Any, lookup: Given, region: Region) -> bool:
@@ -150,21 +144,23 @@ def is_set(got: Any, lookup: Given, region: Region) -> bool:
     return bool(got)
 
 
-def fixed(setting: str, must_be: str, why: str, other: Any, default: Any = None) -> Refusal:
-    """Returns the row of a setting that must keep its default. `other` is the example's value."""
-    return Refusal(
-        setting=setting,
-        must_be=must_be,
-        why=why,
-        refused=other_than(default),
-        default=default,
-        example={setting: other},
-    )
+def unfit(setting: str, must_be: str, why: str, scope: Scope, **more: Any) -> Refusal:
+    """Returns the row of regions that an engine cannot feed. The error prints the region's kind.
+
+    Args:
+        setting: The engine's setting that names the region.
+        must_be: The regions that work, in words.
+        why: The reason and the fix.
+        scope: The regions that do not work.
+        more: Other fields of the row.
+    """
+    facts = {"facts": lambda lookup, region: {"got": region.kind}}
+    return Refusal(setting, must_be, why, scope=scope, **{"refused": always, **facts, **more})
 
 
 def switch(setting: str, why: str, must_be: str = "False") -> Refusal:
     """Returns the row of a switch that must be off."""
-    return Refusal(setting=setting, must_be=must_be, why=why, refused=is_set, example={setting: True})
+    return Refusal(setting, must_be, why, refused=is_set)
 
 
 def fitting(reductions: Mapping[str, Any], region: Region) -> list[str]:
@@ -174,28 +170,32 @@ def fitting(reductions: Mapping[str, Any], region: Region) -> list[str]:
 
 
 def average_per_sequence(
-    setting: str, reductions: Mapping[str, Any], fits: str, example: str, default: str | None = None
+    setting: str,
+    reductions: Mapping[str, Any],
+    fits: str,
+    default: str | None = None,
+    why: str = "{region}'s gradient is defined per sequence.",
+    written: Callable[[str], str] = str,
 ) -> Refusal:
     """Returns the row of the setting that chooses the average, for regions that allow only some averages.
 
     Args:
         setting: The engine's setting.
         reductions: The reduction of each of its values.
-        fits: The value that works with the example's region.
-        example: A value that does not.
+        fits: The value that the table prints.
         default: The value if the setting is absent.
+        why: The reason.
+        written: Returns a value as errors print it.
     """
     return Refusal(
-        setting=setting,
+        setting,
         must_be="{fitting}",
-        why="{region}'s gradient is defined per sequence.",
-        refused=lambda mode, lookup, region: mode not in fitting(reductions, region),
+        why=why,
         default=default,
+        refused=lambda mode, lookup, region: mode not in fitting(reductions, region),
         scope=PER_SEQUENCE,
-        facts=lambda lookup, region: {"fitting": " or ".join(fitting(reductions, region))},
+        facts=lambda lookup, region: {"fitting": " or ".join(map(written, fitting(reductions, region)))},
         words={"fitting": fits, "region": "GSPO"},
-        example={setting: example},
-        preset="gspo",
     )
 
 
@@ -208,8 +208,6 @@ def not_averaged_over_tokens(setting: str, must_be: str) -> Refusal:
         refused=is_set,
         scope=PER_SEQUENCE,
         words={"region": "GSPO"},
-        example={setting: True},
-        preset="gspo",
     )
 
 
@@ -222,29 +220,48 @@ def table(rows: Iterable[Refusal]) -> str:
     return "\n".join(lines)
 
 
-def plain_sampling(group: str) -> dict[str, Refusal]:
-    """Returns the rows about vLLM's sampling parameters that change the distribution, by the parameter's name.
+def whole_vocabulary(setting: str, parameter: str, must_be: str, default: float | None = None) -> Refusal:
+    """Returns the row of a sampling parameter that must not truncate.
+
+    Args:
+        setting: The engine's name for it.
+        parameter: vLLM's name for it: top_p, top_k or min_p.
+        must_be: The value that keeps the whole vocabulary, in words.
+        default: The value if the setting is absent.
+    """
+    return Refusal(
+        setting,
+        must_be,
+        TRUNCATED,
+        default,
+        refused=lambda got, lookup, region: got is not None and TRUNCATION[parameter](got),
+    )
+
+
+def plain_sampling(group: str) -> tuple[Refusal, ...]:
+    """Returns the rows about vLLM's sampling parameters that change the distribution.
 
     Args:
         group: The engine's group of settings that holds the parameters.
     """
-    neutral: dict[str, tuple[float, float, str, Callable[[Any, Given, Region], bool]]] = {
-        "top_p": (1.0, 0.9, TRUNCATED, lambda got, lookup, region: TRUNCATION["top_p"](got)),
-        "top_k": (-1, 50, TRUNCATED, lambda got, lookup, region: TRUNCATION["top_k"](got)),
-        "min_p": (0.0, 0.1, TRUNCATED, lambda got, lookup, region: TRUNCATION["min_p"](got)),
-        "repetition_penalty": (1.0, 1.1, PENALISED, other_than(1.0)),
-    }
-    return {
-        name: Refusal(
-            setting=f"{group}.{name}",
-            must_be=str(default),
-            why=why,
-            refused=refused,
-            default=default,
-            example={f"{group}.{name}": example},
-        )
-        for name, (default, example, why, refused) in neutral.items()
-    }
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    rows = (whole_vocabulary(f"{group}.{name}", name, str(value), value) for name, value in neutral.items())
+    return (*rows, no_penalty(f"{group}.repetition_penalty"))
+
+
+EVERY_TOKEN = Refusal(
+    "top_entropy_quantile",
+    "1.0",
+    "Regions on a subset of tokens are not supported.",
+    1.0,
+    refused=lambda got, lookup, region: got < 1.0,
+)
+"""The row of TRL's setting for a loss on some of the tokens, which trainers that derive from TRL's share."""
+
+
+def no_penalty(setting: str) -> Refusal:
+    """Returns the row of a repetition penalty."""
+    return Refusal(setting, "1.0", PENALISED, 1.0)
 
 
 def sampled_only(setting: str, because: str) -> Refusal:
@@ -258,12 +275,10 @@ def sampled_only(setting: str, because: str) -> Refusal:
         setting=setting,
         must_be="a region of the sampled token",
         why="{region} needs {wanted} at each position, " + because,
-        refused=lambda value, lookup, region: True,
+        refused=always,
         scope=VOCABULARY,
         facts=lambda lookup, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
         words={"region": "It", "wanted": "more of the vocabulary"},
-        example={},
-        preset="dppo-topk-tv",
     )
 
 
@@ -282,8 +297,5 @@ def not_asynchronous(setting: str, must_be: str, engine: str, anchored: str) -> 
         why=f"{{region}} needs the trainer's policy at the rollout's weights, which {engine} does not keep. Use a "
         f"region with {anchored}, which does not need it.",
         refused=is_set,
-        default=False,
         scope=ON_TRAINER,
-        example={setting: True},
-        preset="minirl",
     )

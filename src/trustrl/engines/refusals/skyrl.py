@@ -13,6 +13,7 @@ from trustrl.engines.refusals.rows import (
     Given,
     Refusal,
     Scope,
+    always,
     average_per_sequence,
     not_asynchronous,
     plain_sampling,
@@ -29,16 +30,6 @@ REDUCTIONS = {
 }
 """Maps SkyRL's `loss_reduction`s to reductions. SkyRL's trainer divides the advantages accordingly."""
 
-_THEIRS = ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
-_CHANGED = {
-    "sapo": ".tau_neg",
-    "cispo": ".cispo_eps_clip_high",
-    "dppo": ".delta_low",
-    "clip_cov": ".clip_ratio",
-    "kl_cov": ".kl_cov_frac",
-}
-"""A field of each group of settings, changed in the examples."""
-
 _PENALISED = Scope("with their own penalty (IPO)", lambda needs: needs.penalty is not None)
 
 
@@ -53,18 +44,6 @@ def _corrected(correction: Any, lookup: Given, region: Region) -> bool:
     return lookup(f"{ALGORITHM}.use_tis", False) or off_policy_correction_enabled(correction)
 
 
-def _of_their_losses(name: str) -> Refusal:
-    return Refusal(
-        setting=f"{ALGORITHM}.{name}",
-        must_be="left at {default}",
-        why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
-        refused=lambda value, lookup, region: value != _default(name, lookup),
-        facts=lambda lookup, region: {"default": _default(name, lookup)},
-        words={"default": "SkyRL's default"},
-        example={f"{ALGORITHM}.{name}{_CHANGED.get(name, '')}": 0.77},
-    )
-
-
 ALGORITHM_ROWS = (
     sampled_only(
         f"{ALGORITHM}.policy_loss_type",
@@ -76,26 +55,32 @@ ALGORITHM_ROWS = (
         why="Only SkyRL's own losses apply it. A region anchored on the sampler already contains π'/μ; one with "
         "anchor=proximal takes region.correction.",
         refused=_corrected,
-        example={f"{ALGORITHM}.off_policy_correction.tis_ratio_type": "token"},
     ),
     Refusal(
         setting=f"{ALGORITHM}.region.{{penalty}}",
         must_be="0",
         why="SkyRL divides the advantages by its counts and adds up the losses of tokens, so a term without an "
         "advantage would grow with the batch. TRL and verl support it.",
-        refused=lambda value, lookup, region: True,
+        refused=always,
         scope=_PENALISED,
         facts=lambda lookup, region: {
             "penalty": region.needs().penalty,
             "got": getattr(region, region.needs().penalty or ""),
         },
         words={"penalty": "log_ratio_penalty"},
-        example={},
-        preset="ipo",
-        region={"log_ratio_penalty": 0.1},
     ),
-    average_per_sequence(f"{ALGORITHM}.loss_reduction", REDUCTIONS, "sequence_mean", "token_mean"),
-    *map(_of_their_losses, _THEIRS),
+    average_per_sequence(f"{ALGORITHM}.loss_reduction", REDUCTIONS, "sequence_mean"),
+    *(
+        Refusal(
+            setting=f"{ALGORITHM}.{name}",
+            must_be="left at {default}",
+            why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
+            refused=lambda value, lookup, region, name=name: value != _default(name, lookup),
+            facts=lambda lookup, region, name=name: {"default": _default(name, lookup)},
+            words={"default": "SkyRL's default"},
+        )
+        for name in ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
+    ),
 )
 """Rows about `trainer.algorithm`, the only settings that SkyRL passes to a loss. Losses check these rows again."""
 
@@ -106,7 +91,6 @@ SAMPLING_ROWS = (
         why="Without it the sampler does not record log-probs.",
         refused=lambda logprobs, lookup, region: logprobs is None,
         scope=ON_SAMPLER,
-        example={f"{SAMPLING}.logprobs": None},
     ),
     Refusal(
         setting=f"{ENGINE}.logprobs_mode",
@@ -121,7 +105,6 @@ SAMPLING_ROWS = (
         scope=ON_SAMPLER,
         facts=lambda lookup, region: {"temperature": f"temperature {lookup(f'{SAMPLING}.temperature', 1.0):g}"},
         words={"temperature": "a temperature other than 1"},
-        example={f"{SAMPLING}.temperature": 0.8},
     ),
     not_asynchronous("trainer.fully_async.enabled", "False", "SkyRL", "anchor=behavior"),
     Refusal(
@@ -133,9 +116,8 @@ SAMPLING_ROWS = (
         ),
         facts=lambda lookup, region: {"temperature": f"{lookup(f'{SAMPLING}.temperature', 1.0):g}"},
         words={"temperature": "or unset"},
-        example={f"{ALGORITHM}.temperature": 0.8},
     ),
-    *plain_sampling(SAMPLING).values(),
+    *plain_sampling(SAMPLING),
 )
 """Rows about the sampler and the trainer around the loss."""
 

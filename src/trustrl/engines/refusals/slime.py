@@ -4,14 +4,12 @@ Imports neither torch nor slime, so the documentation can list the rows anywhere
 """
 
 from trustrl.engines.refusals.rows import (
-    TRUNCATED,
     Refusal,
     Scope,
-    fixed,
     is_set,
     not_averaged_over_tokens,
-    other_than,
     switch,
+    whole_vocabulary,
 )
 
 _WHOLE_SEQUENCES = Scope("that decide on whole sequences (GSPO, TRM, MIS)", lambda needs: needs.sequences)
@@ -23,20 +21,22 @@ ROWS = (
         setting="--loss-type",
         must_be="custom_loss",
         why="With another loss, slime never calls the region.",
-        refused=other_than("custom_loss"),
         default="policy_loss",
-        example={"--loss-type": "policy_loss"},
+        refused=lambda value, lookup, region: value != "custom_loss",
     ),
-    fixed("--eps-clip", "0.2, slime's default,", _OWN_LOSS, 0.3, 0.2),
+    Refusal("--eps-clip", "0.2, slime's default,", _OWN_LOSS, 0.2),
     Refusal(
         setting="--eps-clip-high",
         must_be="unset",
         why=_OWN_LOSS,
         # slime itself fills an unset value with --eps-clip
         refused=lambda value, lookup, region: value not in (None, lookup("--eps-clip", 0.2)),
-        example={"--eps-clip-high": 0.28},
     ),
-    fixed("--eps-clip-c", "unset", _OWN_LOSS, 3.0),
+    Refusal(
+        "--eps-clip-c",
+        "unset",
+        _OWN_LOSS,
+    ),
     switch(
         "--use-tis",
         "slime's own policy loss applies it, which does not run. A region anchored on the sampler already contains "
@@ -51,7 +51,6 @@ ROWS = (
         "cispo.",
         refused=lambda value, lookup, region: value in ("gspo", "cispo"),
         default="grpo",
-        example={"--advantage-estimator": "gspo"},
     ),
     switch("--use-unbiased-kl", "It would multiply the KL term by a ratio that the region does not bound.", "off"),
     Refusal(
@@ -59,17 +58,9 @@ ROWS = (
         must_be="unset",
         why="slime's own policy loss calls it, which does not run.",
         refused=is_set,
-        example={"--custom-pg-loss-reducer-function-path": "my.reducer"},
     ),
-    fixed("--rollout-top-p", "1.0", TRUNCATED, 0.9, 1.0),
-    Refusal(
-        setting="--rollout-top-k",
-        must_be="-1",
-        why=TRUNCATED,
-        refused=lambda value, lookup, region: value > 0,
-        default=-1,
-        example={"--rollout-top-k": 50},
-    ),
+    whole_vocabulary("--rollout-top-p", "top_p", "1.0", 1.0),
+    whole_vocabulary("--rollout-top-k", "top_k", "-1", -1),
     not_averaged_over_tokens("--calculate-per-token-loss", "off"),
     Refusal(
         setting="--context-parallel-size",
@@ -78,8 +69,6 @@ ROWS = (
         refused=lambda value, lookup, region: value > 1,
         default=1,
         scope=_WHOLE_SEQUENCES,
-        example={"--context-parallel-size": 2},
-        preset="gspo",
     ),
 )
 """Every row, in the order of the check."""

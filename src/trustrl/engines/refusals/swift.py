@@ -11,19 +11,20 @@ from typing import Any
 from trustrl.config.axes import Region
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
+    EVERY_TOKEN,
     EXACT,
     ON_SAMPLER,
     ON_TRAINER,
-    PENALISED,
-    PER_SEQUENCE,
     SAMPLER_TOPK,
     TRUNCATED,
     Given,
     Refusal,
-    fitting,
-    fixed,
+    average_per_sequence,
     is_set,
+    no_penalty,
     switch,
+    unfit,
+    whole_vocabulary,
 )
 
 OLDEST = (4, 6)
@@ -55,55 +56,34 @@ def _generation(lookup: Given, region: Region) -> Mapping[str, Any]:
     return {}
 
 
-def _top_k(got: Any, lookup: Given, region: Region) -> bool:
-    return got > 0 if _vllm(lookup) else not 0 < lookup("vocab_size", 1) <= got
-
-
-def _fitting(lookup: Given, region: Region) -> Mapping[str, Any]:
-    return {"fitting": " or ".join(map(repr, fitting(REDUCTIONS, region)))}
-
-
-def _kind(lookup: Given, region: Region) -> Mapping[str, Any]:
-    return {"got": region.kind}
-
-
 _LOSS = (
     Refusal(
         setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", default="grpo",
-        refused=lambda got, lookup, region: got not in REDUCTIONS, example={"loss_type": "cispo"},
+        refused=lambda got, lookup, region: got not in REDUCTIONS,
         why="With a region, loss_type chooses only the average. cispo and sapo are presets of TRUSTRL_REGION.",
     ),
+    average_per_sequence("loss_type", REDUCTIONS, "'grpo'", "grpo", "This region is defined per sequence.", repr),
     Refusal(
-        setting="loss_type", must_be="{fitting}", default="grpo", scope=PER_SEQUENCE, facts=_fitting,
-        words={"fitting": "'grpo'"},
-        refused=lambda got, lookup, region: REDUCTIONS.get(got) is not region.needs().reduction,
-        example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
-    ),
-    fixed(
         "importance_sampling_level", "'token'",
-        "The region sets the level at which it decides. The preset gspo decides per sequence.", "sequence", "token",
+        "The region sets the level at which it decides. The preset gspo decides per sequence.", "token",
     ),
-    fixed("epsilon", "left at 0.2", _BOUND, 0.3, 0.2),
-    fixed("epsilon_high", "left out", _BOUND, 0.28),
-    fixed("delta", "left out", _BOUND, 2.0),
-    fixed(
+    Refusal("epsilon", "left at 0.2", _BOUND, 0.2),
+    Refusal("epsilon_high", "left out", _BOUND),
+    Refusal("delta", "left out", _BOUND),
+    Refusal(
         "rollout_importance_sampling_mode", "left out",
         "A region anchored on the sampler already contains π'/μ; one with anchor=proximal takes its own `correction`.",
-        "token_truncate",
     ),
     switch(
         "log_rollout_offpolicy_metrics",
         "ms-swift's loss runs without π' here, so its metrics would compare the current policy with μ. "
         "TRUSTRL_METRICS=all logs trustrl/mismatch_*.",
     ),
-    fixed(
-        "off_policy_sequence_mask_delta", "left out",
-        "It is a second region. The preset opsm drops the same sequences.", 0.5,
-    ),
     Refusal(
-        setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},
-        refused=lambda got, lookup, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
+        "off_policy_sequence_mask_delta", "left out",
+        "It is a second region. The preset opsm drops the same sequences.",
     ),
+    EVERY_TOKEN,
     switch("use_liger_kernel", "Liger replaces the loss, so the region would have no effect."),
 )  # fmt: skip
 
@@ -111,52 +91,46 @@ _LAYOUT = (
     switch("padding_free", "It needs flash attention, which we could not run. Batches with padding work."),
     Refusal(
         setting="sequence_parallel_size", must_be="1", default=1, refused=lambda got, lookup, region: got > 1,
-        example={"sequence_parallel_size": 2}, why="We could not run regions on split sequences.",
+        why="We could not run regions on split sequences.",
     ),
-    fixed("model", "a text model", "Regions on images are not supported.", "multimodal"),
+    Refusal("model", "a text model", "Regions on images are not supported."),
 )  # fmt: skip
 
 _ANCHORS = (
     Refusal(
         setting=BEHAVIOR, must_be="sampler when vLLM generates",
         refused=lambda got, lookup, region: got == "trainer" and _vllm(lookup),
-        example={"use_vllm": True, "top_k": -1, BEHAVIOR: "trainer"},
         why="vLLM's log-probs are already recorded. To anchor on the trainer's log-probs instead, set anchor=proximal "
         "on the region.",
     ),
     Refusal(
         setting=BEHAVIOR, must_be="trainer when transformers generates", scope=ON_SAMPLER, default="sampler",
-        refused=lambda got, lookup, region: got == "sampler" and not _vllm(lookup), example={BEHAVIOR: "sampler"},
+        refused=lambda got, lookup, region: got == "sampler" and not _vllm(lookup),
         why="ms-swift does not record transformers' log-probs, and {region} is anchored on them. "
         "TRUSTRL_BEHAVIOR=trainer takes the trainer's, which ms-swift computes for every rollout; --use_vllm true "
         "records vLLM's.",
     ),
     Refusal(
         setting="async_generate", must_be="False", scope=ON_TRAINER, refused=is_set,
-        example={"use_vllm": True, "top_k": -1, BEHAVIOR: "sampler", "async_generate": True}, preset="minirl",
         why="{region} needs the trainer's policy at the rollout's weights, and ms-swift computes it one update later. "
         "Use a region with anchor=behavior.",
     ),
-    Refusal(
-        setting=REGION, must_be="Top-K or on the sampled token", scope=EXACT, facts=_kind,
-        refused=lambda got, lookup, region: True, example={}, preset="dppo-full-tv",
-        why="The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
+    unfit(
+        REGION, "Top-K or on the sampled token",
+        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.", EXACT,
     ),
-    Refusal(
-        setting=REGION, must_be="on the sampled token, or anchored on the trainer,", scope=SAMPLER_TOPK, facts=_kind,
-        refused=lambda got, lookup, region: not region.needs().full and _vllm(lookup),
-        example={"use_vllm": True, "top_k": -1, BEHAVIOR: "sampler"}, preset="dppo-topk-tv",
-        why="ms-swift requests only the sampled token's log-prob from vLLM. Set anchor=proximal on the region.",
+    unfit(
+        REGION, "on the sampled token, or anchored on the trainer,",
+        "ms-swift requests only the sampled token's log-prob from vLLM. Set anchor=proximal on the region.",
+        SAMPLER_TOPK, refused=lambda got, lookup, region: not region.needs().full and _vllm(lookup),
     ),
 )  # fmt: skip
 
 _SAMPLING = (
+    whole_vocabulary("top_p", "top_p", "1.0"),
     Refusal(
-        setting="top_p", must_be="1.0", default=1.0, refused=lambda got, lookup, region: got < 1.0,
-        example={"top_p": 0.9}, why=TRUNCATED,
-    ),
-    Refusal(
-        setting="top_k", must_be="{whole}", default=-1, refused=_top_k, example={"top_k": 50},
+        setting="top_k", must_be="{whole}", default=-1,
+        refused=lambda got, lookup, region: got > 0 if _vllm(lookup) else not 0 < lookup("vocab_size", 1) <= got,
         facts=lambda lookup, region: {
             "whole": "-1" if _vllm(lookup) else f"the vocabulary's size, {lookup('vocab_size', 1)},"
         },
@@ -164,21 +138,17 @@ _SAMPLING = (
         why="μ would be renormalized over the kept tokens and π would not. ms-swift passes transformers -1 as unset, "
         "and transformers keeps the model's own top_k, or 50.",
     ),
-    Refusal(
-        setting="min_p", must_be="0.0", default=0.0, refused=lambda got, lookup, region: got > 0.0,
-        example={"min_p": 0.1}, why=TRUNCATED,
-    ),
-    fixed("repetition_penalty", "1.0", PENALISED, 1.1, 1.0),
+    whole_vocabulary("min_p", "min_p", "0.0"),
+    no_penalty("repetition_penalty"),
     Refusal(
         setting=GENERATION + ".{key}", must_be="left out", facts=_generation, words={"key": "min_p, ..."},
-        refused=lambda got, lookup, region: bool(_generation(lookup, region)), example={GENERATION: {"typical_p": 0.9}},
+        refused=lambda got, lookup, region: bool(_generation(lookup, region)),
         why="ms-swift passes it on to transformers, and the trainer does not see it.",
     ),
-    fixed("structured_outputs_regex", "left out", TRUNCATED, "[0-9]+"),
+    Refusal("structured_outputs_regex", "left out", TRUNCATED),
     Refusal(
         setting="vllm_engine_kwargs", must_be="without logprobs_mode", default={},
         refused=lambda got, lookup, region: "logprobs_mode" in got,
-        example={"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}},
         why="ms-swift requests processed log-probs, those of the distribution that vLLM samples from.",
     ),
 )  # fmt: skip

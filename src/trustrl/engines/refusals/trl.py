@@ -16,20 +16,21 @@ from trustrl.config.sampling_parameters import describes_the_draw, is_truncated,
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMeanTokenSum, TokenMean
 from trustrl.engines.refusals.rows import (
     DRAFTS_ON_CPU,
+    EVERY_TOKEN,
     EXACT,
     EXACT_ON_SAMPLER,
     ON_SAMPLER,
     ON_TRAINER,
-    PENALISED,
     PER_SEQUENCE,
     TRUNCATED,
     VOCABULARY,
     VOCABULARY_OR_TRUNCATED,
     Given,
     Refusal,
-    fitting,
-    fixed,
+    average_per_sequence,
+    no_penalty,
     switch,
+    unfit,
 )
 
 OLDEST = (1, 0)
@@ -60,8 +61,6 @@ _LIGER = "Liger replaces the model's forward pass or its loss, so the region wou
 _PRESETS = {"cispo": "dapo", "sapo": "grpo", "vespo": "dapo"}
 """TRL's `loss_type`s that are regions of trustrl, and the average that each has in TRL."""
 
-_VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False, "behavior": "sampler"}
-
 
 def _samples_itself(lookup: Given) -> bool:
     """Returns whether the user's code generates. It may record log-probs."""
@@ -84,10 +83,6 @@ def _reads_vocabulary(lookup: Given, region: Region) -> bool:
     return VOCABULARY.holds(region.needs()) or truncated(lookup)
 
 
-def _fitting(lookup: Given, region: Region) -> Mapping[str, Any]:
-    return {"fitting": " or ".join(map(repr, fitting(REDUCTIONS, region)))}
-
-
 def _drafts(lookup: Given, region: Region) -> Mapping[str, Any]:
     drafts = lookup("vllm_options", {}).get("speculative_config")
     return {"got": drafts} if drafts else {}
@@ -102,43 +97,35 @@ def _unknown_key(lookup: Given, region: Region) -> Mapping[str, Any]:
 _LOSS = (
     *(
         Refusal(
-            setting="loss_type", must_be="an average", example={"loss_type": preset},
+            setting="loss_type", must_be="an average",
             refused=lambda got, lookup, region, preset=preset: got == preset,
             why=f"{preset} is a region. Use loss_type={average!r} and region=trustrl.preset({preset!r}).",
         )
         for preset, average in _PRESETS.items()
     ),
     Refusal(
-        setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}", example={"loss_type": "mine"},
+        setting="loss_type", must_be=f"one of {', '.join(REDUCTIONS)}",
         refused=lambda got, lookup, region: got not in {*REDUCTIONS, *_PRESETS},
         why="With a region, loss_type chooses only the average.",
     ),
     Refusal(
         setting="loss_type", must_be="an average other than 'luspo' with TRL below 1.10",
         refused=lambda got, lookup, region: got == "luspo" and lookup("trl", ()) < LUSPO_WITHOUT_PADDING,
-        example={"loss_type": "luspo", "trl": (1, 9, 2)},
         why="Before TRL 1.10, luspo also averages over padding. Run `pip install \"trl>=1.10\"`.",
     ),
+    average_per_sequence("loss_type", REDUCTIONS, "'grpo'", None, "This region is defined per sequence.", repr),
     Refusal(
-        setting="loss_type", must_be="{fitting}", scope=PER_SEQUENCE, facts=_fitting, words={"fitting": "'grpo'"},
-        refused=lambda got, lookup, region: REDUCTIONS.get(got) is not region.needs().reduction,
-        example={"loss_type": "dapo"}, preset="gspo", why="This region is defined per sequence.",
-    ),
-    fixed(
         "importance_sampling_level", "'token'",
         "The region sets the level at which it decides. trustrl.preset('gspo') decides per sequence.",
-        "sequence", "token",
+        "token",
     ),
-    fixed("epsilon", "left at 0.2", _BOUND, 0.3, 0.2),
-    fixed("epsilon_high", "left at None", _BOUND, 0.28),
-    fixed("delta", "left at None", _BOUND, 2.0),
+    Refusal("epsilon", "left at 0.2", _BOUND, 0.2),
+    Refusal("epsilon_high", "left at None", _BOUND),
+    Refusal("delta", "left at None", _BOUND),
+    EVERY_TOKEN,
     Refusal(
-        setting="top_entropy_quantile", must_be="1.0", default=1.0, example={"top_entropy_quantile": 0.2},
-        refused=lambda got, lookup, region: got < 1.0, why="Regions on a subset of tokens are not supported.",
-    ),
-    fixed(
         "off_policy_mask_threshold", "None",
-        "It is a second region. Use region=trustrl.regions.OPSM(max_drift=...), which drops the same sequences.", 0.5,
+        "It is a second region. Use region=trustrl.regions.OPSM(max_drift=...), which drops the same sequences.",
     ),
     switch("use_liger_kernel", _LIGER),
     switch("use_liger_loss", _LIGER),
@@ -146,7 +133,7 @@ _LOSS = (
 
 _ANCHORS = (
     Refusal(
-        setting="behavior", must_be="'sampler' when vLLM generates", example={**_VLLM, "behavior": "trainer"},
+        setting="behavior", must_be="'sampler' when vLLM generates",
         refused=lambda got, lookup, region: got == "trainer" and lookup("use_vllm", False),
         why="vLLM's log-probs are already recorded. To anchor on the trainer's log-probs instead, set "
         "anchor='proximal' on the region.",
@@ -154,7 +141,6 @@ _ANCHORS = (
     Refusal(
         setting="vllm_importance_sampling_correction", must_be="False", scope=ON_SAMPLER,
         refused=lambda got, lookup, region: got and lookup("use_vllm", False),
-        example={**_VLLM, "vllm_importance_sampling_correction": True},
         why="This region already corrects for the sampler mismatch (π'/μ); TRL's correction would apply it twice. "
         "Regions with anchor='proximal' may keep TRL's correction.",
     ),
@@ -163,7 +149,6 @@ _ANCHORS = (
         refused=lambda got, lookup, region: (
             got == "sampler" and not lookup("use_vllm", False) and not _samples_itself(lookup)
         ),
-        example={"behavior": "sampler"},
         why="transformers does not record log-probs, and {region} is anchored on them. behavior='trainer' records the "
         "trainer's log-probs with one more forward pass. use_vllm=True records vLLM's, and a rollout_func records its "
         "own.",
@@ -171,12 +156,11 @@ _ANCHORS = (
     Refusal(
         setting="region", must_be="on a top-K support", scope=EXACT,
         refused=lambda got, lookup, region: region.needs().projects,
-        example={}, preset="troll", region={"support": "full"},
         why="A projection of the whole vocabulary needs its logits. Use support='topk'.",
     ),
     Refusal(
         setting="region", must_be="a Top-K or Binary one", scope=EXACT_ON_SAMPLER,
-        refused=lambda got, lookup, region: lookup("behavior", "") == "sampler", example=_VLLM, preset="dppo-full-tv",
+        refused=lambda got, lookup, region: lookup("behavior", "") == "sampler",
         why="Samplers do not record their whole distribution. Regions with anchor='proximal' can be exact.",
     ),
     Refusal(
@@ -184,13 +168,11 @@ _ANCHORS = (
         refused=lambda got, lookup, region: (
             bool(got) and not (lookup("use_vllm", False) and lookup("vllm_mode", "colocate") == "colocate")
         ),
-        example={"vllm_options": {"dtype": "bfloat16"}},
         why="Set the options of a vLLM server on its command line.",
     ),
     Refusal(
         setting="vllm_options['speculative_config']", must_be="left out", facts=_drafts,
         refused=lambda got, lookup, region: bool(_drafts(lookup, region)) and lookup("vllm_on_cpu", False),
-        example={**_VLLM, "vllm_on_cpu": True, "vllm_options": {"speculative_config": {"method": "ngram"}}},
         why=DRAFTS_ON_CPU,
     ),
 )  # fmt: skip
@@ -200,31 +182,27 @@ _SAMPLING = (
         Refusal(
             setting=name, must_be=str(whole), default=whole,
             refused=lambda got, lookup, region, whole=whole: got != whole and not _records_kept(lookup),
-            example={name: example},
             why="μ would be renormalized over the kept tokens and π would not. Both are where the kept ids are "
             "recorded: by a colocated vLLM or a rollout_func, with TRL 1.15 or newer.",
         )
-        for name, whole, example in (("top_p", 1.0, 0.9), ("top_k", 0, 50), ("min_p", None, 0.1))
+        for name, whole in (("top_p", 1.0), ("top_k", 0), ("min_p", None))
     ),
     Refusal(
         setting="top_p, top_k and min_p", must_be="left at their defaults", scope=EXACT,
         refused=lambda got, lookup, region: truncated(lookup), facts=lambda lookup, region: {"got": "others"},
-        example={**_VLLM, "top_p": 0.9}, preset="dppo-full-tv", region={"anchor": "proximal"},
         why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
         "region.",
     ),
     Refusal(
         setting="vllm_importance_sampling_correction", must_be="False with top_p, top_k, or min_p",
         refused=lambda got, lookup, region: got and lookup("use_vllm", False) and truncated(lookup),
-        example={**_VLLM, "top_p": 0.9, "vllm_importance_sampling_correction": True}, region={"anchor": "proximal"},
         why="TRL's correction divides a probability of the whole vocabulary by one of the kept ids.",
     ),
-    fixed("repetition_penalty", "1.0", PENALISED, 1.1, 1.0),
-    fixed("vllm_structured_outputs_regex", "None", TRUNCATED, "[0-9]+"),
+    no_penalty("repetition_penalty"),
+    Refusal("vllm_structured_outputs_regex", "None", TRUNCATED),
     Refusal(
         setting="generation_kwargs[{key!r}]", must_be="left out", facts=_unknown_key, words={"key": "..."},
         refused=lambda got, lookup, region: bool(_unknown_key(lookup, region)),
-        example={"generation_kwargs": {"suppress_tokens": [5]}},
         why="It may change the distribution that tokens are drawn from, and the trainer cannot see it. Set the "
         "temperature with TRL's own setting.",
     ),
@@ -238,20 +216,17 @@ MODEL = (
         refused=lambda got, lookup, region: (
             got is not None and (lookup("trl", ()) >= OLDEST_FUSED or VOCABULARY.holds(region.needs()))
         ),
-        example={"The model's output layer": "LoraLinear"},
         why="TRL 1.15 and newer, and Top-K, TROLL, and exact regions, read its weight and would miss the part that an "
         "adapter adds. Leave the output layer out of `target_modules`, `modules_to_save`, and quantization.",
     ),
     Refusal(
         setting="router_aux_loss_coef", must_be="0", default=0, scope=VOCABULARY_OR_TRUNCATED,
         refused=lambda got, lookup, region: bool(got) and _reads_vocabulary(lookup, region),
-        example={"router_aux_loss_coef": 0.001}, preset="dppo-topk-tv",
         why="trustrl's own output layer, which reads more than the sampled token, does not compute router losses.",
     ),
     Refusal(
         setting="DeepSpeed's ZeRO stage", must_be="below 3", default=0, scope=VOCABULARY_OR_TRUNCATED,
         refused=lambda got, lookup, region: got >= 3 and _reads_vocabulary(lookup, region),
-        example={"DeepSpeed's ZeRO stage": 3}, preset="dppo-topk-tv",
         why="trustrl reads the output layer, which stage 3 shards. Use FSDP2.",
     ),
 )  # fmt: skip
@@ -262,33 +237,28 @@ SERVER = (
         refused=lambda got, lookup, region: not describes_the_draw(
             logprobs_kind(got), temperature=lookup("temperature", 1.0), truncated=truncated(lookup)
         ),
-        example={"The vLLM server's logprobs_mode": "raw_logprobs", "temperature": 0.7},
         why="At a temperature other than 1, raw log-probs are not those that vLLM samples from. Restart it with "
         "`--logprobs-mode processed_logprobs`.",
     ),
 )  # fmt: skip
 
 ASYNC = (
-    Refusal(
-        setting="region", must_be="one on the sampled token", scope=VOCABULARY,
-        refused=lambda got, lookup, region: True, facts=lambda lookup, region: {"got": region.kind},
-        example={}, preset="dppo-topk-tv",
-        why="AsyncGRPOTrainer's rollout worker requests only the sampled token's log-prob. Use a binary divergence, or "
-        "TrustRegionGRPOTrainer.",
+    unfit(
+        "region", "one on the sampled token",
+        "AsyncGRPOTrainer's rollout worker requests only the sampled token's log-prob. Use a binary divergence, or "
+        "TrustRegionGRPOTrainer.", VOCABULARY,
     ),
-    Refusal(
-        setting="region.anchor", must_be="'behavior'", scope=ON_TRAINER,
-        refused=lambda got, lookup, region: True, facts=lambda lookup, region: {"got": "proximal"},
-        example={}, preset="minirl",
-        why="AsyncGRPOTrainer makes no forward pass at the weights that sampled, so π' is not recorded.",
+    unfit(
+        "region.anchor", "'behavior'",
+        "AsyncGRPOTrainer makes no forward pass at the weights that sampled, so π' is not recorded.",
+        ON_TRAINER, facts=lambda lookup, region: {"got": "proximal"},
     ),
-    Refusal(
-        setting="region", must_be="defined for an average over tokens", scope=PER_SEQUENCE,
-        refused=lambda got, lookup, region: True, facts=lambda lookup, region: {"got": region.kind},
-        example={}, preset="gspo", why="AsyncGRPOTrainer averages over the tokens of a batch.",
+    unfit(
+        "region", "defined for an average over tokens", "AsyncGRPOTrainer averages over the tokens of a batch.",
+        PER_SEQUENCE,
     ),
-    fixed("epsilon", "left at 0.2", _BOUND, 0.3, 0.2),
-    fixed("epsilon_high", "None", _BOUND, 0.28),
+    Refusal("epsilon", "left at 0.2", _BOUND, 0.2),
+    Refusal("epsilon_high", "None", _BOUND),
     *(row for row in _SAMPLING if row.setting in ("top_p", "top_k", "min_p", "repetition_penalty")),
 )  # fmt: skip
 """Rows about `AsyncGRPOTrainer`, which is not a `GRPOTrainer` and has other settings."""

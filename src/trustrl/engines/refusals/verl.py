@@ -3,6 +3,7 @@
 Imports neither torch nor verl: `trustrl plan` reads the same rows as the adapter.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from trustrl.config.axes import Region
@@ -11,24 +12,25 @@ from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, SequenceMea
 from trustrl.engines.refusals.rows import (
     DRAFTS_ON_CPU,
     EXACT,
+    EXACT_ON_SAMPLER,
     ON_SAMPLER,
     VOCABULARY,
+    VOCABULARY_OR_TRUNCATED,
     Given,
     Refusal,
     Scope,
     average_per_sequence,
-    fixed,
     is_set,
-    other_than,
-    plain_sampling,
+    no_penalty,
+    unfit,
 )
-from trustrl.engines.refusals.verl_engine import ENGINE
 from trustrl.engines.refusals.verl_settings import (
     ACTOR,
     AGENT_LOOP,
     CORRECTION,
     MAX_KEPT,
     MAX_LOGPROBS,
+    MEGATRON,
     RECORDING,
     ROLLOUT,
     VLLM_MAX_LOGPROBS,
@@ -53,28 +55,51 @@ _THEIR_BOUNDS = {
 }  # fmt: skip
 
 
-def _too_few_ids(most: int, lookup: Given, region: Region) -> bool:
-    return lookup(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(lookup, region)
-
-
-def _rollout_settings_decide(lookup: Given) -> bool:
-    """Returns whether the agent loop draws with the settings of `rollout`. A loop of the user's may pass others."""
-    return lookup(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
-
-
-def _in_bypass_mode(value: Any, lookup: Given, region: Region) -> bool:
-    return value is not None and lookup(f"{CORRECTION}.bypass_mode", False)
-
-
 def _bypassed(name: str, done: str) -> Refusal:
     return Refusal(
         setting=f"{CORRECTION}.{name}",
         must_be="null in bypass mode",
         why="In bypass mode only verl's own loss applies it, so nothing would be "
         f"{done}. Set {CORRECTION}.bypass_mode=False to keep it.",
-        refused=_in_bypass_mode,
-        example={f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.{name}": "token_k1"},
-        region={"anchor": "proximal"},
+        refused=lambda got, lookup, region: got is not None and lookup(f"{CORRECTION}.bypass_mode", False),
+    )
+
+
+def _experimental(group: str, what: str, more: str = "") -> Refusal:
+    return Refusal(
+        setting=group,
+        must_be="absent",
+        why=f"verl's experimental {what} trainer is built on its legacy trainer, which replaces loss_mode in bypass "
+        "mode, so the region would not act. Use verl's main_ppo with trainer.v1.trainer_mode=separate_async"
+        f"{more}.",
+        facts=lambda lookup, region: {"got": "settings"},
+    )
+
+
+def _where_vocabulary_is_read(
+    refused: Callable[[Any], bool], on: str | None = None
+) -> Callable[[Any, Given, Region], bool]:
+    """Returns a `Refusal.refused` for regions that read more than the sampled token, or their log-probs inside it.
+
+    Args:
+        refused: Returns whether a value is refused.
+        on: The engine's strategy; None for every one.
+    """
+    return lambda got, lookup, region: (
+        refused(got)
+        and (VOCABULARY.holds(region.needs()) or lookup(MAX_KEPT, None) is not None)
+        and on in (None, lookup(f"{ACTOR}.strategy", None))
+    )
+
+
+def _on_megatron(setting: str, why: str, must_be: str = "False", refused: Callable[[Any], bool] = bool) -> Refusal:
+    """Returns the row of a setting that does not work with a region that reads Megatron's output layer."""
+    return Refusal(
+        setting,
+        must_be,
+        why,
+        refused=_where_vocabulary_is_read(refused, on="megatron"),
+        scope=VOCABULARY_OR_TRUNCATED,
     )
 
 
@@ -85,40 +110,19 @@ TRAINER = (
         why="verl's legacy trainer replaces loss_mode in bypass mode, so the region would not act.",
         refused=lambda v1, lookup, region: not v1,
         default=True,
-        example={"trainer.use_v1": False},
     ),
-    *(
-        Refusal(
-            setting=group,
-            must_be="absent",
-            why=f"verl's {what} trainer is built on its legacy trainer, which replaces loss_mode in bypass mode, so "
-            "the region would not act. Use verl's main_ppo with trainer.v1.trainer_mode=separate_async"
-            f"{more}.",
-            refused=lambda group, lookup, region: group is not None,
-            facts=lambda lookup, region: {"got": "settings"},
-            example={group: example},
-        )
-        for group, what, more, example in (
-            ("async_training", "experimental fully asynchronous", "", {"partial_rollout": True}),
-            (
-                "rollout",
-                "experimental one-step-off-policy",
-                " and trainer.v1.separate_async.parameter_sync_step=1",
-                {"nnodes": 1},
-            ),
-        )
-    ),
+    _experimental("async_training", "fully asynchronous"),
+    _experimental("rollout", "one-step-off-policy", " and trainer.v1.separate_async.parameter_sync_step=1"),
 )
 """Rows about verl's trainer."""
 
 ACTOR_LOSS = (
-    average_per_sequence(f"{ACTOR}.loss_agg_mode", REDUCTIONS, "seq-mean-token-mean", "token-mean", "token-mean"),
+    average_per_sequence(f"{ACTOR}.loss_agg_mode", REDUCTIONS, "seq-mean-token-mean", "token-mean"),
     *(
-        fixed(
+        Refusal(
             f"{ACTOR}.{name}",
             f"left at {default}",
             "It belongs to verl's own losses. Set a region's bounds in policy_loss.region.",
-            2 * default,
             default,
         )
         for name, default in _THEIR_BOUNDS.items()
@@ -132,9 +136,7 @@ SAMPLER_RECORD = (
         must_be="null",
         why="{region} is anchored on the sampler: its ratio already contains π'/μ, and verl's correction would apply "
         "it twice. Set it to null, or set region.anchor=proximal to keep it.",
-        refused=other_than(None),
         scope=ON_SAMPLER,
-        example={f"{CORRECTION}.rollout_is": "token"},
     ),
     Refusal(
         setting=f"{ROLLOUT}.calculate_log_probs",
@@ -143,7 +145,6 @@ SAMPLER_RECORD = (
         refused=lambda recorded, lookup, region: not recorded,
         default=False,
         scope=ON_SAMPLER,
-        example={f"{ROLLOUT}.calculate_log_probs": False},
     ),
     *(
         Refusal(
@@ -154,12 +155,71 @@ SAMPLER_RECORD = (
             refused=lambda mode, lookup, region: logprobs_kind(mode) == "raw",
             default=PROCESSED,
             scope=ON_SAMPLER,
-            example={setting: "raw_logprobs"},
         )
         for setting in (f"{ROLLOUT}.logprobs_mode", f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode")
     ),
 )
 """Rows about the log-probs that the sampler records."""
+
+ENGINE = (
+    Refusal(
+        setting=f"{ACTOR}.strategy",
+        must_be="fsdp2, fsdp, veomni or megatron",
+        why="{region} reads the model's last hidden states and its output layer, which trustrl does not find in other "
+        "engines.",
+        refused=_where_vocabulary_is_read(lambda strategy: strategy not in ("fsdp2", "fsdp", "veomni", "megatron")),
+        default="fsdp",
+        scope=VOCABULARY_OR_TRUNCATED,
+    ),
+    Refusal(
+        setting=f"{MEGATRON}.dynamic_context_parallel",
+        must_be="False",
+        why="verl then gives each rank other sequences in each micro-batch and returns results on one rank alone, so "
+        "anchors and metrics would miss tokens. Use context_parallel_size.",
+        refused=lambda on, lookup, region: on and lookup(f"{ACTOR}.strategy", None) == "megatron",
+    ),
+    _on_megatron(
+        f"{MEGATRON}.use_megatron_fsdp",
+        "{region} reads this rank's part of the output layer, which Megatron-FSDP shards again.",
+    ),
+    _on_megatron(
+        f"{MEGATRON}.override_transformer_config.defer_embedding_wgrad_compute",
+        "Megatron would wait for gradients of the output layer that {region} computes itself.",
+    ),
+    _on_megatron(
+        "actor_rollout_ref.model.mtp.enable_train",
+        "The output layer must return logits for multi-token prediction, and {region} takes its hidden states.",
+    ),
+    _on_megatron(
+        "actor_rollout_ref.model.lora.target_modules",
+        "{region} reads the output layer's weight and would miss the part that an adapter adds.",
+        must_be="without output_layer",
+        refused=lambda modules: any("output_layer" in name for name in modules or ()),
+    ),
+    unfit(
+        "region.anchor",
+        must_be="proximal",
+        why="{region} needs the anchor's whole distribution, and a sampler records only some of its ids.",
+        scope=EXACT_ON_SAMPLER,
+        facts=lambda lookup, region: {"got": "behavior"},
+    ),
+    Refusal(
+        setting=f"{ACTOR}.strategy",
+        must_be="fsdp2, veomni or megatron",
+        why="{region} keeps a copy of the whole output layer, which FSDP1 shards.",
+        refused=lambda strategy, lookup, region: strategy not in ("fsdp2", "veomni", "megatron"),
+        default="fsdp",
+        scope=EXACT,
+    ),
+    Refusal(
+        setting="actor_rollout_ref.model.use_fused_kernels",
+        must_be="False",
+        why="{region} has its own fused pass, which verl's would replace.",
+        refused=_where_vocabulary_is_read(bool),
+        scope=VOCABULARY_OR_TRUNCATED,
+    ),
+)
+"""Rows about the engine that trains, and its output layer. Workers check these rows again."""
 
 SAMPLER_DISTRIBUTION = (
     Refusal(
@@ -167,10 +227,7 @@ SAMPLER_DISTRIBUTION = (
         must_be="False",
         why="Distillation uses the same fields that carry the sampler's distribution.",
         refused=is_set,
-        default=False,
         scope=VOCABULARY,
-        example={"distillation.enabled": True},
-        preset="troll",
     ),
     Refusal(
         setting=AGENT_LOOP,
@@ -182,8 +239,6 @@ SAMPLER_DISTRIBUTION = (
         scope=RECORDED_IDS,
         facts=lambda lookup, region: {"loop": RECORDING[lookup(AGENT_LOOP, "single_turn_agent")]},
         words={"loop": " or ".join(RECORDING.values())},
-        example={AGENT_LOOP: "tool_agent"},
-        preset="dppo-topk-tv",
     ),
     Refusal(
         setting=f"{ROLLOUT}.name",
@@ -192,8 +247,6 @@ SAMPLER_DISTRIBUTION = (
         "without top_p and top_k.",
         refused=lambda name, lookup, region: name in ("sglang", "trtllm") and bool(recorded_ids(lookup, region)),
         scope=RECORDED_IDS,
-        example={f"{ROLLOUT}.name": "sglang"},
-        preset="dppo-topk-tv",
     ),
     Refusal(
         setting=f"{ROLLOUT}.disaggregation.enabled",
@@ -203,20 +256,18 @@ SAMPLER_DISTRIBUTION = (
         refused=lambda on, lookup, region: bool(on) and bool(recorded_ids(lookup, region)),
         default=False,
         scope=RECORDED_IDS,
-        example={f"{ROLLOUT}.disaggregation.enabled": True},
-        preset="dppo-topk-tv",
     ),
     Refusal(
         setting=MAX_LOGPROBS,
         must_be="at least {k}",
         why="vLLM returns at most the number of ids that it was started with. Add +" + MAX_LOGPROBS + "={k}.",
-        refused=_too_few_ids,
+        refused=lambda most, lookup, region: (
+            lookup(f"{ROLLOUT}.name", None) == "vllm" and 0 <= most < recorded_ids(lookup, region)
+        ),
         default=VLLM_MAX_LOGPROBS,
         scope=RECORDED_IDS,
         facts=lambda lookup, region: {"k": recorded_ids(lookup, region)},
         words={"k": "K, and policy_loss.max_kept + 1"},
-        example={f"{ROLLOUT}.name": "vllm", MAX_LOGPROBS: 10},
-        preset="dppo-topk-tv",
     ),
 )
 """Rows about recording the sampler's top-K and passing it to the workers."""
@@ -228,7 +279,6 @@ SAMPLING = (
         why="The kept ids must be recorded, so that π is renormalized over the same tokens as μ. `python -m "
         "trustrl.engines.verl` sets it.",
         refused=lambda kept, lookup, region: kept is None and truncated(lookup),
-        example={f"{ROLLOUT}.top_p": 0.9},
     ),
     Refusal(
         setting=MAX_KEPT,
@@ -236,20 +286,18 @@ SAMPLING = (
         why="The sampler keeps the whole vocabulary. An agent loop of your own may truncate its requests, and may set "
         "it.",
         refused=lambda kept, lookup, region: (
-            kept is not None and not truncated(lookup) and _rollout_settings_decide(lookup)
+            kept is not None
+            and not truncated(lookup)
+            # An agent loop of the user's may draw with other settings than those of `rollout`.
+            and lookup(AGENT_LOOP, "single_turn_agent") in {*RECORDING, *RECORDING.values()}
         ),
-        example={MAX_KEPT: 1024},
     ),
     Refusal(
         setting=MAX_KEPT,
         must_be="null",
         why="Exact divergences are those of the whole vocabulary, and π is renormalized over the kept ids. Use a Top-K "
         "region, or set rollout.top_p=1 and rollout.top_k=-1.",
-        refused=lambda kept, lookup, region: kept is not None,
         scope=EXACT,
-        example={MAX_KEPT: 1024, f"{ROLLOUT}.top_p": 0.9},
-        preset="dppo-full-tv",
-        region={"anchor": "proximal"},
     ),
     *(
         Refusal(
@@ -257,21 +305,15 @@ SAMPLING = (
             must_be="null with top_p, top_k or min_p",
             why="verl would compare a probability of the whole vocabulary with one of the kept ids.",
             refused=lambda got, lookup, region: got is not None and truncated(lookup),
-            example={f"{CORRECTION}.{name}": "token", f"{ROLLOUT}.top_p": 0.9, MAX_KEPT: 1024},
-            region={"anchor": "proximal"},
         )
         for name in ("rollout_is", "rollout_rs")
     ),
-    plain_sampling(ROLLOUT)["repetition_penalty"],
+    no_penalty(f"{ROLLOUT}.repetition_penalty"),
     Refusal(
         setting=f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config",
         must_be="absent",
         why=DRAFTS_ON_CPU,
         refused=lambda drafts, lookup, region: bool(drafts) and lookup(f"{ROLLOUT}.name", None) == "vllm_cpu",
-        example={
-            f"{ROLLOUT}.name": "vllm_cpu",
-            f"{ROLLOUT}.engine_kwargs.vllm_cpu.speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
-        },
     ),
 )
 """Rows about the distribution that the sampler draws from."""

@@ -4,8 +4,7 @@ SkyRL pickles the losses in its registry. A process that needs a loss unpickles 
 the import does not register anything; `register()` does, once, in the process that starts Ray.
 """
 
-from trustrl.engines.skyrl.entrypoint import main as main
-from trustrl.engines.skyrl.losses import register as register, registered as registered
+from trustrl.engines.skyrl.losses import main as main, register as register, registered as registered
 from trustrl.engines.skyrl.skyrl_config import (
     RegionAlgorithmConfig as RegionAlgorithmConfig,
     check_settings as check_settings,

@@ -7,10 +7,12 @@ Borrowed: `reduce_loss`, whose derivative is the factor on each token; the train
 Carried:  by SkyRL's registry actor on Ray, pickled by name: workers import this module
 """
 
+import sys
 from typing import Any
 
 import torch
 from skyrl.backends.skyrl_train.utils import ppo_utils
+from skyrl.train.config import make_config
 from torch import Tensor
 
 from trustrl.config.terms import TokenWeights
@@ -20,7 +22,7 @@ from trustrl.engines.common.region_settings import names
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.engines.common.step_sums import averages, on_host
 from trustrl.engines.refusals.skyrl import REDUCTIONS
-from trustrl.engines.skyrl.skyrl_config import check_algorithm, region_of
+from trustrl.engines.skyrl.skyrl_config import RegionAlgorithmConfig, check_algorithm, check_settings, region_of
 from trustrl.errors import DuplicateNameError, EngineError
 
 OLDEST = (0, 3)
@@ -154,3 +156,26 @@ def _check_seams() -> None:
             "SkyRL's reduce_loss must be the sum over tokens in the loss, and it is not. Install a version listed in "
             "trustrl's documentation, or call `trustrl.policy_loss` from your own trainer."
         )
+
+
+OVERRIDE = "trainer.override_entrypoint="
+"""SkyRL reads this argument and passes all arguments on, but its configuration does not have the field."""
+
+
+def main() -> None:
+    """Registers the regions, checks the settings, and runs SkyRL's `main_base`.
+
+    Raises:
+        ConfigError: If a setting does not work with the region, before Ray is started; see `check_settings`.
+    """
+    import ray
+    from skyrl.train.entrypoints import main_base
+
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith(OVERRIDE)]
+    config = make_config(algorithm_cls=RegionAlgorithmConfig).from_cli_overrides(arguments)
+    # Before Ray starts: `initialize_ray` carries the losses that are registered by then.
+    register()
+    check_settings(config)
+    main_base.validate_cfg(config)
+    main_base.initialize_ray(config)
+    ray.get(main_base.skyrl_entrypoint.remote(config))

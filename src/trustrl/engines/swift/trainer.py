@@ -3,7 +3,8 @@
 Seam:     `_compute_loss_and_metrics(model, model_inputs, grpo_batch)`, `_prepare_batch_inputs(samples)`, and
           `_get_per_token_logps_and_entropies(model, ...)`, which all call super(). For Top-K regions, also the model's
           `forward`, which takes one more keyword and returns the vocabulary with the logits
-Switch:   `import trustrl.engines.swift` in a file for `--external_plugins`, and the variable `TRUSTRL_REGION`
+Switch:   `import trustrl.engines.swift` in a file for `--external_plugins`, and the variable `TRUSTRL_REGION`. The
+          region's settings are environment variables, which ms-swift's YAML files set under `ENV`
 Borrowed: everything else. `LossSeamMixin` runs ms-swift's own loss with advantages of 0 and a ratio of 1, so its
           reduction, its KL to the reference and its other terms stay ms-swift's
 Added:    `trustrl_version` and, for Top-K regions, `trustrl_topk` and `trustrl_logp`, as attributes of a rollout's
@@ -13,35 +14,81 @@ Anchors:  μ is `rollout_per_token_logps`, which vLLM recorded; π' is `old_per_
 """
 
 import dataclasses
-from typing import Any
+import os
+from typing import Any, NamedTuple, cast
 
 import torch
 from swift.rlhf_trainers import GRPOTrainer
 from torch import Tensor
 
+from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
+from trustrl.config.validators import one_of
+from trustrl.core.metrics import Choice, check_choice
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.logits_forward import AskingModel, LogitsForward
-from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, require_seam
-from trustrl.engines.common.region_callback import RegionState
-from trustrl.engines.common.region_needs import sources
-from trustrl.engines.common.step_check import check_initial_ratio, check_of_rollouts, check_recorded
+from trustrl.engines.common.loss_seam import Capture, LossSeamMixin, RegionState, require_seam
+from trustrl.engines.common.region_needs import Behavior, sources
+from trustrl.engines.common.region_settings import region_given
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_first_loss, check_of_rollouts, check_recorded
 from trustrl.engines.common.step_metrics import StepMetrics
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_read import Wanted, at_completions
+from trustrl.engines.common.vocabulary_forward import AskingModel, LogitsForward
+from trustrl.engines.common.vocabulary_read import Wanted, at_completions, read_by_policy
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.swift import OLDEST, REDUCTIONS, ROWS
-from trustrl.engines.swift import environment
-from trustrl.errors import MissingDataError
+from trustrl.errors import ConfigError, MissingDataError
 
 PACKAGE = "ms-swift"
 
+REGION, BEHAVIOR, METRICS = "TRUSTRL_REGION", "TRUSTRL_BEHAVIOR", "TRUSTRL_METRICS"
+STARTUP_CHECKS, DROPPED = "TRUSTRL_STARTUP_CHECKS", "TRUSTRL_MAX_DROPPED_SHARE"
+
+
+class Settings(NamedTuple):
+    """The settings of one run."""
+
+    region: Region
+    behavior: Behavior = "sampler"
+    """The source of μ: the log-probs that vLLM recorded, or, if transformers generates, those of the trainer."""
+
+    metrics: Choice = "core"
+    startup_checks: bool = True
+    max_dropped_share: float = MAX_DROPPED_SHARE
+
+
+def settings() -> Settings:
+    """Returns the settings that the environment describes.
+
+    Raises:
+        ConfigError: If a variable is missing or invalid.
+        UnknownNameError: If no preset has the name in `TRUSTRL_REGION`.
+    """
+    variables = os.environ
+    if not variables.get(REGION):
+        raise ConfigError(
+            f"{REGION} must be set with `import trustrl.engines.swift`, got nothing. Set it to a preset's name, such "
+            "as dppo-binary-tv, in the environment or under ENV in ms-swift's YAML file."
+        )
+    behavior, metrics = variables.get(BEHAVIOR) or "sampler", variables.get(METRICS) or "core"
+    one_of(BEHAVIOR, behavior, ("sampler", "trainer"))
+    check_choice(metrics, METRICS)
+    checks = variables.get(STARTUP_CHECKS) or "on"
+    one_of(STARTUP_CHECKS, checks, ("on", "off"))
+    share = variables.get(DROPPED) or str(MAX_DROPPED_SHARE)
+    try:
+        number = float(share)
+    except ValueError:
+        raise ConfigError(f"{DROPPED} must be a share in (0, 1], got {share!r}.") from None
+    return Settings(
+        region_given(variables[REGION], REGION), cast(Behavior, behavior), cast(Choice, metrics), checks == "on", number
+    )
+
 
 class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
-    """ms-swift's `GRPOTrainer` with a trust region instead of the clip; its settings come from the environment."""
+    """ms-swift's `GRPOTrainer` with a trust region instead of the clip; its settings come from the"""
 
     _advantages_name = "grpo_batch.advantages"
     _recording = False
@@ -59,7 +106,7 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             EngineError: If the adapter does not support the installed ms-swift.
         """
         _check_seams()
-        self._settings = chosen = environment.settings()
+        self._settings = chosen = settings()
         self.region, self._needs = chosen.region, chosen.region.needs()
         model = kwargs["model"] if "model" in kwargs else args[0]
         check_settings(kwargs["args"], chosen, kwargs["template"], model)
@@ -73,7 +120,7 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
             logprobs="processed", temperature=self.temperature, truncated=False, engine="ms-swift"
         )
         self._first_loss = chosen.startup_checks
-        check = check_of_rollouts(self, chosen.behavior, chosen.max_dropped_share, environment.DROPPED)
+        check = check_of_rollouts(self, chosen.behavior, chosen.max_dropped_share, DROPPED)
         self._region_metrics = StepMetrics(check, chosen.metrics, startup_checks=chosen.startup_checks)
         self.add_callback(RegionState(self.region))
 
@@ -129,7 +176,8 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         rollout = self._rollout_tokens(model_inputs, grpo_batch, where)
         if self._first_loss and in_loss.any():
             self._check_weights(parts.weights, in_loss)
-            self._check_first_loss(policy.logp, rollout)
+            switch = f"{STARTUP_CHECKS}=off"
+            check_first_loss(policy, rollout, self._needs.anchor, self._settings.behavior, switch)
             self._first_loss = False
         # The trainer divides this loss by the accumulated micro-batches later. The metrics need the final factors.
         later = self.current_gradient_accumulation_steps if self.model.training else 1
@@ -145,27 +193,13 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         in_loss = batch.completion_mask.bool()
         return in_loss & ~batch.truncated_mask.unsqueeze(1) if self.overlong_filter else in_loss
 
-    def _check_first_loss(self, logp: Tensor, rollout: RolloutTokens) -> None:
-        """Raises if the anchor differs from the policy, which still has the rollout's weights."""
-        behavior = self._needs.anchor == "behavior"
-        anchor = rollout.behavior_logp if behavior else rollout.proximal_logp
-        if anchor is not None:
-            recorded_by = "sampler" if behavior and self._settings.behavior == "sampler" else "trainer"
-            switch = f"{environment.STARTUP_CHECKS}=off"
-            check_initial_ratio(logp, anchor, rollout.in_loss, recorded_by, switch)
-
     def _policy_tokens(self, seen: Any, where: TokenPlaces) -> PolicyTokens:
         """Returns the policy's side of one micro-batch."""
-        more: dict[str, Any] = {}
-        logp = where.of(seen.logp)
+        more = {"logp": where.of(seen.logp), "entropy": None if seen.entropy is None else where.of(seen.entropy)}
         if seen.output is not None:
             # ms-swift's own are rounded to the dtype of the logits, and would not fit those at the K ids.
-            logp = seen.output.log_probs
-            more = {"topk_logp": seen.output.gathered_logp, "tail_logp": seen.output.tail_logp}
-            if seen.output.topk_ids is not None:
-                more["topk"] = TopK(seen.output.topk_ids, seen.output.topk_logp, of=self._needs.anchor)
-        more["entropy"] = None if seen.entropy is None else where.of(seen.entropy)
-        return PolicyTokens(logp=logp, version=self.state.global_step, sampling=self._sampling, **more)
+            more |= {"logp": seen.output.log_probs, **read_by_policy(seen.output, self._needs)}
+        return PolicyTokens(version=self.state.global_step, sampling=self._sampling, **more)
 
     def _rollout_tokens(self, inputs: dict[str, Any], batch: Any, where: TokenPlaces) -> RolloutTokens:
         """Returns the rollout's side of one micro-batch."""
@@ -206,7 +240,7 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         return at_completions(inputs["input_ids"], where, temperature=self.temperature, **more)
 
 
-def check_settings(args: Any, chosen: environment.Settings, template: Any, model: Any) -> None:
+def check_settings(args: Any, chosen: Settings, template: Any, model: Any) -> None:
     """Raises if a setting bypasses the region, counts the mismatch twice, or makes a ratio of unlike log-probs.
 
     Args:
@@ -219,20 +253,15 @@ def check_settings(args: Any, chosen: environment.Settings, template: Any, model
         ConfigError: If a setting is refused; names the setting and the fix.
     """
     facts = {
-        environment.BEHAVIOR: chosen.behavior,
-        environment.REGION: chosen.region,
+        BEHAVIOR: chosen.behavior,
+        REGION: chosen.region,
         "padding_free": template.padding_free,
         "sequence_parallel_size": template.sequence_parallel_size,
         "model": "multimodal" if model.model_meta.is_multimodal else None,
         "vocab_size": model.config.get_text_config().vocab_size,
         "The model's generation_config": getattr(model, "generation_config", None),
     }
-
-    def given(name: str, default: Any = None) -> Any:
-        value = facts[name] if name in facts else getattr(args, name, None)
-        return default if value is None else value
-
-    rows.check(ROWS, given, chosen.region)
+    rows.check(ROWS, rows.reader(args, **facts), chosen.region)
 
 
 def _check_sampler(rollout: Any) -> None:

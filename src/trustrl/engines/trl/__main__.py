@@ -12,7 +12,7 @@ from typing import Any
 
 from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 
-from trustrl.engines.common.record_environment import FOLDER, REGION, SAMPLE
+from trustrl.engines.common.stock_tokens import FOLDER, REGION, SAMPLE
 from trustrl.engines.trl.stock_record import record
 from trustrl.engines.trl.trainer import TrustRegionMixin
 

@@ -8,6 +8,7 @@ routed expert that is recorded.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ from trustrl.config.statistics import Anchor
 from trustrl.core.records import RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
 from trustrl.engines.common.kept_columns import KeptColumn
-from trustrl.engines.common.kept_policy import anchor_fields, packed_kept
 from trustrl.engines.common.loss_seam import SCORE, Score
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_read import Wanted, at_completions
-from trustrl.engines.trl.asking_model import AskingModel
+from trustrl.engines.common.vocabulary_forward import AskingModel
+from trustrl.engines.common.vocabulary_read import VocabularyOutput, Wanted, anchor_fields, at_completions, packed_kept
 from trustrl.engines.trl.sampled_rows import (
     NOT_RECORDED,
     SampledRows,
@@ -36,7 +36,7 @@ from trustrl.engines.trl.sampled_rows import (
     turn_tensor,
     version_tensor,
 )
-from trustrl.errors import ConfigError, MissingDataError
+from trustrl.errors import ConfigError, EngineError, MissingDataError
 
 RECORDED = "sampling_per_token_logps"
 """The log-probs that the sampler recorded, as TRL names them. They come from vLLM or from a `rollout_func`."""
@@ -49,6 +49,35 @@ SCORED = frozenset(inspect.signature(getattr(GRPOTrainer, SCORE)).parameters)
 
 POSITIONS = "trustrl_positions"
 """The positions of the tokens in the loss, one tensor per sequence."""
+
+
+class FusedAskingModel(AskingModel):
+    """Model proxy for TRL's fused output layer. `wanted` maps TRL's labels to the tokens to score, and to the request.
+
+    Calls return log-probs and entropies in TRL's shape, (B, T).
+    """
+
+    def __init__(self, model: Any, wanted: Callable[[Tensor], tuple[TokenPlaces, Wanted]]) -> None:
+        super().__init__(model, wanted)
+        self.places: list[TokenPlaces] = []
+        """The tokens of each call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> VocabularyOutput:
+        """Runs one forward pass.
+
+        Raises:
+            EngineError: If the call has no labels.
+        """
+        if kwargs.get("labels") is None or not kwargs.get("fused_lm_head"):
+            raise EngineError(
+                "TRL's _get_per_token_logps_and_entropies must call the model with `labels` and `fused_lm_head=True`, "
+                f"got {sorted(kwargs)}. Install a TRL version listed in trustrl's documentation, or choose a region on "
+                "the sampled token such as trustrl.preset('dppo-binary-tv')."
+            )
+        where, wanted = self._wanted(kwargs["labels"])
+        output = self._ask(wanted, *args, **kwargs)
+        self.places.append(where)
+        return VocabularyOutput(log_probs=where.padded(output.log_probs), entropy=where.padded(output.entropy))
 
 
 class AnchorRecorder:
@@ -88,7 +117,7 @@ class AnchorRecorder:
         version: int,
         rows: int,
         sampled: SampledRows = NOT_RECORDED,
-        shared: AskingModel | None = None,
+        shared: FusedAskingModel | None = None,
     ) -> dict[str, Any]:
         """Returns the tensors to add to a rollout.
 
@@ -169,7 +198,7 @@ class AnchorRecorder:
         asking = self.asking(model, length)
         return score(asking)[0], self._distribution(asking, rollout)
 
-    def asking(self, model: Any, length: int) -> AskingModel:
+    def asking(self, model: Any, length: int) -> FusedAskingModel:
         """Returns a proxy of the model that requests the trainer's distribution at so many last tokens."""
         request = {"temperature": self._sampling.temperature, "top_k": self.needs.topk, "hidden": self.needs.full}
 
@@ -177,14 +206,14 @@ class AnchorRecorder:
             where = TokenPlaces.of_mask(labels[:, -length:] >= 0)
             return where, at_completions(labels, where, **request)
 
-        return AskingModel(model, wanted)
+        return FusedAskingModel(model, wanted)
 
     @property
     def shares_trls_pass(self) -> bool:
         """True if TRL's own pass over a rollout can return the anchor's distribution."""
         return self.distribution_from == "trainer" and not self._sampling.truncated
 
-    def _distribution(self, asking: AskingModel, rollout: dict[str, Any]) -> dict[str, Tensor]:
+    def _distribution(self, asking: FusedAskingModel, rollout: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the trainer's distribution at the tokens in the loss, from the outputs of a pass."""
         names = ["topk_ids", "topk_logp", "topk_tail_logp"] if self.needs.topk else []
         names += ["hidden", "logsumexp"] if self.needs.full else []
@@ -210,7 +239,7 @@ class AnchorRecorder:
             ids = packed_kept(kept[chunk], labels.device)
             return where, at_completions(labels, where, temperature=self._sampling.temperature, kept_ids=ids)
 
-        asking = AskingModel(model, wanted)
+        asking = FusedAskingModel(model, wanted)
         score(asking)
         fields = [
             anchor_fields(KeptSet(out.kept_ids, out.kept_logp), self.needs, ids)
@@ -219,6 +248,37 @@ class AnchorRecorder:
         logp = torch.cat([where.padded(x["logp"]) for (where, _), x in zip(parts, fields, strict=True)])
         names = [name for name in fields[0] if name != "logp" and self.distribution_from == "trainer"]
         return logp, {name: torch.cat([part[name] for part in fields]) for name in names}
+
+
+class RolloutPass:
+    """The first forward pass of the policy while TRL makes a rollout, asked for the anchor's distribution.
+
+    TRL runs it for `old_per_token_logps` if several optimizer steps take one rollout. No second pass is needed then.
+
+    Args:
+        model: The policy.
+        recorder: The recorder, which knows what the region needs.
+    """
+
+    def __init__(self, model: Any, recorder: AnchorRecorder) -> None:
+        self._model, self._recorder = model, recorder
+        self._asking: FusedAskingModel | None = None
+        self._logp: Any = None
+
+    def run(self, score: Score, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Calls TRL's own method."""
+        length = kwargs.get("logits_to_keep", args[2] if len(args) > 2 else None)
+        # Only the policy's first pass is shared: TRL scores the reference model with the same method.
+        if not self._recorder.shares_trls_pass or model is not self._model or self._asking or length is None:
+            return score(model, *args, **kwargs)
+        self._asking = self._recorder.asking(model, length)
+        result = score(self._asking, *args, **kwargs)
+        self._logp = result[0]
+        return result
+
+    def outputs(self, rollout: dict[str, Any]) -> FusedAskingModel | None:
+        """Returns the outputs of the pass if it made TRL's `old_per_token_logps`, and not a reference's."""
+        return self._asking if self._logp is not None and rollout.get(TRAINERS) is self._logp else None
 
 
 def places_of(inputs: dict[str, Any], in_loss: Tensor) -> TokenPlaces:

@@ -27,16 +27,16 @@ from trustrl.core.metrics import Choice, check_choice, chosen
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_first_loss
+from trustrl.engines.common.step_metrics import CLIP, clip_shares
 from trustrl.engines.common.step_sums import StepSums, share_of_one_rank
-from trustrl.engines.common.unrounded_model import unrounded
+from trustrl.engines.common.vocabulary_forward import ModelProxy, unrounded
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import ASYNC
 from trustrl.errors import ConfigError, EngineError
 
 VERSION = "trustrl_version"
 NEEDED_INPUTS = ("token_index", "old_log_probs", "advantages", "segment_id", "global_n_tokens")
-CLIP = "clip_ratio/"
 
 
 class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
@@ -148,7 +148,8 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         per_rank = (inputs["global_n_tokens"][0] / self.accelerator.num_processes).clamp(min=1.0)
         factor = 1 / per_rank / self.current_gradient_accumulation_steps
         weights = factor.to(torch.float32).expand(positions.shape)
-        self._check_first_loss(policy, rollout)
+        if self._first_loss:
+            self._first_loss = not check_first_loss(policy, rollout, "behavior")
         out = policy_loss(
             policy,
             rollout,
@@ -164,14 +165,6 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         balance = self.router_aux_loss_coef * seen.output.aux_loss
         return out.loss + balance / self.current_gradient_accumulation_steps
 
-    def _check_first_loss(self, policy: PolicyTokens, rollout: RolloutTokens) -> None:
-        assert rollout.version is not None  # required above
-        assert rollout.behavior_logp is not None
-        fresh = rollout.version == policy.version
-        if self._first_loss and fresh.any():
-            check_initial_ratio(policy.logp, rollout.behavior_logp, fresh, "sampler", "startup_checks=False")
-            self._first_loss = False
-
     def _log_region(self) -> None:
         """Removes TRL's shares of clipped tokens, which nothing clips, and logs the region's at the end of a step."""
         metrics = self._metrics["train"]
@@ -185,23 +178,14 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         assert total is not None  # this micro-batch is in it
         region_metrics = rates(total)
         self._region_check.check(region_metrics, total)
-        region_metrics = chosen(region_metrics, self._logged)
-        tokens = max(float(total.added["tokens"]), 1.0)
-        names = {"low_mean": "masked/decrease", "high_mean": "masked/increase", "region_mean": "masked"}
-        region_metrics |= {f"{CLIP}{name}": float(total.added[key]) / tokens for name, key in names.items()}
-        for name, value in region_metrics.items():
+        for name, value in {**chosen(region_metrics, self._logged), **clip_shares(total)}.items():
             metrics[name].append(value)
 
 
-class _CapturingModel:
+class _CapturingModel(ModelProxy):
     """Model proxy that keeps the output of its one forward pass."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.output: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    output: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.output = self._model(*args, **kwargs)

@@ -6,12 +6,17 @@ from typing import Any
 from torch import Tensor
 
 from trustrl.config.axes import Needs
-from trustrl.core.records import FullDivergence, PolicyTokens, RolloutTokens, TopK
+from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.core.sampling import KeptSet
-from trustrl.engines.common.kept_policy import policy_fields, sampled_logp
 from trustrl.engines.common.loss_seam import Seen
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_read import Wanted, at_completions
+from trustrl.engines.common.vocabulary_read import (
+    Wanted,
+    at_completions,
+    policy_fields,
+    read_by_policy,
+    sampled_logp,
+)
 
 
 def wanted_of(
@@ -51,11 +56,6 @@ def policy_tokens(needs: Needs, seen: Seen, where: TokenPlaces, rollout: Rollout
         logp = sampled_logp(kept, token_ids)
         more = policy_fields(kept, needs, None if rollout.topk is None else rollout.topk.ids, token_ids)
     elif out is not None:
-        if needs.topk:
-            more = {"topk_logp": out.gathered_logp, "tail_logp": out.tail_logp}
-        if out.topk_ids is not None:
-            more["topk"] = TopK(out.topk_ids, out.topk_logp, of=needs.anchor)
-        if needs.full:
-            more["full_divergence"] = FullDivergence(tv=out.tv, kl=out.kl, of=needs.anchor)
+        more = read_by_policy(out, needs)
     entropy = None if seen.entropy is None else where.of(seen.entropy)
     return PolicyTokens(logp=logp, entropy=entropy, version=version, sampling=rollout.sampling, **more)

@@ -24,28 +24,34 @@ from trustrl.core.metrics import Choice, check_choice
 from trustrl.core.policy_loss import policy_loss
 from trustrl.core.sampling import Sampling
 from trustrl.engines.common import seam
-from trustrl.engines.common.kept_policy import packed_kept
-from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, require_seam
-from trustrl.engines.common.region_callback import RegionState
+from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, RegionState, require_seam
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.replica_watch import OnStaleReplica
 from trustrl.engines.common.sampler_fields import MAX_KEPT, REPLICA
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_of_rollouts
-from trustrl.engines.common.step_metrics import StepMetrics
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_first_loss, check_of_rollouts
+from trustrl.engines.common.step_metrics import UNSCORED, StepMetrics, TrlMetrics
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
-from trustrl.engines.common.vocabulary_read import Head
+from trustrl.engines.common.vocabulary_read import Head, packed_kept
 from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
-from trustrl.engines.trl import overrides, sampled_rows, sampler
-from trustrl.engines.trl.anchors import AnchorRecorder, corrected, places_of, rollout_tokens
-from trustrl.engines.trl.asking_model import AskingModel
-from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
-from trustrl.engines.trl.logged_metrics import UNSCORED, TrlMetrics
+from trustrl.engines.trl import sampled_rows, sampler, trainer_checks
+from trustrl.engines.trl.anchors import (
+    AnchorRecorder,
+    FusedAskingModel,
+    RolloutPass,
+    corrected,
+    places_of,
+    rollout_tokens,
+)
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
-from trustrl.engines.trl.rollout_pass import RolloutPass
 from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
-from trustrl.engines.trl.sampler_check import SamplerCheck
-from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
+from trustrl.engines.trl.sampler import SamplerCheck
+from trustrl.engines.trl.trainer_checks import (
+    FollowsTheTrainer,
+    RegionActs,
+    check_model,
+    check_settings,
+)
 from trustrl.errors import ConfigError, EngineError
 from trustrl.recording import Recorder, Recording
 
@@ -58,7 +64,7 @@ NEEDED_INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask
 class TrustRegionMixin(LossSeamMixin):
     """Mixin that adds a trust region to a `GRPOTrainer` subclass: `class Mine(TrustRegionMixin, MyGRPOTrainer)`."""
 
-    _sampled = sampled_rows.SampledRows(None, None, None)
+    _sampled = sampled_rows.NOT_RECORDED
     """The sampler's records of the last rollout."""
 
     _rollout_pass: RolloutPass | None = None
@@ -143,7 +149,7 @@ class TrustRegionMixin(LossSeamMixin):
         if self._needs.topk or self._needs.full or truncated:
             self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         sampler.prepare(self, self._asked)
-        self._sampler_check, self._sampled = SamplerCheck(check_sampler_every), sampled_rows.NOT_RECORDED
+        self._sampler_check = SamplerCheck(check_sampler_every)
         self._sampling = Sampling(
             logprobs="processed", temperature=self.temperature, truncated=truncated, kept_known=truncated, engine="TRL"
         )
@@ -169,7 +175,7 @@ class TrustRegionMixin(LossSeamMixin):
 
     def _add_callbacks(self, *, startup_checks: bool) -> None:
         self.add_callback(RegionState(self.region))
-        self.add_callback(RegionActs(self, overrides.hides_the_region(type(self), TrustRegionMixin)))
+        self.add_callback(RegionActs(self, trainer_checks.hides_the_region(type(self), TrustRegionMixin)))
         if startup_checks and self.use_vllm:
             self.add_callback(FollowsTheTrainer(self))
 
@@ -276,7 +282,7 @@ class TrustRegionMixin(LossSeamMixin):
         if before is not None:
             theirs["old_per_token_logps"] = before
         compute_loss = super()._compute_loss
-        capture = Capture(model, None if wanted is None else functools.partial(AskingModel, wanted=wanted))
+        capture = Capture(model, None if wanted is None else functools.partial(FusedAskingModel, wanted=wanted))
         parts = self._loss_parts(lambda zero: compute_loss(model, {**theirs, "advantages": zero}), capture, in_loss)
         if before is not None:
             # With advantage 0 both branches of TRL's minimum are equal, and each passes half of the gradient.
@@ -287,8 +293,8 @@ class TrustRegionMixin(LossSeamMixin):
         return parts
 
     def _broken_loss(self, rule: str, got: str) -> EngineError:
-        cls = overrides.provider(type(self), "_compute_loss", after=TrustRegionMixin)
-        return overrides.broken(cls, "_compute_loss", rule, got)
+        cls = trainer_checks.provider(type(self), "_compute_loss", after=TrustRegionMixin)
+        return trainer_checks.broken(cls, "_compute_loss", rule, got)
 
     def _wanted(self, inputs: dict[str, Any], where: TokenPlaces) -> Callable[[Tensor], Any] | None:
         if self._vocabulary is None:
@@ -325,9 +331,9 @@ def _generates_itself(trainer: type) -> bool:
     """Returns whether a subclass replaces TRL's generation, and so may record log-probs."""
     methods = ("_generate", "_generate_single_turn", "_generate_and_score_completions")
     providers = [
-        overrides.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)
+        trainer_checks.provider(trainer, name, after=TrustRegionMixin) for name in methods if hasattr(trainer, name)
     ]
-    return any(not overrides.is_trls(cls) for cls in providers)
+    return any(not trainer_checks.is_trls(cls) for cls in providers)
 
 
 def _check_arguments(region: Any, recording: Any, metrics: Any) -> None:
@@ -349,7 +355,7 @@ def _check_seams(trainer: type, *, vocabulary: bool) -> None:
             "Write `class Mine(TrustRegionMixin, MyGRPOTrainer)`. For AsyncGRPOTrainer, which is not a GRPOTrainer, "
             "use TrustRegionAsyncGRPOTrainer from trustrl.engines.trl.async_trainer."
         )
-    overrides.require_unpatched(trainer, TrustRegionMixin)
+    trainer_checks.require_unpatched(trainer, TrustRegionMixin)
     scored = ("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
     # TRL has no registry of losses. Its private methods drift, so few are overridden and their parameters are checked.
     require_seam(GRPOTrainer, "_compute_loss", ("self", "model", "inputs"), scored)
@@ -360,5 +366,5 @@ def _check_inputs(inputs: dict[str, Any], trainer: type) -> None:
     missing = [name for name in NEEDED_INPUTS if inputs.get(name) is None]
     if missing:
         method = "_generate_and_score_completions"
-        cls = overrides.provider(trainer, method, after=TrustRegionMixin)
-        raise overrides.broken(cls, method, f"carry {', '.join(missing)}", f"got {', '.join(sorted(inputs))}")
+        cls = trainer_checks.provider(trainer, method, after=TrustRegionMixin)
+        raise trainer_checks.broken(cls, method, f"carry {', '.join(missing)}", f"got {', '.join(sorted(inputs))}")

@@ -9,7 +9,7 @@ entry points: a plugin that fails there is only logged at DEBUG.)
 
 from trustrl.engines.verl import agent_loop as agent_loop  # registers the recording agent loops
 from trustrl.engines.verl.losses import register as register, registered as registered
-from trustrl.engines.verl.server_choice import register_server as register_server
+from trustrl.engines.verl.rollout_pieces import register_server as register_server
 from trustrl.engines.verl.verl_config import (
     RegionLossConfig as RegionLossConfig,
     check_settings as check_settings,

@@ -18,10 +18,10 @@ from verl.workers.utils.padding import no_padding_2_padding
 from trustrl.config.axes import Needs
 from trustrl.core.records import TopK
 from trustrl.engines.common.kept_columns import KeptColumn, column_of, require_kept
-from trustrl.engines.common.kept_policy import packed_kept
 from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS, REPLICA
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_read import packed_kept
 from trustrl.engines.verl.response_layout import check_rows, in_loss, like_responses, padded, taken
 from trustrl.errors import EngineError, MissingDataError
 
@@ -84,7 +84,8 @@ def check(needs: Needs, data: Any) -> None:
         )
     if (recorded := data.get("rollout_log_probs", None)) is not None:
         check_recorded(padded(recorded), padded(data["response_mask"]).bool())
-    if reasons := _faults(data):
+    # The reasons why agent loops could not record sequences of this batch.
+    if reasons := sorted({extra[FAULT] for extra in extra_fields(data) if FAULT in extra}):
         raise EngineError(
             f"The sampler must record every sequence of a batch, and it did not. {' '.join(reasons)} Training only on "
             "the other sequences would be biased."
@@ -117,11 +118,6 @@ def _check_scored(ids: Any, data: Any) -> None:
         f"The sampler must record every sequence of a batch, got {missing} tokens without its top-K. The log of the "
         "agent loops has the reason. Training only on the other sequences would be biased."
     )
-
-
-def _faults(data: Any) -> list[str]:
-    """Returns the reasons why agent loops could not record sequences of this batch."""
-    return sorted({extra[FAULT] for extra in extra_fields(data) if FAULT in extra})
 
 
 def extra_fields(data: Any) -> list[dict[str, Any]]:
@@ -225,11 +221,10 @@ def kept(data: Any) -> dict[str, Tensor]:
     advice = "Start the run with `python -m trustrl.engines.verl`, or set rollout.top_p=1 and rollout.top_k=-1."
     require_kept(columns, padded(mask).bool().cpu().numpy(), advice)
     fields = {KEPT_IDS: [column.ids for column in columns], KEPT_COUNTS: [column.counts for column in columns]}
-    return {name: _jagged(arrays).to(mask.device) for name, arrays in fields.items()}
-
-
-def _jagged(arrays: list[np.ndarray]) -> Tensor:
-    return torch.nested.nested_tensor([torch.from_numpy(x) for x in arrays], layout=torch.jagged)
+    return {
+        name: torch.nested.nested_tensor([torch.from_numpy(x) for x in arrays], layout=torch.jagged).to(mask.device)
+        for name, arrays in fields.items()
+    }
 
 
 def _kept_column(extra: dict[str, Any], length: int) -> KeptColumn:

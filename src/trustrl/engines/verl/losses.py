@@ -6,21 +6,26 @@ Borrowed: `agg_loss`, whose derivative is the factor on each token; verl keeps i
 """
 
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from verl.trainer.ppo import core_algos
 
+from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.core.diagnostics import Sums
-from trustrl.core.policy_loss import policy_loss
+from trustrl.core.policy_loss import LossOutput, policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_settings import names
 from trustrl.engines.common.step_sums import averages, on_host
+from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.refusals.verl import REDUCTIONS
-from trustrl.engines.verl import loss_context
 from trustrl.engines.verl.verl_config import metrics_of, refuse_more_than_sampled_tokens, region_of
 from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 
@@ -29,6 +34,44 @@ CALLED_WITH = (
     "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights",
 )  # fmt: skip
 _REGISTERED: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class LossContext:
+    """The inputs of one micro-batch's loss that verl does not pass, and the receiver of its results."""
+
+    region: Region
+    anchors: dict[str, Tensor]
+    """`behavior_logp` and `proximal_logp` of the tokens, as far as they are known."""
+
+    receive: Callable[[LossOutput, PolicyTokens, RolloutTokens, Tensor], None]
+    """Called with the result, the tokens, and the factor that verl multiplies each token's loss by."""
+
+    rollout: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `RolloutTokens`."""
+
+    policy: dict[str, Any] = field(default_factory=dict)
+    """Further fields of `PolicyTokens`."""
+
+    policy_is_proximal: bool = False
+    """True in the first update of a batch if π' is taken from its own forward pass."""
+
+    tokens: TokenPlaces | None = None
+    """The N tokens in verl's (B, R) arguments that the other fields are for; None for all B · R."""
+
+
+_CURRENT: ContextVar[LossContext | None] = ContextVar("loss_context", default=None)
+"""The context of the running loss; None outside `RegionWorker`."""
+
+
+@contextmanager
+def active(context: LossContext) -> Iterator[None]:
+    """Makes policy losses use this context while active."""
+    before = _CURRENT.set(context)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(before)
 
 
 class RegionLoss:
@@ -67,7 +110,7 @@ class RegionLoss:
         """
         if config is None:
             raise ConfigError(f"config must be verl's ActorConfig with {self.loss_mode}, got None.")
-        context = loss_context.current()
+        context = _CURRENT.get()
         region = region_of(self.loss_mode, config.policy_loss) if context is None else context.region
         needs = region.needs()
         weights = token_weights(response_mask, loss_agg_mode, config.global_batch_info)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from verl.workers.rollout import replica
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from trustrl.config.sampling_parameters import is_truncated, shaping, truncating
@@ -226,3 +227,24 @@ def _topk_of(piece: Piece, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
             "Start the run with `python -m trustrl.engines.verl`, which installs a server that does."
         )
     return piece.topk[0][:rows, :k], piece.topk[1][:rows, :k]
+
+
+NAME = "vllm"
+
+
+def register_server() -> None:
+    """Registers the recording replica under verl's own name. Calling it again has no effect.
+
+    A replica that another plugin registered under this name stays. Regions on the sampled token work with it, and Top-K
+    regions on the sampler raise if its answers lack the top-K.
+    """
+    registry = replica.RolloutReplicaRegistry
+    if registry._registry.get(NAME) is replica._load_vllm:
+        registry.register(NAME, load)
+
+
+def load() -> Any:
+    """Returns the replica's class. Imports vLLM."""
+    from trustrl.engines.verl.vllm_server import RecordingReplica
+
+    return RecordingReplica

@@ -19,8 +19,7 @@ from trustrl.engines.common.region_needs import by_trainer, more_than_sampled_to
 from trustrl.engines.common.region_settings import SettingNames, is_region_name, region_named
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, warn_if_it_cannot_act
 from trustrl.engines.refusals.rows import check, reader
-from trustrl.engines.refusals.verl import ROWS
-from trustrl.engines.refusals.verl_engine import ENGINE
+from trustrl.engines.refusals.verl import ENGINE, ROWS
 from trustrl.engines.refusals.verl_settings import ACTOR, LOSS, settings_needed
 from trustrl.errors import ConfigError
 from trustrl.recording import Recording

@@ -19,8 +19,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import (  # pyright: ig
 )
 
 from trustrl.engines.common import seam
-from trustrl.engines.vllm.decode_record import install
-from trustrl.engines.vllm.recorded_requests import is_asked, recorded_fields, recording_parameters
+from trustrl.engines.vllm.decode_record import install, is_asked, recorded_fields, recording_parameters
 
 seam.require_parameters(vLLMHttpServer, "generate", ("self", "prompt_ids", "sampling_params", "request_id"), more=True)
 

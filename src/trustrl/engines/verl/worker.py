@@ -1,12 +1,12 @@
 """verl's actor worker with everything that a region needs: both anchors, the vocabulary, and sums over a whole step.
 
 Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for this, and its `update_weights`, which is
-          called unchanged and numbers the weights that the sampler has; its `init_model`, for `run_settings`;
+          called unchanged and numbers the weights that the sampler has; its `init_model`, for `batch_rows`;
           `TrainingWorker`'s `set_loss_fn`, `train_mini_batch`, `train_batch`, `save_checkpoint`, and
-          `load_checkpoint`, which all call super(); for regions on the vocabulary the seams of `fsdp_pass` or
+          `load_checkpoint`, which all call super(); for regions on the vocabulary the seams of `vocabulary_pass` or
           `megatron_pass`, which call verl's for every other pass
 Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics, and its reduction, and
-          finds the region's loss in its registry; `loss_context` passes the data that verl does not pass to a loss
+          finds the region's loss in its registry; `LossContext` passes the data that verl does not pass to a loss
 Inert:    if `loss_mode` does not name a region. With `TRUSTRL_RECORD`, the tokens are recorded; see `stock_record`
 """
 
@@ -24,22 +24,22 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
 
-from trustrl.config.axes import Needs, Region, reads_ages
+from trustrl.config.axes import Region, reads_ages
 from trustrl.core.diagnostics import rates
 from trustrl.core.metrics import Choice, chosen
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.engines.common import record_environment, region_settings, seam
+from trustrl.engines.common import region_settings, seam, stock_tokens
 from trustrl.engines.common.replica_watch import ReplicaWatch
 from trustrl.engines.common.sampler_fields import REPLICA
-from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_initial_ratio
+from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_first_loss
 from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
-from trustrl.engines.verl import anchors, first_update, loss_context, run_settings, stock_record
+from trustrl.engines.verl import anchors, batch_rows, first_update, stock_record
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
-from trustrl.engines.verl.losses import clip_metrics
+from trustrl.engines.verl.losses import LossContext, active, clip_metrics
 from trustrl.engines.verl.response_layout import every_response_token, taken
 from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording_of, region_of
-from trustrl.engines.verl.vocabulary_pass import VocabularyPass
+from trustrl.engines.verl.vocabulary_pass import FSDPPass, VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
 from trustrl.recording import Recorder, Recording
 from trustrl.regions.loading import config_to_dict
@@ -106,10 +106,13 @@ class RegionWorker(TrainingWorker):
         self._vocabulary = None
         self._truncated = policy_loss.get("max_kept", None) is not None
         check_engine(self._region, policy_loss, self.engine_config, self.model_config)
+        megatron = "trustrl.engines.verl.megatron_pass"  # imported where it runs: Megatron may not be installed
+        on_megatron = self.engine_config.strategy == "megatron"
         if self._needs.topk or self._needs.full or self._truncated:
-            self._vocabulary = vocabulary_pass_of(self.engine, self._needs, truncated=self._truncated)
-        if speaks and self.engine_config.strategy == "megatron":
-            import_module("trustrl.engines.verl.megatron_pass").warn_of_padding(self.engine)
+            kind: type[VocabularyPass] = import_module(megatron).MegatronPass if on_megatron else FSDPPass
+            self._vocabulary = kind.of(self.engine, self._needs, truncated=self._truncated)
+        if speaks and on_megatron:
+            import_module(megatron).warn_of_padding(self.engine)
         self._stock = None
         self._recorder = self._recorder_of(recording_of(policy_loss) or self._asked(config), policy_loss)
         # verl's loss runs inside: its KL and entropy terms and the names of its metrics would be lost without it.
@@ -123,13 +126,13 @@ class RegionWorker(TrainingWorker):
             return None
         about = None
         if self.engine.get_data_parallel_rank() == 0:  # with pipeline stages, not rank 0
-            about = run_settings.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
+            about = batch_rows.about(self, policy_loss.get("loss_mode", "vanilla"), observed=observed is not None)
         return Recorder(settings, self._region or observed, rank=self.rank, about=about)
 
     def _asked(self, config: Any) -> Recording | None:
         """Returns the recording that the environment asks for, or None."""
         rows = config.ppo_mini_batch_size * config.rollout_n / self.engine.get_data_parallel_size()
-        return record_environment.recording(rows)
+        return stock_tokens.recording(rows)
 
     def _recorded(self, loss_fn: Any, policy_loss: Any) -> Any:
         """Returns verl's own loss, with recording if the environment asks for it and the loss is a policy's."""
@@ -137,7 +140,7 @@ class RegionWorker(TrainingWorker):
         settings = None if policy_loss is None else self._asked(loss_fn.keywords["config"])
         if settings is None:
             return loss_fn
-        observed = record_environment.observed_region()
+        observed = stock_tokens.observed_region()
         self._recorder = self._recorder_of(settings, policy_loss, observed)
         if self._recorder is None:
             return loss_fn
@@ -287,7 +290,7 @@ class RegionWorker(TrainingWorker):
         if "version" in rollout:
             policy["version"] = self._num_steps
         sequences = data.get(SEQUENCE, None)
-        context = loss_context.LossContext(
+        context = LossContext(
             self._region,
             anchors.logps(data, tokens, bypass=self._bypass, truncated=self._truncated),
             functools.partial(self._receive, data["dp_size"], None if sequences is None else tokens.of_rows(sequences)),
@@ -296,7 +299,7 @@ class RegionWorker(TrainingWorker):
             self._own_anchor,
             tokens,
         )
-        with loss_context.active(context):
+        with active(context):
             return theirs(model_output=model_output, data=data, dp_group=dp_group)
 
     def _receive(
@@ -316,24 +319,9 @@ class RegionWorker(TrainingWorker):
             assert sequences is not None
             update = max(self._step.updates - 1, 0)
             self._recorder.add(out, policy, rollout, sequences=sequences, step=self._num_steps, update=update)
-        fresh = rollout.in_loss
-        if rollout.version is not None:  # a resumed asynchronous run may begin with tokens of older weights
-            fresh = fresh & (rollout.version == policy.version)
-        if self._first_loss and fresh.any():
-            anchor = self._needs.anchor
-            logp = rollout.behavior_logp if anchor == "behavior" else rollout.proximal_logp
-            assert logp is not None
-            recorded_by = "sampler" if anchor == "behavior" else "trainer"
-            check_initial_ratio(policy.logp, logp, fresh, recorded_by, "policy_loss.startup_checks=False")
-            self._first_loss = False
-
-
-def vocabulary_pass_of(engine: Any, needs: Needs, *, truncated: bool) -> VocabularyPass:
-    """Returns the vocabulary pass of verl's engine, Megatron's or FSDP's. Megatron may not be installed."""
-    on_megatron = engine.engine_config.strategy == "megatron"
-    module, name = ("megatron_pass", "MegatronPass") if on_megatron else ("fsdp_pass", "FSDPPass")
-    kind: type[VocabularyPass] = getattr(import_module(f"trustrl.engines.verl.{module}"), name)
-    return kind.of(engine, needs, truncated=truncated)
+        if self._first_loss:  # a resumed asynchronous run may begin with tokens of older weights
+            switch = "policy_loss.startup_checks=False"
+            self._first_loss = not check_first_loss(policy, rollout, self._needs.anchor, switch=switch)
 
 
 def _noting_versions(send: Any) -> Any:
@@ -374,5 +362,5 @@ def install() -> None:
         seam.require_parameters(ActorRolloutRefWorker, "update_weights", ("self", "global_steps", "mode"))
         seam.require_parameters(ActorRolloutRefWorker, "init_model", ("self",))
         ActorRolloutRefWorker.actor_worker_cls = RegionWorker
-        ActorRolloutRefWorker.init_model = run_settings.knowing_the_config(ActorRolloutRefWorker.init_model)
+        ActorRolloutRefWorker.init_model = batch_rows.knowing_the_config(ActorRolloutRefWorker.init_model)
         ActorRolloutRefWorker.update_weights = _noting_versions(ActorRolloutRefWorker.update_weights)

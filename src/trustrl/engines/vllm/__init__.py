@@ -22,12 +22,12 @@ if TYPE_CHECKING:
         score as score,
         score_rollout as score_rollout,
     )
-    from trustrl.engines.vllm.weight_sync import SyncReport as SyncReport, install_sync as install_sync
+    from trustrl.engines.vllm.weight_reload import SyncReport as SyncReport, install_sync as install_sync
 
 _NAMES_IN = {
     "options": ("cpu_options", "extra_llm_options", "missing_cpu_environment", "set_cpu_environment"),
     "scoring": ("Scores", "score", "score_rollout"),
-    "weight_sync": ("SyncReport", "install_sync"),
+    "weight_reload": ("SyncReport", "install_sync"),
 }
 
 

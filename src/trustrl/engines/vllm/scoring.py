@@ -1,6 +1,6 @@
 """The sampler's log-probs of finished sequences, for checks: at the sampled token, and at its K most probable ids.
 
-They are not μ: a prefill rounds differently from decoding (see `trustrl.engines.trl.sampler_check`). `decode_record`
+They are not μ: a prefill rounds differently from decoding (see `trustrl.engines.trl.sampler`). `decode_record`
 records μ. vLLM returns them as `prompt_logprobs`, from one prefill of the whole sequence. They are raw, that is before
 temperature and truncation, regardless of the engine's `logprobs_mode` and the request's temperature (prompt tokens do
 not pass a sampling step). A request for them never reads the prefix cache, so no position is missing.
