@@ -77,11 +77,11 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from trustrl.tools.probe import diagnosis, probe_report, trainer_logprobs
+    from trustrl.tools.probe import probe_report, trainer_logprobs
 
     recorded = torch.tensor([x for completion in completions for x in completion.logp], dtype=torch.float64)
     read = trainer_logprobs.by_transformers(where, completions, drawing.temperature)
-    verdict = diagnosis.diagnose(recorded, read)
+    verdict = probe_report.diagnose(recorded, read)
     made = probe_report.report(completions, recorded, read, verdict, tokenizer.decode)
     say_json(made.to_dict()) if options.json else say(probe_report.text(made))
     return 0 if verdict.is_sound else 1
