@@ -8,8 +8,7 @@ from trustrl.errors import TrustRLError
 from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import COLLAPSE, NO_METRICS
 from trustrl.tools.report.charts import Chart, charts
-from trustrl.tools.report.region_descriptions import facts, region_in_words
-from trustrl.tools.report.reported_runs import ReportedRun, reported
+from trustrl.tools.report.reported_runs import ReportedRun, facts, region_in_words, reported
 from trustrl.tools.report.safe_text import token_texts
 from trustrl.tools.report.shown_completions import ShownCompletions, choose_completions
 from trustrl.tools.report.token_sample import TokenSample, read_tokens

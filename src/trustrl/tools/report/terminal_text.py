@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from trustrl.tools.report.charts import Chart
-from trustrl.tools.report.recorded_actions import LABELS
-from trustrl.tools.report.region_descriptions import FACT_LABELS
 from trustrl.tools.report.report_contents import Report, summary_of
+from trustrl.tools.report.reported_runs import FACT_LABELS
 from trustrl.tools.report.safe_text import visible
+from trustrl.tools.report.token_sample import LABELS
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 WIDTH = 32
