@@ -5,8 +5,7 @@ token_sample       what the region did to each recorded token: counts over all o
 shown_completions  the completions that a page shows, with their groups
 charts             the curves over the steps, with the explanation and the healthy range of each
 safe_text          escaping of untrusted text
-report_contents    everything above as plain data
-terminal_text      the report for the terminal
+report_contents    everything above as plain data, and as text for the terminal
 page_data          the data of the page's script
 html_page          the report as one HTML page; html_sections renders its parts, page/ holds its script
 live_view          a report that is written again while a run trains

@@ -21,7 +21,7 @@ from trustrl.tools.report.page_data import page_data
 from trustrl.tools.report.report_contents import Report, summary_of
 from trustrl.tools.report.safe_text import embedded, said
 
-SCRIPTS = ("base.js", "view.js", "lines.js", "scatter.js", "cards.js", "completions.js", "main.js")
+SCRIPTS = ("base.js", "lines.js", "scatter.js", "cards.js", "completions.js", "main.js")
 
 
 def page(report: Report, *, reload_seconds: float | None = None) -> str:

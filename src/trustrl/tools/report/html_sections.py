@@ -6,11 +6,10 @@ from typing import Any
 from trustrl.runs.run import Run
 from trustrl.tools.report.charts import Chart
 from trustrl.tools.report.page_data import edge_of
-from trustrl.tools.report.report_contents import Report
+from trustrl.tools.report.report_contents import Report, percent
 from trustrl.tools.report.reported_runs import FACT_LABELS, measured_step
 from trustrl.tools.report.safe_text import said, visible
 from trustrl.tools.report.shown_completions import ShownCompletions
-from trustrl.tools.report.terminal_text import percent
 from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS, WITH_GRADIENT, TokenSample
 
 DASHES, COLOURS = 6, 8

@@ -12,7 +12,7 @@ from trustrl.tools.report.report_contents import Report, text_of
 from trustrl.tools.report.reported_runs import ReportedRun, measured_step, statistic_of
 from trustrl.tools.report.safe_text import visible
 from trustrl.tools.report.shown_completions import NUMBERS, TRUNCATED, ShownCompletion
-from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS, TokenSample
+from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS
 
 LONGEST_PROMPT, LONGEST_TEXT = 4000, 6000
 """Maximum characters of a prompt, and of a completion whose tokens are not recorded."""
@@ -61,6 +61,10 @@ def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, An
 
     names = ("position", "token_id", "verdict", *NUMBERS)
     rows = {name: [x for completion in shown if completion.columns for x in completion.columns[name]] for name in names}
+    points = {} if tokens is None else dict(tokens.points)
+    if points:
+        places = zip(points["step"], points.pop("update"), strict=True)
+        points["step"] = [measured_step(run.run, *place) for place in places]
     prompts: dict[str, int] = {}
     groups: dict[str, int] = {}
     completions, start = [], 0
@@ -70,7 +74,7 @@ def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, An
             completions[-1]["text"] = visible(each.completion.text, LONGEST_TEXT, lines=True)
         start += len(each.columns["token_id"]) if each.columns else 0
     return {
-        "points": None if tokens is None else columns(_points(run, tokens)),
+        "points": None if tokens is None else columns(points),
         "mu": None if tokens is None else tokens.mu,
         "decided": tokens is not None and bool(tokens.verdicts),
         "edge": edge_of(run),
@@ -78,12 +82,6 @@ def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, An
         "prompts": list(prompts),
         "rows": columns(rows),
     }
-
-
-def _points(run: ReportedRun, tokens: TokenSample) -> dict[str, list[Any]]:
-    points = dict(tokens.points)
-    places = zip(points.pop("step"), points.pop("update"), strict=True)
-    return {**points, "step": [measured_step(run.run, *place) for place in places]}
 
 
 def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], groups: dict[str, int]) -> dict[str, Any]:

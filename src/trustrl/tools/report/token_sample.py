@@ -59,14 +59,8 @@ COLUMNS = (
     "step", "update", "sequence", "position", "token_id", "advantage", "behavior_logp", "proximal_logp", "policy_logp",
     "weight", "kept", "divergence_lower", "divergence_upper", "entropy",
 )  # fmt: skip
-POINTS = {
-    "mu": "mu",
-    "pi": "policy_logp",
-    "verdict": "verdict",
-    "token_id": "token_id",
-    "step": "step",
-    "update": "update",
-}
+POINTS = {"mu": "mu", "pi": "policy_logp"} | {name: name for name in ("verdict", "token_id", "step", "update")}
+"""Columns of the sample, by their names in it."""
 
 
 class SequenceScore(NamedTuple):
@@ -160,7 +154,10 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
     files = record_files(folders)
     if not files:
         return None
-    counts = [_num_rows(file) for file in files]
+    counts = []
+    for file in files:
+        with opened(file) as (parquet, _):
+            counts.append(parquet.metadata.num_rows)  # from the footer
     every = -(-sum(counts) // MAX_ROWS) or 1
     read, read_counts = files[::every], counts[::every]
     num_read = sum(read_counts)
@@ -183,12 +180,6 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
         most_stopped=_most_stopped(sums),
         dumps=[_dump(dump) for folder in folders for dump in storage.entries(storage.place(folder), "dump-*")],
     )
-
-
-def _num_rows(file: Place) -> int:
-    """Returns the row count from the file footer."""
-    with opened(file) as (parquet, _):
-        return parquet.metadata.num_rows
 
 
 def decided(file: Place) -> tuple[Any, str]:
@@ -289,18 +280,15 @@ def _most_stopped(sums: Any) -> list[dict[str, Any]]:
 
 def _dump(folder: Place) -> dict[str, Any]:
     """Returns the step of a dump and the triggers that fired."""
-    files = storage.entries(folder, "trigger.*.json")
-    about = next(map(_about, files), {})
+    about: dict[str, Any] = {}
+    for file in storage.entries(folder, "trigger.*.json")[:1]:
+        try:
+            about = checked_json(storage.read_bytes(file))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from None
     fired = about.get("fired")
     causes = [cause for cause in fired if isinstance(cause, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
-
-
-def _about(file: Place) -> dict[str, Any]:
-    try:
-        return checked_json(storage.read_bytes(file))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from None
 
 
 def with_verdicts(table: Any, region: Region | None) -> Any:
@@ -311,9 +299,14 @@ def with_verdicts(table: Any, region: Region | None) -> Any:
     """
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     logp, weight, advantage = table["policy_logp"], table["weight"], table["advantage"]
-    ratio = pc.exp(pc.subtract(logp, _anchor_column(table, region)))
+    needs = None if region is None else region.needs()
+    anchors = ("behavior_logp", "proximal_logp")
+    if needs is not None and needs.anchors == {"proximal"}:
+        anchors = anchors[::-1]
+    anchor = table[anchors[0]] if table[anchors[0]].null_count < len(table) else table[anchors[1]]
+    ratio = pc.exp(pc.subtract(logp, anchor))
     # The weights of tokens are compared unless they are one ratio or correction per sequence.
-    own_reduction = region is not None and region.needs().reduction is not None
+    own_reduction = needs is not None and needs.reduction is not None
     compared = not reads_sequences(getattr(region, "correction", None)) and not own_reduction
     lower = pc.and_(compared, pc.less(weight, pc.multiply(ratio, 1 - TOLERANCE)))
     higher = pc.and_(compared, pc.greater(weight, pc.multiply(ratio, 1 + TOLERANCE)))
@@ -331,10 +324,3 @@ def with_verdicts(table: Any, region: Region | None) -> Any:
     codes = [pa.scalar(code, pa.int8()) for _, code in cases]
     verdict = pc.case_when(conditions, *codes, pa.scalar(KEPT, pa.int8()))
     return table.append_column("verdict", verdict)
-
-
-def _anchor_column(table: Any, region: Region | None) -> Any:
-    needs = None if region is None else region.needs()
-    proximal = needs is not None and needs.anchors == {"proximal"}
-    first, second = ("proximal_logp", "behavior_logp") if proximal else ("behavior_logp", "proximal_logp")
-    return table[second] if table[first].null_count == len(table) else table[first]
