@@ -6,8 +6,9 @@ A line skips steps without the metric and breaks at steps where it is not finite
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from trustrl.core.metrics import METRICS, Metric
@@ -228,16 +229,16 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     main_charts = [
         Chart(
             key="reward", title="Reward", unit="mean per rollout", explanation=explained("reward"),
-            about="One point per rollout, at its first update.", lines=_lines(rewards, _reader("reward")),
+            about="One point per rollout, at its first update.", lines=_lines(rewards, "reward"),
         ),
         Chart(
             key="accuracy", title="Held-out accuracy", unit="share of problems", about="Step 0 is before training.",
-            percent=True, lines=_lines([run.run.evaluations for run in runs], _reader("accuracy")),
+            percent=True, lines=_lines([run.run.evaluations for run in runs], "accuracy"),
             explanation=explained("accuracy"),
         ),
         Chart(
             key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0",
-            about="Projected: of all tokens.", percent=True, lines=_lines(measured, _acted),
+            about="Projected: of all tokens.", percent=True, lines=_lines(measured, *_ACTED, add=True),
             band=_band("masked_share", runs), explanation=explained("trustrl/masked_share"),
         ),
         *_divergences(runs),
@@ -251,7 +252,7 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 def _chart(chart: Chart, names: Sequence[str], runs: Sequence[ReportedRun]) -> Chart:
     logged = {name for run in runs for row in run.run.rows for name in row}
     name = next((candidate for candidate in names if candidate in logged), names[0])
-    lines = _lines([run.run.rows for run in runs], _reader(*names))
+    lines = _lines([run.run.rows for run in runs], *names)
     return replace(chart, band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name), lines=lines)
 
 
@@ -275,7 +276,7 @@ def _divergences(runs: Sequence[ReportedRun]) -> list[Chart]:
             f"{', '.join(dict.fromkeys(statistic.kind for statistic in statistics))}; lower end of the interval.{edge}"
         )
         for name, title in (("divergence_mean", "Divergence, mean"), ("divergence_p99", "Divergence, 99% quantile")):
-            lines = _lines(here, _reader(f"trustrl/{name}"))
+            lines = _lines(here, f"trustrl/{name}")
             key, why = f"{name}-{unit.split()[0]}", explained(f"trustrl/{name}")
             divergences.append(
                 Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines)
@@ -291,31 +292,11 @@ def _others(runs: Sequence[ReportedRun], shown: set[str]) -> list[Chart]:
         Chart(
             key=f"other-{index}", title=name, unit=why.unit if why else "", explanation=why, other=True,
             band=_band(name.removeprefix("trustrl/"), runs), percent=why is not None and why.unit == "share",
-            lines=_lines(rows, _reader(name), OTHER_POINTS),
+            lines=_lines(rows, name, most=OTHER_POINTS),
         )
         for index, name in enumerate(names[:MAX_OTHERS])
         for why in (explained(name),)
     ]  # fmt: skip
-
-
-Reader = Callable[[Mapping[str, Any]], tuple[bool, float | None]]
-"""Returns (whether the row has the metric, its value or None if it is not finite)."""
-
-
-def _reader(*names: str) -> Reader:
-    def read(row: Mapping[str, Any]) -> tuple[bool, float | None]:
-        for name in names:
-            if name in row:
-                return True, _finite(row[name])
-        return False, None
-
-    return read
-
-
-def _acted(row: Mapping[str, Any]) -> tuple[bool, float | None]:
-    names = [name for name in _ACTED if name in row]
-    values = [_finite(row[name]) for name in names]
-    return bool(names), None if None in values else sum(value for value in values if value is not None)
 
 
 def _finite(value: Any) -> float | None:
@@ -323,15 +304,22 @@ def _finite(value: Any) -> float | None:
     return float(value) if good else None
 
 
-def _lines(rows_of_runs: Sequence[Sequence[Mapping[str, Any]]], read: Reader, most: int = MAX_POINTS) -> list[Line]:
-    series = ((index, points_of(rows, read)) for index, rows in enumerate(rows_of_runs))
-    return [Line(index, thinned(points, most), interval_means(points, most)) for index, points in series if points]
-
-
-def points_of(rows: Sequence[Mapping[str, Any]], read: Reader) -> list[Point]:
-    """Returns (step, value) of every row that has the metric."""
-    readings = ((int(row["step"]), *read(row)) for row in rows)
-    return [(step, value) for step, there, value in readings if there]
+def _lines(
+    rows_of_runs: Sequence[Sequence[Mapping[str, Any]]], *names: str, add: bool = False, most: int = MAX_POINTS
+) -> list[Line]:
+    """Returns the line of each run that has the metric: the first of these names that a row has, or their sum."""
+    lines = []
+    for index, rows in enumerate(rows_of_runs):
+        points: list[Point] = []
+        for row in rows:
+            values = [_finite(row[name]) for name in names if name in row]
+            if values:
+                finite = [value for value in values if value is not None]
+                total = sum(finite) if len(finite) == len(values) else None
+                points.append((int(row["step"]), total if add else values[0]))
+        if points:
+            lines.append(Line(index, thinned(points, most), interval_means(points, most)))
+    return lines
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -345,8 +333,8 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
         return list(points)
     kept: list[Point] = []
     for stretch in _intervals(points, most):
-        finite = [point for point in stretch if point[1] is not None]
-        ends = [min(finite, key=_value), max(reversed(finite), key=_value)] if finite else []
+        finite = [(step, value) for step, value in stretch if value is not None]
+        ends = [min(finite, key=itemgetter(1)), max(reversed(finite), key=itemgetter(1))] if finite else []
         gap = [point for point in stretch if point[1] is None][:1]
         kept += sorted({*ends, *gap}, key=lambda point: point[0])
     return kept
@@ -372,7 +360,3 @@ def interval_means(points: Sequence[Point], most: int = MAX_POINTS) -> list[Poin
 def _intervals(points: Sequence[Point], most: int) -> list[Sequence[Point]]:
     width = math.ceil(len(points) / max(1, most // 3))
     return [points[start : start + width] for start in range(0, len(points), width)]
-
-
-def _value(point: Point) -> float:
-    return 0.0 if point[1] is None else point[1]

@@ -37,7 +37,7 @@ def page(report: Report, *, reload_seconds: float | None = None) -> str:
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    title = _title(report)
+    title = said(report.runs[0].run.name) if len(report.runs) == 1 else f"{len(report.runs)} runs compared"
     summary = summary_of(report)
     return f"""<!doctype html>
 <html lang="en">
@@ -81,11 +81,6 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
-
-
-def _title(report: Report) -> str:
-    first, *others = report.runs
-    return said(first.run.name) if not others else f"{len(report.runs)} runs compared"
 
 
 def _navigation(report: Report) -> str:

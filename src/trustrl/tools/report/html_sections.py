@@ -121,13 +121,12 @@ def curves_section(report: Report) -> str:
     """Renders the frames of the charts. The script draws into them."""
     first = "\n".join(_figure(chart) for chart in report.charts if not chart.other)
     others = "\n".join(_figure(chart) for chart in report.charts if chart.other)
-    folded = (
-        f'<details id="others" class="others"><summary>All other metrics of the log '
-        f'({sum(chart.other for chart in report.charts)})</summary><div class="grid">{others}</div></details>'
-        if others
-        else ""
-    )
-    if not first and not others:
+    folded = ""
+    if others:
+        title = f"All other metrics of the log ({sum(chart.other for chart in report.charts)})"
+        body = f'<summary>{title}</summary><div class="grid">{others}</div>'
+        folded = f'<details id="others" class="others">{body}</details>'
+    if not report.charts:
         bar = ""
         first = '<p class="hint">The run has no metrics yet.</p>'
     else:
@@ -169,11 +168,8 @@ def explanations_section(report: Report) -> str:
         return ""
     entries = "\n".join(_explanation(chart) for chart in explained if not chart.other)
     others = "\n".join(_explanation(chart) for chart in explained if chart.other)
-    folded = (
-        f'<details class="others"><summary>Other metrics</summary><div class="entries">{others}</div></details>'
-        if others
-        else ""
-    )
+    others = others and f'<summary>Other metrics</summary><div class="entries">{others}</div>'
+    folded = others and f'<details class="others">{others}</details>'
     return f"""<section id="explained" aria-labelledby="explained-title">
 <h2 id="explained-title">Metrics explained</h2>
 <div class="entries">
@@ -288,16 +284,11 @@ def _dumped(run: Run, dump: dict[str, Any]) -> str:
     for cause in dump["causes"]:
         trigger, values = cause.get("trigger"), cause.get("found")
         kind = trigger.get("kind") if isinstance(trigger, dict) else "?"
-        numbers = (
-            ", ".join(f"{key} {_short(value)}" for key, value in values.items()) if isinstance(values, dict) else ""
-        )
-        causes.append(f"{kind}, {numbers}" if numbers else f"{kind}")
+        numbers = values.items() if isinstance(values, dict) else ()
+        parts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in numbers]
+        causes.append(", ".join([f"{kind}", *parts]))
     last = measured_step(run, step) if isinstance(step, int) else "?"
     return f"steps up to {last} ({said('; '.join(causes) or 'cause unknown')})"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _most_stopped(index: int, tokens: dict[str, Any]) -> str:
@@ -349,15 +340,8 @@ placeholder="text or token"></span>
 
 def _chosen(shown: ShownCompletions) -> str:
     rows = sum(each.columns is not None for each in shown.listed)
-    what = (
-        f"All {shown.num_known:,}"
-        if len(shown.listed) == shown.num_known
-        else f"{len(shown.listed):,} of {shown.num_known:,}"
-    )
-    how = (
-        ""
-        if len(shown.listed) == shown.num_known
-        else ": the worst by each measure, with their groups, and a random sample"
-    )
     numbers = f" {rows:,} have the numbers of each token: hover over it, or use the arrow keys." if rows else ""
-    return f"{what} recorded completions{how}.{numbers}"
+    if len(shown.listed) == shown.num_known:
+        return f"All {shown.num_known:,} recorded completions.{numbers}"
+    how = "the worst by each measure, with their groups, and a random sample"
+    return f"{len(shown.listed):,} of {shown.num_known:,} recorded completions: {how}.{numbers}"
