@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from trustrl.errors import ConfigError
 from trustrl.terminal import complain, say, say_json
 from trustrl.tools.probe.sampling import SAMPLERS
 
@@ -59,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints quantiles, the worst tokens, and the verdict. Returns 1 if the gap is more than rounding."""
     from trustrl.cli.shared_options import tokenizer_of
-    from trustrl.errors import ConfigError
     from trustrl.tools.probe.sampling import ProbeSampling, require_sampler, sample_completions
     from trustrl.world import models
 
@@ -88,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prompts(file: Path | None) -> list[str]:
-    from trustrl.errors import ConfigError
     from trustrl.files import read_regular
 
     if file is None:

@@ -154,8 +154,11 @@ def _normalized(name: str) -> str:
 
 def version_of(package: str) -> str | None:
     """Returns the installed version of a package under any of its names, or None."""
-    names = (package, *OTHER_NAMES.get(package, ()))
-    return next((version for name in names if (version := installed(name))), None)
+    return next((version for name in _names(package) if (version := installed(name))), None)
+
+
+def _names(package: str) -> tuple[str, ...]:
+    return (package, *OTHER_NAMES.get(package, ()))
 
 
 def table() -> list[dict[str, str | None]]:
@@ -168,8 +171,7 @@ def table() -> list[dict[str, str | None]]:
     ]
     environments = tested().values()
     for package in WATCHED:
-        names = (package, *OTHER_NAMES.get(package, ()))
-        seen = {versions[name] for versions in environments for name in names if name in versions}
+        seen = {versions[name] for versions in environments for name in _names(package) if name in versions}
         rows.append(
             {
                 "package": package,
@@ -227,8 +229,7 @@ def _conflicts(requirements: Iterable[Requirement]) -> Iterator[Finding]:
     """Checks the versions that each engine requires of the packages it shares with other engines."""
     shared = {requirement.package for requirement in requirements} | set(WATCHED)
     for engine in ENGINES:
-        names = (engine, *OTHER_NAMES.get(engine, ()))
-        for wanted in [wanted for name in names for wanted in of_package(name)]:
+        for wanted in [wanted for name in _names(engine) for wanted in of_package(name)]:
             version = version_of(wanted.package) if wanted.package in shared and not wanted.extra else None
             if version and not wanted.allows(version):
                 yield Finding(

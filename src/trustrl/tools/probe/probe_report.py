@@ -165,13 +165,12 @@ def report(
                 "sampler": float(recorded[index]),
             }
         )
-    return ProbeReport(len(gap), {name: _quantiles(x) for name, x in measured.items()}, rows, diagnosis)
-
-
-def _quantiles(x: Tensor) -> dict[str, float]:
-    quantiles = torch.quantile(x, torch.tensor(SHARES, dtype=x.dtype))
-    named = {f"p{round(share * 100):02d}": float(value) for share, value in zip(SHARES, quantiles, strict=True)}
-    return {"mean": float(x.mean()), **named, "largest": float(x[x.abs().argmax()])}
+    quantiles = {}
+    for name, x in measured.items():
+        values = torch.quantile(x, torch.tensor(SHARES, dtype=x.dtype)).tolist()
+        named = {f"p{round(100 * share):02d}": value for share, value in zip(SHARES, values, strict=True)}
+        quantiles[name] = {"mean": float(x.mean()), **named, "largest": float(x[x.abs().argmax()])}
+    return ProbeReport(len(gap), quantiles, rows, diagnosis)
 
 
 def text(made: ProbeReport) -> str:

@@ -20,7 +20,6 @@ MODELS: Registry[Callable[[], Path]] = Registry("model")
 """Functions that create or find the directory of each named model."""
 
 
-@MODELS.register("tiny")
 def _tiny(*, tied: bool = False) -> Path:
     from trustrl.world.models.pretrain import Pretraining, pretrained
     from trustrl.world.models.tiny import Tiny
@@ -28,8 +27,7 @@ def _tiny(*, tied: bool = False) -> Path:
     return pretrained(Pretraining(model=Tiny(tied=tied)))
 
 
-@MODELS.register("tiny-long")
-def _tiny_long(family: Literal["qwen3", "llama"] = "qwen3") -> Path:
+def _tiny_long(family: Literal["qwen3", "llama"]) -> Path:
     """Returns a model that adds numbers of twenty digits: answers of 22 tokens, with error rates from 0.5% to 15%."""
     from trustrl.world.models.pretrain import Pretraining, pretrained
     from trustrl.world.models.tiny import Tiny
@@ -42,7 +40,9 @@ def _tiny_long(family: Literal["qwen3", "llama"] = "qwen3") -> Path:
     )
 
 
+MODELS.register("tiny")(_tiny)
 MODELS.register("tiny-tied")(partial(_tiny, tied=True))
+MODELS.register("tiny-long")(partial(_tiny_long, "qwen3"))
 MODELS.register("tiny-long-llama")(partial(_tiny_long, "llama"))
 
 
