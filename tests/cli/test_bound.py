@@ -10,7 +10,7 @@ pytest.importorskip("pyarrow")
 from support import recorded, run_folders as folders
 from trustrl.cli import main
 from trustrl.recording.sequence_tables import write_sequences
-from trustrl.tools.bound.bound_text import HEADER, text
+from trustrl.tools.bound.bound_report import HEADER, text
 
 
 @pytest.fixture(scope="module")

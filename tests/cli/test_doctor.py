@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from trustrl.cli import main
-from trustrl.tools.doctor import examination
-from trustrl.tools.doctor.findings import Finding
+from trustrl.tools.doctor import Finding, examination
 
 
 @pytest.fixture

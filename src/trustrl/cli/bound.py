@@ -28,8 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.config import validators
     from trustrl.recording import read_run
     from trustrl.tools.audit import count_records, record_files, recorded_regions
-    from trustrl.tools.bound.bound_json import bound_report, read_rewards, record_folder, threshold
-    from trustrl.tools.bound.bound_text import text
+    from trustrl.tools.bound.bound_report import bound_report, read_rewards, record_folder, text, threshold
     from trustrl.tools.bound.update_sums import COLUMNS, UpdateSums, sums_of
 
     if options.delta is not None:

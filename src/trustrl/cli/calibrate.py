@@ -21,8 +21,7 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.tools.audit.audit_json import record_files
     from trustrl.tools.audit.mapreduce import count_records
     from trustrl.tools.audit.token_counts import TokenCounts
-    from trustrl.tools.calibrate.calibration import calibration
-    from trustrl.tools.calibrate.calibration_text import draw, text
+    from trustrl.tools.calibrate.calibration import calibration, draw, text
     from trustrl.tools.calibrate.noise_counts import COLUMNS, noise_of
 
     if options.figure is not None:

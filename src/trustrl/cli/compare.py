@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains the missing runs, writes table.json and table.md, and prints the table. Returns 1 if a run failed."""
     if options.draw is not None:
-        return _draw(options.draw)
+        from trustrl.runner.figures import draw
+
+        for file in draw(options.draw):
+            say(file)
+        return 0
     if options.recipe is None or options.out is None or not (options.regions or options.arms):
         raise ConfigError("A comparison must have RECIPE, --out, and --regions or --arms, or --draw alone. See --help.")
     from trustrl.files import write_json, write_whole
@@ -41,20 +45,9 @@ def run(options: argparse.Namespace) -> int:
     recipe = load(options.recipe, options.settings)
     cells = prepare(recipe, regions_of(options), options.seeds, options.out)
     more = ["--trust-checkpoint"] if options.trust_checkpoint else []
-    failures = run_all(
-        cells, options.workers, complain,
-        lambda cell: [*command_of(cell), *more],
-    )  # fmt: skip
+    failures = run_all(cells, options.workers, complain, lambda cell: [*command_of(cell), *more])
     results = table(cells, failures, options.threshold)
     write_json(options.out / "table.json", results)
     write_whole(options.out / "table.md", markdown(results))
     say(markdown(results), end="")
     return 1 if failures else 0
-
-
-def _draw(folder: Path) -> int:
-    from trustrl.runner.figures import draw
-
-    for file in draw(folder):
-        say(file)
-    return 0

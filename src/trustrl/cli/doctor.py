@@ -15,5 +15,5 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.tools.doctor.examination import examine, text
 
     made = examine()
-    say_json(made.to_dict()) if options.json else say(text(made))
-    return 1 if made.has_errors else 0
+    say_json(made) if options.json else say(text(made))
+    return 1 if any(finding["level"] == "error" for finding in made["findings"]) else 0

@@ -5,7 +5,6 @@ The metric dictionary loads without torch, so the verb is fast.
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from trustrl.core.metric_entries import Metric
@@ -37,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
         _print_dashboard(options.dashboard)
     elif options.name is None:
         listed = [metric for metric in METRICS if not options.core or metric.name in CORE]
-        say_json([_entry(metric) for metric in listed]) if options.json else say(_list(listed))
+        width = max(len(metric.name) for metric in listed)
+        lines = (f"{metric.name:<{width}}  {metric.formula} [{metric.unit}]" for metric in listed)
+        say_json([_entry(metric) for metric in listed]) if options.json else say("\n".join(lines))
     else:
         metric = _named(options.name)
         say_json(_entry(metric)) if options.json else say(_text(metric))
@@ -72,18 +73,8 @@ def _entry(metric: Metric) -> dict[str, Any]:
     return {"name": PREFIX + metric.name} | {field: getattr(metric, field) for field in fields}
 
 
-def _list(metrics: Sequence[Metric]) -> str:
-    width = max(len(metric.name) for metric in metrics)
-    return "\n".join(f"{metric.name:<{width}}  {metric.formula} [{metric.unit}]" for metric in metrics)
-
-
 def _text(metric: Metric) -> str:
-    lines = [
-        ("formula", metric.formula),
-        ("unit", metric.unit),
-        ("direction", metric.direction),
-        ("healthy", metric.healthy),
-        ("what to do", metric.action),
-    ]
-    lines += [(f"in {engine}", name) for engine, name in metric.elsewhere.items()]
-    return "\n".join([PREFIX + metric.name, *(f"  {label:<11} {text}" for label, text in lines)])
+    lines = {name: getattr(metric, name) for name in ("formula", "unit", "direction", "healthy")}
+    lines |= {"what to do": metric.action}
+    lines |= {f"in {engine}": name for engine, name in metric.elsewhere.items()}
+    return "\n".join([PREFIX + metric.name, *(f"  {label:<11} {text}" for label, text in lines.items())])

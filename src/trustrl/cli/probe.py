@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from trustrl.errors import ConfigError
 from trustrl.terminal import complain, say, say_json
 from trustrl.tools.probe.sampling import SAMPLERS
 
@@ -59,7 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints quantiles, the worst tokens, and the verdict. Returns 1 if the gap is more than rounding."""
     from trustrl.cli.shared_options import tokenizer_of
-    from trustrl.errors import ConfigError
     from trustrl.tools.probe.sampling import ProbeSampling, require_sampler, sample_completions
     from trustrl.world import models
 
@@ -77,18 +77,17 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from trustrl.tools.probe import diagnosis, probe_report, trainer_logprobs
+    from trustrl.tools.probe import probe_report, trainer_logprobs
 
     recorded = torch.tensor([x for completion in completions for x in completion.logp], dtype=torch.float64)
     read = trainer_logprobs.by_transformers(where, completions, drawing.temperature)
-    verdict = diagnosis.diagnose(recorded, read)
+    verdict = probe_report.diagnose(recorded, read)
     made = probe_report.report(completions, recorded, read, verdict, tokenizer.decode)
     say_json(made.to_dict()) if options.json else say(probe_report.text(made))
     return 0 if verdict.is_sound else 1
 
 
 def _prompts(file: Path | None) -> list[str]:
-    from trustrl.errors import ConfigError
     from trustrl.files import read_regular
 
     if file is None:

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints the summary or writes the page. Returns 1 if the records of a run cannot be read."""
     from trustrl.runs.open_run import open_runs
-    from trustrl.tools.report.report_contents import gather, summary_of
+    from trustrl.tools.report.report_contents import gather, summary_of, text
 
     runs = open_runs(options.runs)
     if options.out is not None:
@@ -43,7 +43,5 @@ def run(options: argparse.Namespace) -> int:
     elif options.out is not None:
         say(options.out)
     else:
-        from trustrl.tools.report.terminal_text import text
-
         say(text(report, unicode=(sys.stdout.encoding or "").lower().startswith("utf")))
     return 1 if any(report.notes) else 0

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from trustrl.cli.shared_options import prepare_file, written
@@ -26,8 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Shows the runs until they end or Ctrl-C is pressed. Returns 1 if a run failed or cannot be read."""
+    from trustrl.files import write_whole
+    from trustrl.tools.report.html_page import page
     from trustrl.tools.report.live_view import live_reports
-    from trustrl.tools.report.terminal_text import text
+    from trustrl.tools.report.report_contents import text
 
     if not 0 < options.every < float("inf"):
         raise ConfigError(f"--every must be a positive number of seconds, got {options.every:g}.")
@@ -41,24 +44,16 @@ def run(options: argparse.Namespace) -> int:
             if now != before:
                 show(now)
                 before = now
-            _write(options.out, report, every=options.every)
+            if options.out is not None:
+                with written("--out", options.out):
+                    write_whole(options.out, page(report, reload_seconds=options.every))
     if report is None:
         return 1
-    _write(options.out, report, every=None)  # the last page stops reloading
+    if options.out is not None:
+        with written("--out", options.out):
+            write_whole(options.out, page(report))  # the last page stops reloading
     failed = any(entry.run.status == "failed" for entry in report.runs)
     return 1 if failed or any(report.notes) else 0
-
-
-def _write(out: Path | None, report: object, *, every: float | None) -> None:
-    if out is None:
-        return
-    from trustrl.files import write_whole
-    from trustrl.tools.report.html_page import page
-    from trustrl.tools.report.report_contents import Report
-
-    assert isinstance(report, Report)
-    with written("--out", out):
-        write_whole(out, page(report, reload_seconds=every))
 
 
 @contextmanager
@@ -75,7 +70,7 @@ def _display() -> Iterator[Show]:
         in_place = False
     if live is None or rich_text is None or not in_place:
         complain("Press Ctrl-C to end.")
-        yield _printed
+        yield partial(say, end="\n\n")
         return
     last = ""
 
@@ -91,7 +86,3 @@ def _display() -> Iterator[Show]:
     finally:
         if last:
             say(last)  # stays in the terminal after the full-screen view
-
-
-def _printed(text: str) -> None:
-    say(text, end="\n\n")

@@ -8,19 +8,17 @@ only tracker of a recipe that keeps its metrics in one.
 import io
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
-from trustrl.core.metrics import CORE, METRICS
+from trustrl.core.metrics import METRICS
 from trustrl.optional_imports import need
 
 PREFIXES = ("train/", "actor/", "")
 """Prefixes of trustrl's metrics: TRL's trackers, verl's trackers, and TRL on MLflow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+class Series(NamedTuple):
     """One line of a chart."""
 
     label: str
@@ -28,8 +26,7 @@ class Series:
     """Names that engines log it under. A run has one of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """One chart of a dashboard."""
 
     title: str
@@ -49,9 +46,13 @@ def sections() -> dict[str, list[Chart]]:
     return {
         "Learning": [
             Chart(
-                "Reward", "Mean over the completions of a batch.", (_logged("reward", "reward", "critic/score/mean"),)
+                "Reward", "Mean over the completions of a batch.",
+                (Series("reward", ("train/reward", "critic/score/mean", "reward")),),
             ),
-            Chart("Gradient norm", "Before clipping.", (_logged("grad_norm", "grad_norm", "actor/grad_norm"),)),
+            Chart(
+                "Gradient norm", "Before clipping.",
+                (Series("grad_norm", ("train/grad_norm", "actor/grad_norm", "grad_norm")),),
+            ),
             _chart("Entropy", "entropy"),
         ],
         "Region": [
@@ -66,21 +67,17 @@ def sections() -> dict[str, list[Chart]]:
             _chart("Staleness", "staleness_mean"),
             _chart("Dropped tokens", "dropped_share"),
         ],
-    }
+    }  # fmt: skip
 
 
 def _chart(title: str, *names: str) -> Chart:
-    entries = {metric.name: metric for metric in METRICS if metric.name in CORE}
-    first = entries[names[0]]
+    first = next(metric for metric in METRICS if metric.name == names[0])
     about = f"{first.formula}, in {first.unit}. Healthy: {first.healthy}. {first.action}"
     return Chart(title, about, tuple(Series(name, tuple(f"{p}trustrl/{name}" for p in PREFIXES)) for name in names))
 
 
-def _logged(label: str, trl: str, verl: str) -> Series:
-    return Series(label, (f"train/{trl}", verl, trl))
-
-
 SOURCE = "grafana-postgresql-datasource"
+_SOURCE = {"type": SOURCE, "uid": "${mlflow}"}
 COLUMNS, WIDTH, HEIGHT = 3, 8, 8
 
 RUNS = """SELECT r.name AS __text, r.run_uuid AS __value
@@ -102,7 +99,13 @@ def grafana_json() -> bytes:
         for place, chart in enumerate(charts):
             row, column = divmod(place, COLUMNS)
             where = {"x": column * WIDTH, "y": top + 1 + row * HEIGHT, "w": WIDTH, "h": HEIGHT}
-            panels.append(_panel(len(panels) + 1, chart, where))
+            target = {"refId": "A", "datasource": _SOURCE, "format": "table", "rawQuery": True, "rawSql": query(chart)}
+            panels.append(
+                {
+                    "id": len(panels) + 1, "type": "trend", "title": chart.title, "description": chart.about,
+                    "gridPos": where, "datasource": _SOURCE, "targets": [target], "options": {"xField": "step"},
+                }
+            )  # fmt: skip
         top += 1 + -(-len(charts) // COLUMNS) * HEIGHT
     dashboard = {
         "uid": "trustrl-core", "title": "trustrl", "tags": ["trustrl"], "editable": True, "schemaVersion": 39,
@@ -115,29 +118,17 @@ def grafana_json() -> bytes:
     return (json.dumps(dashboard, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-_SOURCE = {"type": SOURCE, "uid": "${mlflow}"}
-
-
-def _panel(number: int, chart: Chart, where: dict[str, int]) -> dict[str, Any]:
-    target = {"refId": "A", "datasource": _SOURCE, "format": "table", "rawQuery": True, "rawSql": query(chart)}
-    return {
-        "id": number, "type": "trend", "title": chart.title, "description": chart.about, "gridPos": where,
-        "datasource": _SOURCE, "targets": [target], "options": {"xField": "step"},
-    }  # fmt: skip
-
-
 def query(chart: Chart) -> str:
     """Returns the SQL of a chart: one row for each step of the chosen run, one column for each series."""
-    columns = [f"MAX(CASE WHEN key IN ({_listed(line.names)}) THEN value END) AS {line.label}" for line in chart.series]
-    every = _listed(chart.names)
+
+    def listed(names: Iterable[str]) -> str:
+        return ", ".join(f"'{name}'" for name in names)
+
+    columns = [f"MAX(CASE WHEN key IN ({listed(line.names)}) THEN value END) AS {line.label}" for line in chart.series]
     return (
-        f"SELECT step, {', '.join(columns)} FROM metrics WHERE run_uuid = '$run' AND NOT is_nan AND key IN ({every}) "
-        "GROUP BY step ORDER BY step"
+        f"SELECT step, {', '.join(columns)} FROM metrics WHERE run_uuid = '$run' AND NOT is_nan AND key IN "
+        f"({listed(chart.names)}) GROUP BY step ORDER BY step"
     )
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(f"'{name}'" for name in names)
 
 
 PLUGIN, TAG = "custom_scalars", "custom_scalars__config__"
@@ -150,12 +141,12 @@ def layout_events() -> bytes:
         MissingPackageError: If TensorBoard is not installed.
     """
     event, layouts = _part("compat.proto.event_pb2"), _part("plugins.custom_scalar.layout_pb2")
-    layout = layouts.Layout(
-        category=[
-            layouts.Category(title=title, chart=[_multiline(layouts, chart) for chart in charts])
-            for title, charts in sections().items()
-        ]
-    )
+    layout = layouts.Layout()
+    for title, charts in sections().items():
+        category = layout.category.add(title=title)
+        for chart in charts:
+            tags = [f"^{re.escape(name)}$" for name in chart.names]
+            category.chart.add(title=chart.title, multiline=layouts.MultilineChartContent(tag=tags))
     tensors, summaries = _part("compat.proto.tensor_pb2"), _part("compat.proto.summary_pb2")
     plugin = summaries.SummaryMetadata.PluginData(plugin_name=PLUGIN)
     value = summaries.Summary.Value(
@@ -168,11 +159,6 @@ def layout_events() -> bytes:
     records.write(event.Event(file_version="brain.Event:2").SerializeToString())
     records.write(event.Event(summary=summaries.Summary(value=[value])).SerializeToString())
     return file.getvalue()
-
-
-def _multiline(layouts: Any, chart: Chart) -> Any:
-    tags = [f"^{re.escape(name)}$" for name in chart.names]
-    return layouts.Chart(title=chart.title, multiline=layouts.MultilineChartContent(tag=tags))
 
 
 def _part(module: str) -> Any:
@@ -208,15 +194,13 @@ if __name__ == "__main__":
 
 def workspace_script() -> bytes:
     """Returns the script's source."""
-    return SCRIPT.format(sections="\n".join(_section(title, charts) for title, charts in sections().items())).encode()
-
-
-def _section(title: str, charts: list[Chart]) -> str:
-    panels = "\n".join(f"{' ' * 20}wr.LinePlot(title={chart.title!r}, x=x, y={chart.names!r})," for chart in charts)
-    return (
-        f"            ws.Section(\n                name={title!r},\n                is_open=True,\n"
-        f"                panels=[\n{panels}\n                ],\n            ),"
-    )
+    lines = []
+    for title, charts in sections().items():
+        lines += ["            ws.Section(", f"                name={title!r},", "                is_open=True,"]
+        lines += ["                panels=["]
+        lines += [f"{' ' * 20}wr.LinePlot(title={chart.title!r}, x=x, y={chart.names!r})," for chart in charts]
+        lines += ["                ],", "            ),"]
+    return SCRIPT.format(sections="\n".join(lines)).encode()
 
 
 DASHBOARDS: dict[str, Callable[[], bytes]] = {

@@ -14,7 +14,7 @@ import trustrl
 from support.worlds import run, world
 from trustrl import regions
 from trustrl.regions.base import AnchoredRegion
-from trustrl.tools.report.region_descriptions import region_in_words
+from trustrl.tools.report.reported_runs import region_in_words
 
 FILES = {module.__name__.rpartition(".")[2]: module for module in regions.catalogue()}
 ALL = {region.kind: region for module in FILES.values() for region in regions.classes(module)}

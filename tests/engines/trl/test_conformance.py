@@ -8,9 +8,8 @@ import torch
 
 import trustrl
 from trustrl.tools.conformance.adapters import adapted, detected, find
-from trustrl.tools.conformance.batches import healthy
 from trustrl.tools.conformance.corpus import run
-from trustrl.tools.conformance.expectations import ask
+from trustrl.tools.conformance.expectations import ask, healthy
 
 LOSS = "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss"
 

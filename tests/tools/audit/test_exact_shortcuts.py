@@ -19,8 +19,7 @@ from trustrl.recording import Piece
 from trustrl.tools.audit import TokenCounts, arm
 from trustrl.tools.audit.anchored_tokens import AnchoredTokens
 from trustrl.tools.audit.region_replay import Replay
-from trustrl.tools.audit.token_counts import BINS, PER_ARM
-from trustrl.tools.audit.token_sets import TokenSets
+from trustrl.tools.audit.token_counts import BINS, PER_ARM, TokenSets
 
 ODD = (math.nan, -math.inf, math.inf, 0.0, -0.0, 1e-3, 1.1e-3, -1e-30, -1e-7, -200.0, -3e38)
 LENGTH = 120

@@ -21,7 +21,7 @@ from trustrl.cli import main
 from trustrl.recording import Piece
 from trustrl.recording.record_files import part_files
 from trustrl.tools.audit import Replay, count_records
-from trustrl.tools.bound.bound_json import Threshold, bound_report, read_rewards, threshold
+from trustrl.tools.bound.bound_report import Threshold, bound_report, read_rewards, threshold
 from trustrl.tools.bound.update_sums import COLUMNS, SUMS, Rewards, UpdateSums, sums_of
 
 BINARY, FULL = trustrl.preset("dppo-binary-tv"), trustrl.preset("dppo-full-tv")

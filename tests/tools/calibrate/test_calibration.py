@@ -12,8 +12,16 @@ from hypothesis import given, settings, strategies as st
 
 from support import recorded
 from trustrl.errors import MissingDataError
-from trustrl.tools.calibrate.calibration import calibration, curves, num_above, num_needed, rank_above, value_at
-from trustrl.tools.calibrate.calibration_text import draw, text
+from trustrl.tools.calibrate.calibration import (
+    calibration,
+    curves,
+    draw,
+    num_above,
+    num_needed,
+    rank_above,
+    text,
+    value_at,
+)
 from trustrl.tools.calibrate.noise_counts import GRID, noise_of
 
 

@@ -8,8 +8,7 @@ import torch
 
 import trustrl
 from trustrl.tools.conformance.adapters import adapted, detected
-from trustrl.tools.conformance.batches import healthy
-from trustrl.tools.conformance.expectations import ask
+from trustrl.tools.conformance.expectations import ask, healthy
 
 
 def skyrls(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):

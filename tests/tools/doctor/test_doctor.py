@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trustrl.tools.doctor import declared_requirements, environment, package_versions, ports, storage
-from trustrl.tools.doctor.declared_requirements import parse
+from trustrl.tools.doctor import environment, package_versions, ports, storage
+from trustrl.tools.doctor.package_versions import parse
 
 # ── requirements ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -41,25 +41,25 @@ def test_names_extras_and_markers_are_read():
 
 
 def test_our_ranges_are_those_of_pyproject():
-    wanted = {(one.package, one.extra): str(one) for one in declared_requirements.ours()}
+    wanted = {(one.package, one.extra): str(one) for one in package_versions.ours()}
     assert wanted["trl", "trl"] == ">=1.0,<2"
     assert wanted["torch", ""] == ">=2.10"
     assert wanted["verl", "verl"] == ">=0.9,<1"
-    assert declared_requirements.tested()["trl"]["trl"] == "1.16.0"
-    assert declared_requirements.python() == (">=3.11", "3.11")
+    assert package_versions.tested()["trl"]["trl"] == "1.16.0"
+    assert package_versions.python() == (">=3.11", "3.11")
 
 
 def test_without_a_checkout_the_installed_package_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(declared_requirements, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(package_versions, "CHECKOUT", tmp_path)
     monkeypatch.setattr(
-        declared_requirements.metadata, "requires", lambda name: ["torch>=2.13", "trl>=1.15; extra == 'trl'"]
+        package_versions.metadata, "requires", lambda name: ["torch>=2.13", "trl>=1.15; extra == 'trl'"]
     )
-    assert [one.package for one in declared_requirements.ours()] == ["torch", "trl"]
+    assert [one.package for one in package_versions.ours()] == ["torch", "trl"]
     wheel = tmp_path / "environments"
     wheel.mkdir()
     (wheel / "trl.txt").write_text("# as tested\ntrl==1.99 \\\n    --hash=sha256:00\ntorchdata==0.11.0\n")
-    monkeypatch.setattr(declared_requirements, "shipped_folder", lambda name: tmp_path / name)
-    assert declared_requirements.tested() == {"trl": {"trl": "1.99", "torchdata": "0.11.0"}}
+    monkeypatch.setattr(package_versions, "shipped_folder", lambda name: tmp_path / name)
+    assert package_versions.tested() == {"trl": {"trl": "1.99", "torchdata": "0.11.0"}}
 
 
 # ── packages ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,10 +71,10 @@ def world(monkeypatch):
 
     def make(versions, requires=(), ours=("torch>=2.13", "trl>=1.15,<2; extra == 'trl'")):
         theirs = dict(requires)
-        monkeypatch.setattr(declared_requirements, "installed", versions.get)
-        monkeypatch.setattr(declared_requirements, "ours", lambda: declared_requirements.parse_all(ours))
+        monkeypatch.setattr(package_versions, "installed", versions.get)
+        monkeypatch.setattr(package_versions, "ours", lambda: package_versions.parse_all(ours))
         monkeypatch.setattr(
-            declared_requirements, "of_package", lambda name: declared_requirements.parse_all(theirs.get(name, []))
+            package_versions, "of_package", lambda name: package_versions.parse_all(theirs.get(name, []))
         )
         monkeypatch.setattr(package_versions, "_torch_build", list)
         return package_versions.check()
@@ -127,7 +127,7 @@ def test_a_build_of_torch_that_does_not_fit_the_machine_is_a_warning(version, de
 
 
 def test_without_packaging_versions_are_listed_and_not_compared(world, monkeypatch):
-    monkeypatch.setattr(declared_requirements, "find_spec", lambda name: None)
+    monkeypatch.setattr(package_versions, "find_spec", lambda name: None)
     (found,) = world({"torch": "1.0"})
     assert (found.level, found.what) == ("note", "package versions were not compared")
     assert 'pip install "trustrl[doctor]"' in found.do

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import trustrl
-from trustrl.tools.probe import probe_report
-from trustrl.tools.probe.diagnosis import diagnose
-from trustrl.tools.probe.mismatch_fixes import WHAT_TO_DO
+from trustrl.tools.probe import WHAT_TO_DO, probe_report
+from trustrl.tools.probe.probe_report import diagnose
 from trustrl.tools.probe.sampling import Completion, ProbeSampling, sample_completions
 from trustrl.tools.probe.trainer_logprobs import _rerouted, joined, of_logits
 

@@ -7,8 +7,7 @@ import pytest
 from support.run_folders import run_folder, steps
 from trustrl.runs.open_run import open_runs
 from trustrl.runs.run import RunSettings
-from trustrl.tools.report.charts import MAX_POINTS, charts, interval_means, thinned
-from trustrl.tools.report.metric_explanations import band_of
+from trustrl.tools.report.charts import MAX_POINTS, band_of, charts, interval_means, thinned
 from trustrl.tools.report.reported_runs import reported
 
 

@@ -10,8 +10,7 @@ pytest.importorskip("pyarrow")
 
 from trustrl.runs.open_run import open_runs
 from trustrl.tools.report.html_page import page
-from trustrl.tools.report.report_contents import gather, summary_of
-from trustrl.tools.report.terminal_text import text
+from trustrl.tools.report.report_contents import gather, summary_of, text
 
 DATA = Path(__file__).parents[2] / "runs" / "data"
 

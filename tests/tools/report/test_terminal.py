@@ -4,8 +4,7 @@ import pytest
 
 from support.run_folders import hostile_tokenizer, run_folder, steps, write_records
 from trustrl.runs.open_run import open_runs
-from trustrl.tools.report.report_contents import gather
-from trustrl.tools.report.terminal_text import sparkline, text
+from trustrl.tools.report.report_contents import gather, sparkline, text
 
 
 def of(*folders, unicode=True):

@@ -8,7 +8,7 @@ from trustrl.regions.loading import config_to_dict
 from trustrl.regions.presets import preset, presets
 from trustrl.regions.trust_region import TrustRegion
 from trustrl.runs.run import Run, RunSettings
-from trustrl.tools.report.region_descriptions import facts, region_in_words, unit_of
+from trustrl.tools.report.reported_runs import facts, region_in_words, unit_of
 
 
 def run(settings=None, recipe=None):

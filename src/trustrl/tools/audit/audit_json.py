@@ -90,8 +90,10 @@ def audit_report(
         text_of: Function from a token id to printable text.
     """
     names = [RECORDED, *(arm.name for arm in arms)]
-    rows = {name: dict(zip(PER_ARM, row, strict=True)) for name, row in _rows(counted, "arms", names)}
+    arm_counts = counted.counts["arms"].tolist()
+    rows = {name: dict(zip(PER_ARM, row, strict=True)) for name, row in zip(names, arm_counts, strict=True)}
     total = int(counted.counts["rows"])
+    replayed = {RECORDED, *(arm.name for arm in arms if arm.how == "replayed")}
     reproduced = dict(zip(REPRODUCED, counted.counts["reproduced"].tolist(), strict=True))
     return {
         "version": VERSION,
@@ -105,14 +107,10 @@ def audit_report(
             RECORDED: _region(rows[RECORDED], "recorded", "", None, total),
             **{arm.name: _region(rows[arm.name], arm.how, arm.reason, arm, total) for arm in arms},
         },
-        "agreement": _agreement(counted, names, [name for name in names if _comparable(name, rows, arms)]),
+        "agreement": _agreement(counted, names, [name for name in names if name in replayed and rows[name]["rows"]]),
         "by": {name: _bins(counted, name, names) for name in BINS if f"by/{name}" in counted.counts},
         "tokens": _top(counted, names, top, text_of),
     }
-
-
-def _rows(counted: TokenCounts, name: str, names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    return list(zip(names, counted.counts[name].tolist(), strict=True))
 
 
 def share(part: float, whole: float) -> float | None:
@@ -141,11 +139,6 @@ def _region(count: Mapping[str, int], how: str, reason: str, arm: Arm | None, to
         "stopped_share_at_most": share(count["stopped_at_most"], count["signed"]),
         "certificate": certificate,
     }
-
-
-def _comparable(name: str, rows: Mapping[str, Mapping[str, int]], arms: Sequence[Arm]) -> bool:
-    replayed = {RECORDED, *(arm.name for arm in arms if arm.how == "replayed")}
-    return name in replayed and bool(rows[name]["rows"])
 
 
 def _agreement(counted: TokenCounts, names: list[str], shown: list[str]) -> dict[str, dict[str, Any]]:

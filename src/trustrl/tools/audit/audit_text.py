@@ -124,7 +124,8 @@ def _bins(report: Mapping[str, Any]) -> list[str]:
         "probability": "probability", "position": "position", "age": "updates since sampled", "advantage": "advantage",
     }  # fmt: skip
     names = [n for n, region in report["regions"].items() if region["how"] in ("recorded", "replayed", "bounded")]
-    lines = ["Masked share by bin" + (" (bounded regions: at least)" if _has_bounded(report) else "")]
+    has_bounded = any(region["how"] == "bounded" for region in report["regions"].values())
+    lines = ["Masked share by bin" + (" (bounded regions: at least)" if has_bounded else "")]
     for start in range(0, len(names), BIN_COLUMNS):
         part = names[start : start + BIN_COLUMNS]
         rows = [["", "", *map(_short, part)]]
@@ -134,10 +135,6 @@ def _bins(report: Mapping[str, Any]) -> list[str]:
                 rows.append([title if index == 0 else "", row["bin"], *cells])
         lines += [*table(rows, left=2), ""]
     return lines
-
-
-def _has_bounded(report: Mapping[str, Any]) -> bool:
-    return any(region["how"] == "bounded" for region in report["regions"].values())
 
 
 def _short(name: str, longest: int = 8) -> str:

@@ -2,11 +2,12 @@
 
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from multiprocessing import active_children, get_context
+from operator import add
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
@@ -74,25 +75,24 @@ def count_records(
     work = partial(_of_group, of=of, columns=tuple(columns))
     groups = [group for group in groups if group]
     if where == "ray":
-        parts = _on_ray(groups, work, kind)
+        total = _sum(_on_ray(groups, work, kind))
     elif workers == 1:
-        parts = iter([_of_group(files, of, columns)])
+        total = work(files)
     else:
-        parts = _in_processes(groups, work, workers, kind)
-    total: S | None = None
-    for part in parts:
-        if part is not None:
-            total = part if total is None else total + part
+        total = _sum(_in_processes(groups, work, workers, kind))
     if total is None:
         raise RecordError("The records must contain at least one token, got none.")
     return total
 
 
 def _of_group(files: Sequence[Place], of: Callable[[Piece], S], columns: Sequence[str]) -> S | None:
-    total: S | None = None
-    for piece in stream(files, columns=columns, rows=ROWS_PER_PIECE):
-        total = of(piece) if total is None else total + of(piece)
-    return total
+    return _sum(of(piece) for piece in stream(files, columns=columns, rows=ROWS_PER_PIECE))
+
+
+def _sum(parts: Iterable[S | None]) -> S | None:
+    summaries = (part for part in parts if part is not None)
+    first = next(summaries, None)
+    return None if first is None else reduce(add, summaries, first)
 
 
 def _in_processes(groups: list[list[Place]], work: Any, workers: int, kind: type[S]) -> Iterator[S | None]:

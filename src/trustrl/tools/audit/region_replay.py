@@ -124,13 +124,9 @@ def _how(region: Region, needs: Needs, mask: TrustRegion | None) -> tuple[How, s
 def token_mask(region: Region) -> TrustRegion | None:
     """Returns the region on the shared axes if it masks single tokens by a TV or a KL, else None."""
     axes = region.axes()
-    is_mask = (
-        axes is not None
-        and axes.action == "mask"
-        and axes.level == "token"
-        and isinstance(axes.statistic, (*_TV, *_KL))
-    )
-    return axes if is_mask else None
+    if axes is None or axes.action != "mask" or axes.level != "token":
+        return None
+    return axes if isinstance(axes.statistic, (*_TV, *_KL)) else None
 
 
 def plain_mask(region: Region) -> TrustRegion | None:
@@ -158,17 +154,14 @@ class Replay:
 
     def missing(self, region: Region) -> list[str]:
         """Returns the columns a region reads that are null in this piece."""
-        return self._missing(region, region.needs())
-
-    def _missing(self, region: Region, needs: Needs) -> list[str]:
-        wanted = [f"{anchor}_logp" for anchor in sorted(needs.anchors)]
+        wanted = [f"{anchor}_logp" for anchor in sorted(region.needs().anchors)]
         if reads_ages(region):
             wanted.append("sampler_version")
         return [name for name in wanted if name not in self._columns]
 
     def verdict(self, given: Arm) -> RegionVerdict | None:
         """Returns the region's verdict, or None if it is left out or a column it reads is null."""
-        if given.how == "left out" or self._missing(given.region, given.needs):
+        if given.how == "left out" or self.missing(given.region):
             return None
         tokens = self._tokens(given.needs)
         certified = None if given.mask is None else self._certified(tokens, given.mask)

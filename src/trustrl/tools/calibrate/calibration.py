@@ -1,12 +1,18 @@
-"""The object behind `trustrl calibrate --json`: noise quantiles, threshold curves, and the recommended threshold."""
+"""Noise quantiles, threshold curves, and the recommended threshold: the object behind `trustrl calibrate --json`.
+
+`text` formats it for the terminal, and `draw` as a figure.
+"""
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingDataError
-from trustrl.tools.audit import TokenCounts, share
+from trustrl.files import finite
+from trustrl.optional_imports import need
+from trustrl.tools.audit import TokenCounts, percent, share, table, wrapped
 from trustrl.tools.calibrate.noise_counts import GRID, NOISE, STATISTICS, TOTALS
 
 VERSION = 1
@@ -24,6 +30,16 @@ ROUND = (*(float(f"{digit}e{power}") for power in range(-4, 0) for digit in (1, 
 CURVES = {
     "noise": "noise above δ", "masked": "masked", "bad_left": "bad updates left", "certified": "certified",
 }  # fmt: skip
+
+COLOURS = {"noise": "#d55e00", "masked": "#0072b2", "bad_left": "#cc79a7", "certified": "#009e73"}
+LINES = {"noise": "-", "masked": "--", "bad_left": ":", "certified": "-."}
+AGAINST = {
+    "proximal": "the recorded π'",
+    "policy": "π, which equals π' there (the records have no proximal_logp)",
+    "both": "the recorded π', or with π, equal there, where π' is null",
+}
+LEAST = 1e-5
+"""Shares below this are drawn at the lower edge of the figure."""
 
 
 def num_needed(quantile: float = SHARE, confidence: float = CONFIDENCE) -> int:
@@ -49,21 +65,18 @@ def rank_above(num: int, quantile: float = SHARE, confidence: float = CONFIDENCE
         >>> rank_above(2995), rank_above(2994)
         (2995, None)
     """
-    mean = num * (1 - quantile)
+    chance = 1 - quantile
+    mean = num * chance
     # Counts from the top how many values may lie above. 40 standard deviations below the mean, terms are negligible.
     above = max(0, int(mean - 40 * math.sqrt(mean)) - 1)
     total = 0.0
     while True:
-        total += math.exp(_log_binomial(num, above, 1 - quantile))
+        choose = math.lgamma(num + 1) - math.lgamma(above + 1) - math.lgamma(num - above + 1)
+        total += math.exp(choose + above * math.log(chance) + (num - above) * math.log1p(-chance))
         if total > 1 - confidence:
             break
         above += 1
     return num - above + 1 if above else None
-
-
-def _log_binomial(num: int, hits: int, chance: float) -> float:
-    choose = math.lgamma(num + 1) - math.lgamma(hits + 1) - math.lgamma(num - hits + 1)
-    return choose + hits * math.log(chance) + (num - hits) * math.log1p(-chance)
 
 
 def value_at(bins: Sequence[int], rank: int) -> float:
@@ -102,7 +115,7 @@ def calibration(counted: TokenCounts) -> dict[str, Any]:
         "against": against,
         "needed": num_needed(),
         "quantiles": {
-            name: {f"{q:g}": _finite(value_at(bins, max(1, math.ceil(q * num)))) if num else None for q in QUANTILES}
+            name: {f"{q:g}": finite(value_at(bins, max(1, math.ceil(q * num)))) if num else None for q in QUANTILES}
             for name, bins in noise.items()
         },
         "bad_update_share": share(totals["bad"], totals["measured"]),
@@ -110,14 +123,10 @@ def calibration(counted: TokenCounts) -> dict[str, Any]:
     }
 
 
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
-
-
 def _statistic(name: str, counted: TokenCounts, totals: dict[str, int], noise: list[int]) -> dict[str, Any]:
     published = STATISTICS[name].bounds[1]
     rank = rank_above(totals["noise"])
-    floor = None if rank is None else _finite(value_at(noise, rank))
+    floor = None if rank is None else finite(value_at(noise, rank))
     recommended = None if floor is None else max(floor, published)
     (there,) = curves(counted, name, [recommended or published])
     shown = {*ROUND, *(delta for delta in (published, floor, recommended) if delta is not None)}
@@ -174,11 +183,74 @@ def _reason(
     sure = f"{100 * SHARE:g}% of the noise is at most {floor:g} ({100 * CONFIDENCE:g}% confidence)"
     if floor <= published:
         return f"{sure}, so the published {published:g} does not mask it; it would mask {masked} here."
-    also = (
-        " This also allows updates that destroy likely tokens, so fix the sampler first."
-        if name == "tv" and floor >= 0.5
-        else ""
-    )
-    return (
-        f"{sure}, above the published {published:g}, which would mask noise; {floor:g} would mask {masked} here.{also}"
-    )
+    reason = f"{sure}, above the published {published:g}, which would mask noise; {floor:g} would mask {masked} here."
+    if name == "tv" and floor >= 0.5:
+        reason += " This also allows updates that destroy likely tokens, so fix the sampler first."
+    return reason
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """Formats the noise, the effect of thresholds, and the recommendation for the terminal."""
+    lines = [
+        f"{report['rows']:,} tokens × updates; noise from {report['noise']:,} tokens of {report['sequences']:,} "
+        "sequences before",
+        f"their first update: μ compared with {AGAINST[report['against']]}",
+        "",
+        "Noise, rounded up to two digits",
+        *table(
+            [
+                ["quantile", *(f"{100 * q:g}%" if q < 1 else "largest" for q in QUANTILES)],
+                *(
+                    [TITLES[name], *map(_number, report["quantiles"][name].values())]
+                    for name in NOISE
+                    if report["noise"]
+                ),
+            ]
+        ),
+        "",
+        f"bad updates (A < 0, μ − π ≥ 0.5): {percent(report['bad_update_share'])} of tokens, before any region",
+        "",
+    ]
+    for name, statistic in report["statistics"].items():
+        rows = [["δ", *CURVES.values(), ""]]
+        for point in statistic["curve"]:
+            marks = [mark for mark in ("published", "floor", "recommended") if statistic[mark] == point["delta"]]
+            rows.append([f"{point['delta']:g}", *(percent(point[key]) for key in CURVES), ", ".join(marks)])
+        advice = "" if statistic["recommended"] is None else f"recommended δ: {statistic['recommended']:g}. "
+        lines += [TITLES[name], *table(rows), *wrapped(f"{advice}{statistic['reason']}"), ""]
+    return "\n".join(lines[:-1])
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return "inf"
+    return f"≤ {x:g}" if x == GRID[0] else f"{x:g}"
+
+
+def draw(counted: TokenCounts, report: Mapping[str, Any], file: Path) -> None:
+    """Draws the curves over every threshold of the grid.
+
+    Raises:
+        MissingPackageError: If matplotlib is not installed.
+    """
+    need("matplotlib", extra="plots").use("Agg")
+    plt = need("matplotlib.pyplot", extra="plots")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), sharey=True)
+    deltas = [delta for delta in GRID if 1e-5 <= delta <= 1.0]
+    for axis, (name, statistic) in zip(axes, report["statistics"].items(), strict=True):
+        points = curves(counted, name, deltas)
+        for key, title in CURVES.items():
+            heights = [max(share, LEAST) for point in points if (share := point[key]) is not None]
+            if heights:  # either all points have it or none
+                axis.plot(deltas, heights, LINES[key], color=COLOURS[key], label=title, linewidth=1.8)
+        for mark, line in (("published", ":"), ("recommended", "-")):
+            if statistic[mark] is not None:
+                axis.axvline(statistic[mark], color="#555555", linestyle=line, linewidth=1, label=f"{mark} δ")
+        axis.set(xscale="log", yscale="log", ylim=(LEAST, 1.5), xlabel=f"δ: {TITLES[name]}")
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel(f"share of tokens (at least {LEAST:g})")
+    axes[0].legend(frameon=False, fontsize=8, loc="center left")
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

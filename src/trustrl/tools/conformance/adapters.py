@@ -2,19 +2,22 @@
 
 An adapter takes a batch and the counts of the whole batch, and returns the loss.
 
-plain     f(logp, behavior_logp, advantage, mask[, num_tokens]) -> a scalar, or one value per token
-verl      verl's registered losses: f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …)
-skyrl     SkyRL's registered losses: f(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
-trustrl   `trustrl.policy_loss` with a preset
-
-`trainer_adapters` has those of TRL, OpenRLHF, AReaL, RLinf and torchtune.
+plain      f(logp, behavior_logp, advantage, mask[, num_tokens]) -> a scalar, or one value per token
+verl       verl's registered losses: f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, …)
+skyrl      SkyRL's registered losses: f(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)
+trustrl    `trustrl.policy_loss` with a preset
+trl        TRL's `GRPOTrainer._compute_loss`, in a real trainer on a tiny model
+openrlhf   OpenRLHF's `PolicyLoss`, a module: forward(log_probs, old_log_probs, advantages, action_mask, …)
+logprobs   f(logprobs, old_logprobs, advantages, loss_mask, …), as in AReaL and RLinf
+torchtune  torchtune's `PPOLoss`, a module: forward(pi_old_logprobs, pi_logprobs, advantages, …, padding_masks)
 """
 
 import inspect
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,27 +25,13 @@ from torch import Tensor
 from trustrl.errors import ConfigError, MissingPackageError
 from trustrl.optional_imports import need
 from trustrl.registry import Registry
-from trustrl.tools.conformance.batches import Batch
+from trustrl.tools.conformance.expectations import Adapter, Batch
 
 Loss = Callable[..., Any]
 Settings = Mapping[str, Any]
 NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-class Adapter(Protocol):
-    """Calling convention of a loss."""
-
-    takes: ClassVar[frozenset[str]]
-    """Parameters that identify a function of this convention."""
-
-    counts_are_global: bool
-    """True if the loss receives the counts of the whole batch. If so, the losses of its parts must add up."""
-
-    def __init__(self, loss: Loss, settings: Settings) -> None: ...
-
-    def loss_of(self, batch: Batch, whole: Batch) -> Any:
-        """Calls the loss on `batch`, a part of `whole`."""
-        ...
+_WITH_GLOBAL_COUNT = ("cispo", "dapo", "vespo")
+"""TRL's loss types that divide by the number of tokens in the whole batch. The others average their micro-batch."""
 
 
 def find(name: str) -> Callable[..., Any]:
@@ -109,14 +98,13 @@ def _parameters(loss: Loss) -> dict[str, inspect.Parameter]:
 
 
 @ADAPTERS.register("verl")
-class Verl:
+class Verl(Adapter):
     """verl's signature, with the counts that its trainer sets. Settings: fields of its actor, and `loss_agg_mode`."""
 
     takes: ClassVar = frozenset({"old_log_prob", "log_prob", "advantages", "response_mask"})
-    counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
-        self._loss, self._settings = loss, dict(settings)
+        super().__init__(loss, settings)
         self._mode = self._settings.pop("loss_agg_mode", "token-mean")
         self._config_module = need("verl.workers.config", extra="verl")
         policy_loss = self._settings.pop("policy_loss", {})
@@ -148,14 +136,13 @@ class Verl:
 
 
 @ADAPTERS.register("skyrl")
-class SkyRL:
+class SkyRL(Adapter):
     """SkyRL's signature. Its trainer divides advantages, so losses are sums. Settings: fields of `AlgorithmConfig`."""
 
     takes: ClassVar = frozenset({"log_probs", "old_log_probs", "advantages", "loss_mask"})
-    counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
-        self._loss = loss
+        super().__init__(loss, settings)
         try:
             self._config = import_module("skyrl.train.config").AlgorithmConfig()
         except ModuleNotFoundError as error:
@@ -188,11 +175,10 @@ def _set_fields(config: Any, settings: Settings) -> None:
 
 
 @ADAPTERS.register("trustrl")
-class TrustRL:
+class TrustRL(Adapter):
     """`trustrl.policy_loss`. The setting `region` names a preset that reads only the sampled tokens."""
 
     takes: ClassVar = frozenset({"policy", "rollout", "region", "reduction"})
-    counts_are_global = True
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
         from trustrl.regions.presets import preset
@@ -200,7 +186,8 @@ class TrustRL:
         unknown = settings.keys() - {"region"}
         if unknown:
             raise ConfigError(f"The only setting must be `region`, got {sorted(unknown)[0]!r}.")
-        self._loss, self._region = loss, preset(settings.get("region", "dppo-binary-tv"))
+        super().__init__(loss, {})
+        self._region = preset(settings.get("region", "dppo-binary-tv"))
         self._needs = self._region.needs()
         if self._needs.topk or self._needs.full:
             raise ConfigError(
@@ -227,7 +214,7 @@ class TrustRL:
 
 
 @ADAPTERS.register("plain")
-class Plain:
+class Plain(Adapter):
     """Function of four tensors that returns a scalar, or token terms to average over the tokens of the whole batch.
 
     A function with a parameter `num_tokens` receives that count. Settings are further keyword arguments.
@@ -236,7 +223,7 @@ class Plain:
     takes: ClassVar = frozenset({"logp", "behavior_logp", "advantage", "mask"})
 
     def __init__(self, loss: Loss, settings: Settings) -> None:
-        self._loss, self._settings = loss, dict(settings)
+        super().__init__(loss, settings)
         parameters = _parameters(loss)
         self._by_name = self.takes <= parameters.keys()
         self._told = "num_tokens" in parameters
@@ -255,3 +242,129 @@ class Plain:
             self.counts_are_global = True  # known only from its first answer
             return torch.where(batch.in_loss, loss, 0.0).sum() / max(whole.num_tokens, 1)
         return loss
+
+
+@ADAPTERS.register("trl")
+class TRL(Adapter):
+    """TRL's loss, called by a real `GRPOTrainer`. Settings: fields of `GRPOConfig`.
+
+    The trainer's model is tiny. The adapter returns the batch's log-probs from the method that computes the model's.
+    """
+
+    takes: ClassVar = frozenset({"self", "model", "inputs"})
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        super().__init__(loss, settings)
+        self.counts_are_global = settings.get("loss_type", "dapo") in _WITH_GLOBAL_COUNT
+        self._folder = tempfile.TemporaryDirectory(prefix="trustrl-conformance-")
+        self._trainer = _trainer(self._folder.name, settings)
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss as TRL does, with one gradient accumulation step per batch."""
+        trainer, (rows, width) = self._trainer, batch.logp.shape
+        ids = torch.ones(rows, width, dtype=torch.long)
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (batch.logp, torch.zeros(rows, width), None)
+        inputs = {
+            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
+            "completion_mask": batch.in_loss.long(), "advantages": batch.advantage,
+            "old_per_token_logps": batch.behavior_logp, "num_items_in_batch": torch.tensor(whole.num_tokens),
+        }  # fmt: skip
+        return self._loss(trainer, trainer.model, inputs)
+
+
+def _trainer(folder: str, settings: Settings) -> Any:
+    trl, datasets = (need(name, extra="trl") for name in ("trl", "datasets"))
+    from trustrl.world.models import tiny
+
+    known = inspect.signature(trl.GRPOConfig).parameters
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"Each setting must be a field of GRPOConfig, got {name!r}.")
+    usual = {
+        "output_dir": folder, "use_cpu": True, "bf16": False, "report_to": [], "per_device_train_batch_size": 2,
+        "num_generations": 2, "max_completion_length": 6, "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False, "disable_tqdm": True,
+    }  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=tiny.model(tiny.Tiny()),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(**usual | dict(settings)),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["1", "2"]}),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.current_gradient_accumulation_steps = 1  # TRL sets it when training begins
+    return trainer
+
+
+@ADAPTERS.register("openrlhf")
+class OpenRLHF(Adapter):
+    """OpenRLHF's module, with the counts that its trainer passes. Settings: arguments of its constructor."""
+
+    takes: ClassVar = frozenset({"log_probs", "old_log_probs", "advantages", "action_mask"})
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        super().__init__(loss(**settings), {})
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss as OpenRLHF does and returns (scalar, metrics)."""
+        return self._loss(
+            batch.logp,
+            batch.behavior_logp,
+            batch.advantage,
+            action_mask=batch.in_loss.to(batch.logp.dtype),
+            rollout_log_probs=batch.behavior_logp,
+            batch_num_tokens=whole.num_tokens,
+            global_batch_size=whole.num_sequences,
+        )
+
+
+@ADAPTERS.register("logprobs")
+class Logprobs(Adapter):
+    """Function of `logprobs`, `old_logprobs`, `advantages` and `loss_mask`. Settings are further keyword arguments.
+
+    `proximal_logprobs`, if the function takes it, receives the same log-probs as `old_logprobs`.
+    """
+
+    takes: ClassVar = frozenset({"logprobs", "old_logprobs", "advantages", "loss_mask"})
+    counts_are_global = False
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        super().__init__(loss, settings)
+        self._proximal = "proximal_logprobs" in inspect.signature(loss).parameters
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss and returns (scalar, metrics). It averages over the part that it receives."""
+        more = {"proximal_logprobs": batch.behavior_logp} if self._proximal else {}
+        return self._loss(
+            logprobs=batch.logp,
+            old_logprobs=batch.behavior_logp,
+            advantages=batch.advantage,
+            loss_mask=batch.in_loss,
+            **more,
+            **self._settings,
+        )
+
+
+@ADAPTERS.register("torchtune")
+class Torchtune(Adapter):
+    """torchtune's module. Values and returns are 0, so its value loss is 0. Settings: arguments of its constructor."""
+
+    takes: ClassVar = frozenset({"pi_old_logprobs", "pi_logprobs", "advantages", "padding_masks"})
+    counts_are_global = False
+
+    def __init__(self, loss: Loss, settings: Settings) -> None:
+        super().__init__(loss(**settings), {})
+
+    def loss_of(self, batch: Batch, whole: Batch) -> Any:
+        """Calls the loss and returns (scalar, metrics). It averages over the part that it receives."""
+        values: Tensor = torch.zeros(batch.logp.shape)
+        return self._loss(
+            batch.behavior_logp,
+            batch.logp,
+            batch.advantage,
+            values,
+            values,
+            values,
+            padding_masks=batch.in_loss,
+            value_padding_masks=batch.in_loss,
+        )

@@ -5,9 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from trustrl.tools.conformance.adapters import Adapter
-from trustrl.tools.conformance.batches import Batch, healthy, on_policy
-from trustrl.tools.conformance.expectations import Answer, Expectation, Outcome, ask, judged
+from trustrl.tools.conformance.expectations import Adapter, Answer, Batch, Expectation, Outcome, ask, healthy, judged
 
 ROUNDING = 1e-5
 """Largest difference, relative to the largest gradient, that counts as float32 rounding."""
@@ -74,7 +72,7 @@ def _all_masked(loss: Adapter) -> Outcome:
 def _empty(rows: int, width: int) -> Expectation:
     def check(loss: Adapter) -> Outcome:
         whole = healthy()
-        answer = ask(loss, whole.cut(rows, width), whole=whole)
+        answer = ask(loss, whole.rows((slice(rows), slice(width))), whole=whole)
         expected = "loss 0, or an error"
         return judged(bool(answer.error) or answer.value == 0, expected, answer.short())
 
@@ -134,7 +132,8 @@ def _micro_batches(loss: Adapter) -> Outcome:
 
 
 def _on_policy(loss: Adapter) -> Outcome:
-    batch = on_policy()
+    start = healthy()
+    batch = Batch(start.behavior_logp, start.behavior_logp, start.advantage, torch.ones_like(start.in_loss))
     answer = ask(loss, batch)
     expected = "-c·A at every token with one c > 0"
     if not answer.is_finite:

@@ -1,7 +1,11 @@
-"""Thresholds and weight caps of a loss, measured by bisection rather than read from its settings.
+"""Tokens that a loss keeps: truth tables, and thresholds and weight caps.
 
-A threshold that is the same gap π - μ from two starting points is a bound on total variation. The same binary KL is a
-bound in nats, and the same ratio is a bound on the ratio.
+The tables are those of PPO, DPPO, and policy gradient. They depend on advantage, direction, and distance. The gradient
+of a kept token is -w·A·c, where c is the scale of a token that did not move, and w = π/μ.
+
+Thresholds and caps are measured by bisection rather than read from the loss's settings. A threshold that is the same
+gap π - μ from two starting points is a bound on total variation. The same binary KL is a bound in nats, and the same
+ratio is a bound on the ratio.
 """
 
 import math
@@ -9,9 +13,17 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from trustrl.tools.conformance.adapters import Adapter
-from trustrl.tools.conformance.batches import with_reference_token
-from trustrl.tools.conformance.expectations import KINDS, Expectation, Outcome, ask, judged
+from trustrl.tools.conformance.expectations import (
+    KINDS,
+    WITH_A_TABLE,
+    Adapter,
+    Answer,
+    Expectation,
+    Outcome,
+    ask,
+    judged,
+    with_reference_token,
+)
 
 STARTS = (0.3, 0.6)
 """μ of the two starting points."""
@@ -45,9 +57,13 @@ def binary_kl(behavior: float, policy: float) -> float:
     return behavior * math.log(behavior / policy) + (1 - behavior) * math.log((1 - behavior) / (1 - policy))
 
 
+def _answer(loss: Adapter, policy: float, behavior: float, advantage: float) -> Answer:
+    return ask(loss, with_reference_token(policy=math.log(policy), behavior=math.log(behavior), advantage=advantage))
+
+
 def weight(loss: Adapter, *, policy: float, behavior: float, advantage: float) -> float:
     """Returns the gradient of a token relative to the reference token, or NaN if that has none."""
-    answer = ask(loss, with_reference_token(policy=math.log(policy), behavior=math.log(behavior), advantage=advantage))
+    answer = _answer(loss, policy, behavior, advantage)
     still = float(answer.gradient[1, 0]) if answer.is_finite else 0.0
     return float(answer.gradient[0, 0]) / still / advantage if still else math.nan
 
@@ -87,8 +103,8 @@ def _stop(loss: Adapter, behavior: float, advantage: float) -> float | None:
     return (kept + stopped) / 2
 
 
-def _tell_bound(loss: Adapter, advantage: float) -> Outcome:
-    return Outcome("tells", "", str(bound(loss, advantage)))
+def _told(measured: object) -> Outcome:
+    return Outcome("tells", "", str(measured))
 
 
 def _tell_cap(loss: Adapter) -> Outcome:
@@ -97,11 +113,11 @@ def _tell_cap(loss: Adapter) -> Outcome:
     for ratio in (1.5 * 2**power for power in range(12)):
         factor = _pulled_back(loss, ratio)
         if factor == 0:
-            return Outcome("tells", "", f"its ratio; masked above {_last_kept(loss, kept, ratio):.4g}")
+            return _told(f"its ratio; masked above {_last_kept(loss, kept, ratio):.4g}")
         if abs(factor - ratio) > ALIKE * ratio:
-            return Outcome("tells", "", f"{factor:.4g} at ratio {ratio:.4g}")
+            return _told(f"{factor:.4g} at ratio {ratio:.4g}")
         kept = ratio
-    return Outcome("tells", "", f"its ratio, up to at least {kept:.0f}")
+    return _told(f"its ratio, up to at least {kept:.0f}")
 
 
 def _pulled_back(loss: Adapter, ratio: float) -> float:
@@ -136,9 +152,80 @@ def _published_cap(loss: Adapter) -> Outcome:
 
 DPPO = "DPPO's published settings, arXiv:2602.04879"
 BOUNDS = (
-    Expectation("where a rising token is masked (A > 0)", "measured", lambda loss: _tell_bound(loss, 1.0), KINDS),
-    Expectation("where a falling token is masked (A < 0)", "measured", lambda loss: _tell_bound(loss, -1.0), KINDS),
+    Expectation("where a rising token is masked (A > 0)", "measured", lambda loss: _told(bound(loss, 1.0)), KINDS),
+    Expectation("where a falling token is masked (A < 0)", "measured", lambda loss: _told(bound(loss, -1.0)), KINDS),
     Expectation("weight of a rare token that rose and is pulled back", "measured", _tell_cap, KINDS),
     Expectation("bounds with these settings", f"{DPPO}.", _published_bounds, ("dppo",)),
     Expectation("cap on weights with these settings", f"{DPPO}: none, or 5.", _published_cap, ("dppo",)),
+)
+
+
+CLOSE = 1e-3
+
+PAPERS = {
+    "ppo": "PPO, arXiv:1707.06347 eq. 7: min(rA, clip(r)A).",
+    "dppo": "DPPO, arXiv:2602.04879 eq. 12: masked only outside the region and if pushed further out.",
+    "pg": "The policy gradient masks nothing.",
+}
+
+
+class Cell(NamedTuple):
+    """A token: its probability before and now, its advantage, and the kinds that mask it."""
+
+    behavior: float
+    policy: float
+    advantage: float
+    masked_by: tuple[str, ...]
+    word: str
+
+
+CELLS = (
+    # Inside: ratios of 1.04 and 0.96, TV 0.02. Outside: ratios of 2.8 and 0.35, TV 0.55, KL 0.77 and 0.65 nats.
+    # Every published bound lies between them. The ratios stay below 3, the lowest cap in use.
+    Cell(0.50, 0.52, +1.0, (), "inside, risen, pushed up"),
+    Cell(0.50, 0.52, -1.0, (), "inside, risen, pulled back"),
+    Cell(0.50, 0.48, +1.0, (), "inside, fallen, pulled back"),
+    Cell(0.50, 0.48, -1.0, (), "inside, fallen, pushed down"),
+    Cell(0.30, 0.85, +1.0, ("ppo", "dppo"), "outside, risen, pushed up"),
+    Cell(0.30, 0.85, -1.0, (), "outside, risen, pulled back"),
+    Cell(0.85, 0.30, +1.0, (), "outside, fallen, pulled back"),
+    Cell(0.85, 0.30, -1.0, ("ppo", "dppo"), "outside, fallen, pushed down"),
+    # PPO and DPPO disagree on these.
+    Cell(1e-4, 2.5e-4, +1.0, ("ppo",), "a rare token, risen, pushed up"),
+    Cell(1e-3, 2e-4, -1.0, ("ppo",), "a rare token, fallen, pushed down"),
+)
+
+
+def _row(kind: str, cell: Cell) -> Expectation:
+    masked = kind in cell.masked_by
+    ratio = cell.policy / cell.behavior
+
+    def check(loss: Adapter) -> Outcome:
+        answer = _answer(loss, cell.policy, cell.behavior, cell.advantage)
+        expected = "masked: gradient 0" if masked else f"kept: weight {ratio:.4g}"
+        if not answer.is_finite:
+            return Outcome("fails", expected, answer.short())
+        weight = float(answer.gradient[0, 0] / answer.gradient[1, 0]) / cell.advantage
+        got = f"weight {weight:.4g}"
+        if masked:
+            return judged(weight == 0, expected, got)
+        if kind == "pg":  # with or without an importance weight, and with any cap on it
+            return judged(weight > 0, "kept: a weight above 0", got)
+        return judged(abs(weight - ratio) <= CLOSE * ratio, expected, got)
+
+    sign = "A > 0" if cell.advantage > 0 else "A < 0"
+    name = f"{cell.word}: {sign}, μ {cell.behavior:g} → π {cell.policy:g}"
+    return Expectation(name, PAPERS[kind], check, (kind,))
+
+
+def _without_advantage(loss: Adapter) -> Outcome:
+    """Checks tokens inside and outside the region."""
+    answers = [_answer(loss, policy, behavior, 0.0) for behavior, policy in ((0.5, 0.52), (0.3, 0.85), (0.85, 0.3))]
+    gradients = [float(answer.gradient[0, 0]) if answer.is_finite else math.nan for answer in answers]
+    return judged(all(g == 0 for g in gradients), "gradient 0", f"gradients {gradients}")
+
+
+TABLES = (
+    *(_row(kind, cell) for kind in WITH_A_TABLE for cell in CELLS),
+    Expectation("a token with A = 0", "Its term is a multiple of A.", _without_advantage, WITH_A_TABLE),
 )

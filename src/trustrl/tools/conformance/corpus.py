@@ -6,13 +6,10 @@ from typing import Any
 
 from trustrl.config.validators import one_of
 from trustrl.errors import EngineError
-from trustrl.tools.conformance.adapters import Adapter
 from trustrl.tools.conformance.batch_invariants import BATCH_INVARIANTS
-from trustrl.tools.conformance.batches import healthy
-from trustrl.tools.conformance.bounds import BOUNDS
-from trustrl.tools.conformance.expectations import KINDS, Expectation, Verdict, ask
+from trustrl.tools.conformance.bounds import BOUNDS, TABLES
+from trustrl.tools.conformance.expectations import KINDS, Adapter, Expectation, Verdict, ask, healthy
 from trustrl.tools.conformance.faults import FAULTS
-from trustrl.tools.conformance.truth_tables import TABLES
 
 GROUPS: dict[str, tuple[Expectation, ...]] = {
     "invariants": BATCH_INVARIANTS, "faults": FAULTS, "truth tables": TABLES, "bounds": BOUNDS,
@@ -48,17 +45,13 @@ def run(loss: Adapter, kind: str = "any") -> list[Result]:
             f"The loss must accept a valid batch of 4 rows and 6 columns, got {first.short()}. "
             "Choose another --adapter, or pass the settings it needs as key=value."
         )
-    return [
-        _result(group, expectation, loss)
-        for group, expectations in GROUPS.items()
-        for expectation in expectations
-        if kind in expectation.kinds
-    ]
-
-
-def _result(group: str, expectation: Expectation, loss: Adapter) -> Result:
-    outcome = expectation.check(loss)
-    return Result(group, expectation.name, outcome.verdict, outcome.expected, outcome.got, expectation.because)
+    results = []
+    for group, expectations in GROUPS.items():
+        for case in expectations:
+            if kind in case.kinds:
+                outcome = case.check(loss)
+                results.append(Result(group, case.name, outcome.verdict, outcome.expected, outcome.got, case.because))
+    return results
 
 
 def counts(results: list[Result]) -> dict[str, int]:

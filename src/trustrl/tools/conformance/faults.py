@@ -10,10 +10,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trustrl.tools.conformance.adapters import Adapter
 from trustrl.tools.conformance.batch_invariants import BF16_ROUNDING, ROUNDING, difference
-from trustrl.tools.conformance.batches import healthy, with_reference_token
-from trustrl.tools.conformance.expectations import WITH_A_TABLE, Answer, Expectation, Outcome, ask, judged
+from trustrl.tools.conformance.expectations import (
+    WITH_A_TABLE,
+    Adapter,
+    Answer,
+    Expectation,
+    Outcome,
+    ask,
+    healthy,
+    judged,
+    with_reference_token,
+)
 
 AT = (1, 3)
 """Token to change. It is in the loss and has advantage -1.5."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from trustrl.tools.doctor.findings import Finding
+from trustrl.tools.doctor import Finding
 
 OFF = ("", "0", "false", "no", "off")
 UNSAFE = {

@@ -7,18 +7,17 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from trustrl.tools.doctor.findings import Finding
+from trustrl.tools.doctor import Finding
 
 LISTENING = "0A"
 DASHBOARD, CLIENT = 8265, 10001
 """Ray ports that accept jobs and code by design."""
 
 
-@dataclass(frozen=True, slots=True)
-class Socket:
+class Socket(NamedTuple):
     """A listening socket and the process that owns it."""
 
     address: str
@@ -37,24 +36,18 @@ def check(proc: Path = Path("/proc")) -> list[Finding]:
                 "List the sockets that ray and vllm listen on with a tool of your system.",
             )
         ]  # fmt: skip
-    return [_finding(socket) for socket in exposed(proc)]
-
-
-def _finding(socket: Socket) -> Finding:
-    where = f"{socket.program} (process {socket.pid}) listens on {socket.address} port {socket.port}"
-    if socket.program == "ray" and socket.port in (DASHBOARD, CLIENT):
-        return Finding(
-            "error",
-            where,
-            "Anyone who can reach it can run code on this machine as your user.",
-            "Start Ray with dashboard_host=127.0.0.1, set RAY_AUTH_MODE=token, or close the port in the firewall.",
-        )
-    return Finding(
-        "warning",
-        where,
-        "Machines on the same network can reach it, and it does not authenticate clients by default.",
-        "On a single machine, bind it to 127.0.0.1. On a cluster, keep it inside a private network.",
-    )
+    findings = []
+    for socket in exposed(proc):
+        where = f"{socket.program} (process {socket.pid}) listens on {socket.address} port {socket.port}"
+        if socket.program == "ray" and socket.port in (DASHBOARD, CLIENT):
+            why = "Anyone who can reach it can run code on this machine as your user."
+            do = "Start Ray with dashboard_host=127.0.0.1, set RAY_AUTH_MODE=token, or close the port in the firewall."
+            findings.append(Finding("error", where, why, do))
+        else:
+            why = "Machines on the same network can reach it, and it does not authenticate clients by default."
+            do = "On a single machine, bind it to 127.0.0.1. On a cluster, keep it inside a private network."
+            findings.append(Finding("warning", where, why, do))
+    return findings
 
 
 def exposed(proc: Path) -> list[Socket]:

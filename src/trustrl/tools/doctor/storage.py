@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from trustrl.tools.doctor.findings import Finding
+from trustrl.tools.doctor import Finding
 from trustrl.world.models import cache
 
 LITTLE = 5 * 2**30

@@ -98,8 +98,3 @@ class Cause:
 def confidence(numbers: Sequence[Number]) -> float:
     """Returns 0.5, for exceeding every limit, plus half of the mean excess."""
     return 0.5 + 0.5 * sum(number.excess for number in numbers) / len(numbers)
-
-
-def ranked(causes: Sequence[Cause]) -> list[Cause]:
-    """Sorts causes by `Order`, and within each order by confidence, highest first."""
-    return sorted(causes, key=lambda cause: (cause.order, -cause.confidence))

@@ -1,18 +1,42 @@
-"""Metrics of a run, arranged by batch and update for the rules.
+"""Metrics of a run under the names that rules read, arranged by batch and update.
 
 Rules count batches of rollouts, not steps: trainers log a row for each update, for each batch, or for every ten steps.
+
+Readers already use trustrl's names where a trainer logs the same number. verl logs two estimators of KL(μ‖π'): the mean
+of k = π'/μ follows from them, and the mean |Δ| is estimated.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any
 
+from trustrl.runs.metric_names import ADVANTAGES
 from trustrl.runs.run import Row, Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS, rollouts_in_a_mean, windows
-from trustrl.tools.explain.metric_sources import EQUAL, GRADIENT, REWARD, named
+
+REWARD, LOSS, GRADIENT = "reward", "loss", "grad_norm"
+EQUAL, UNSCORED = "frac_reward_zero_std", "frac_reward_nan"
+ENTROPY, KL, MASKED = "trustrl/entropy", "trustrl/kl_k3", "trustrl/masked_share"
+GAP, RATIO = "trustrl/mismatch_abs_mean", "trustrl/mismatch_ratio_mean"
+CLIPPED = "clip_share"
+"""Share of tokens that the trainer's own clipping stops."""
+
+LARGEST_RATIO = "sampling/importance_sampling_ratio/max"
+
+NAMES: dict[str, tuple[str, ...]] = {
+    ENTROPY: ("entropy",),
+    KL: ("trustrl/kl_k1",),  # verl's ppo_kl
+    RATIO: ("sampling/importance_sampling_ratio/mean",),  # per sequence in TRL
+}
+"""Other names of a metric, in order of preference."""
+
+K1, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
+NO_ADVANTAGE = 1e-6
+"""Largest |advantage| of a batch whose groups all have equal rewards. It is 0 up to rounding."""
 
 EQUAL_GROUPS = 0.9
 """Share of groups with identical rewards from which a batch has no learning signal. Their advantages are 0."""
@@ -33,15 +57,11 @@ class Evidence:
         return sorted(map(named, self.run.rows), key=lambda row: row["step"])
 
     @cached_property
-    def spacing(self) -> int:
-        """Steps from one row to the next."""
-        steps = [row["step"] for row in self.rows]
-        return int(median(b - a for a, b in itertools.pairwise(steps))) if len(steps) > 1 else 1
-
-    @property
     def by_update(self) -> bool:
         """True if each row is one optimizer step. Otherwise a row is a mean over several."""
-        return self.run.row_is == "update" and self.spacing == 1
+        steps = [row["step"] for row in self.rows]
+        gaps = [b - a for a, b in itertools.pairwise(steps)]
+        return self.run.row_is == "update" and (not gaps or int(median(gaps)) == 1)
 
     @cached_property
     def updates_per_batch(self) -> int | None:
@@ -89,25 +109,55 @@ class Evidence:
         return [rows for rows in self.batches if not _is_still(rows)]
 
     @cached_property
-    def rewards(self) -> list[float]:
-        """Mean reward of each batch."""
-        return [reward for _, reward in self.per_batch(REWARD)]
-
-    @cached_property
     def mean_rewards(self) -> list[float]:
-        """Running means over at least `FEWEST_ROLLOUTS` batches. Empty if there are fewer."""
-        width = rollouts_in_a_mean(len(self.rewards))
-        return windows(self.rewards, width)[width - 1 :]
-
-    @property
-    def last_reward(self) -> float | None:
-        """Mean reward of the last batches, or None if there are too few."""
-        return self.mean_rewards[-1] if self.mean_rewards else None
+        """Running means of the reward over at least `FEWEST_ROLLOUTS` batches. Empty if there are fewer."""
+        rewards = [reward for _, reward in self.per_batch(REWARD)]
+        width = rollouts_in_a_mean(len(rewards))
+        return windows(rewards, width)[width - 1 :]
 
     @cached_property
     def evaluations(self) -> list[Row]:
         """Evaluations whose number of problems is known, so that their standard error is too."""
         return [row for row in self.run.evaluations if row.get("count") and row.get("accuracy") is not None]
+
+
+def named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row with every metric that its values determine, under the names of this module.
+
+    Example:
+        >>> metrics = named({"step": 3, "rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.0002})
+        >>> round(metrics["trustrl/mismatch_ratio_mean"], 4), round(metrics["trustrl/mismatch_abs_mean"], 4)
+        (0.9802, 0.02)
+    """
+    metrics = dict(row)
+    for metric, others in NAMES.items():
+        other = next((name for name in others if name in row), None)
+        if metric not in metrics and other is not None:
+            metrics[metric] = row[other]
+    k1, k3 = row.get(K1), row.get(K3)
+    if k3 is not None:
+        metrics.setdefault(GAP, math.sqrt(2 * max(k3, 0.0)))  # k3 = Δ²/2 + O(Δ³)
+        if k1 is not None:
+            metrics.setdefault(RATIO, 1 + k3 - k1)  # k1 = −mean Δ, k3 = mean k − 1 − mean Δ
+    if all(row.get(name) is not None for name in ADVANTAGES):
+        largest = max(abs(row[name]) for name in ADVANTAGES)
+        metrics.setdefault(EQUAL, 1.0 if largest <= NO_ADVANTAGE else 0.0)
+    return metrics
+
+
+def origin(rows: Iterable[Mapping[str, Any]], metric: str) -> str | None:
+    """Returns the logged metrics that a metric was computed from, or None if it was logged itself.
+
+    Example:
+        >>> origin([{"step": 3, "rollout_corr/kl": 0.02, "rollout_corr/k3_kl": 0.0002}], "trustrl/mismatch_ratio_mean")
+        'rollout_corr/kl, rollout_corr/k3_kl'
+    """
+    logged = {name for row in rows for name in row}
+    if metric in logged:
+        return None
+    derived = {GAP: (K3,), RATIO: (K1, K3), EQUAL: ADVANTAGES}
+    candidates = [*((name,) for name in NAMES.get(metric, ())), *([derived[metric]] if metric in derived else [])]
+    return next((", ".join(names) for names in candidates if logged.issuperset(names)), None)
 
 
 def _is_still(rows: Sequence[Row]) -> bool:

@@ -9,8 +9,8 @@ log μ.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trustrl.core.metrics import PROBABILITY_EDGES
 from trustrl.errors import MissingPackageError
@@ -123,15 +123,6 @@ class GapClass:
     mean: float
     """Mean |Δ| in nats."""
 
-    @property
-    def carries_most(self) -> bool:
-        """True if this class carries most of the gap, and far more than its share of the tokens."""
-        return self.gap_share >= MOST and self.gap_share >= LIFT * self.token_share
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the object that `trustrl explain --json` prints."""
-        return asdict(self)
-
 
 def classes_of(tokens: "Mapping[str, Tensor] | None") -> list[GapClass]:
     """Returns every class that has tokens, by kind. The list is empty without recorded tokens or without a gap."""
@@ -158,7 +149,7 @@ def sentence_of(tokens: "Mapping[str, Tensor] | None") -> str:
     """Returns the class that carries most of the gap as a sentence, or the fact that none does."""
     if tokens is None:
         return NO_RECORDS
-    most = [group for group in classes_of(tokens) if group.carries_most]
+    most = [x for x in classes_of(tokens) if x.gap_share >= MOST and x.gap_share >= LIFT * x.token_share]
     if not most:
         return "No class of tokens (probability, position, id, turn, age) carries most of the gap."
     largest = max(most, key=lambda group: group.gap_share - group.token_share)

@@ -1,4 +1,4 @@
-"""Diagnostic rules for the gap between sampler and trainer at the same weights.
+"""Diagnostic rules for the gap between sampler and trainer at the same weights, over all tokens and by replica.
 
 k = π'/μ and Δ = log k, over tokens that μ sampled. If both are the same policy, Δ is rounding. The onset and the sign
 of the gap separate the causes. If the run has records, they separate a wrong temperature from wrong weights, and show
@@ -6,11 +6,14 @@ which tokens carry the gap.
 """
 
 import math
+from collections import defaultdict
 
+from trustrl.engines.common import replica_gaps
+from trustrl.errors import MissingPackageError
+from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import Evidence, Point, middle
-from trustrl.tools.explain.metric_sources import ENTROPY, GAP, LARGEST_RATIO, RATIO
+from trustrl.tools.explain.evidence import ENTROPY, GAP, LARGEST_RATIO, RATIO, Evidence, Point, middle, points
 from trustrl.tools.explain.recorded_gap import line_of, sentence_of, tokens_of
 from trustrl.tools.probe import EXACT, WHAT_TO_DO
 
@@ -37,6 +40,20 @@ LEFT_BEHIND = 2.0
 
 UNSEEN = 0.5
 """Factor on the confidence when temperature and weights are separated without recorded tokens."""
+
+STALE, LARGEST = "trustrl/stale_replicas", "trustrl/replica_gap_max"
+"""Metrics that engines log: the number of replicas that stand out, and the largest mean gap of a replica."""
+
+REPLICA_FILES = 512
+"""Number of record files to read, newest first: a replica that is stale at the end of a run is in them."""
+
+ACTION = (
+    "Restart the replica, or send the weights to it again, and resume from a checkpoint before that step. Set "
+    "on_stale_replica='raise' to stop a run at this point."
+)
+
+Gaps = dict[int, dict[str, tuple[float, int]]]
+"""Mean |Δ| of each replica and the number of its tokens, by step."""
 
 
 def stale_weights(run: Evidence) -> Cause | None:
@@ -78,23 +95,6 @@ def truncated_support(run: Evidence) -> Cause | None:
     )  # fmt: skip
 
 
-def wrong_temperature(run: Evidence) -> Cause | None:
-    """Detects a gap that exists from the first batch and that another temperature explains.
-
-    With records, the gap must be linear in log μ. Without records, its size must be possible for a temperature: the
-    KL of a colder sampler to the trainer's policy is at most that policy's entropy, and shrinks with it.
-    """
-    return _from_the_start(run, "temperature")
-
-
-def tied_head_not_synced(run: Evidence) -> Cause | None:
-    """Detects a gap that exists from the first batch and that no setting explains.
-
-    The sampler then has other weights, often in the output layer.
-    """
-    return _from_the_start(run, "weights")
-
-
 def gap_limit(run: Evidence) -> float:
     """Returns the largest healthy mean |Δ|: that of half precision unless both sides are known to be float32."""
     return EXACT if is_exact(run) else HALF_PRECISION
@@ -105,7 +105,13 @@ def is_exact(run: Evidence) -> bool:
     return run.run.settings.trainer_dtype == run.run.settings.sampler_dtype == "float32"
 
 
-def _from_the_start(run: Evidence, cause: str) -> Cause | None:
+def wrong_from_the_start(run: Evidence) -> Cause | None:
+    """Detects a gap that exists from the first batch: another temperature, or other weights if no setting explains it.
+
+    For a temperature, records show that the gap is linear in log μ. Without records, its size must be possible for one:
+    the KL of a colder sampler to the trainer's policy is at most that policy's entropy, and shrinks with it. Other
+    weights are often in the output layer.
+    """
     gaps = run.per_batch(GAP)
     if not gaps or _one_sided(run) or min(gaps[0][1], middle(gaps)) <= EXACT:
         return None
@@ -117,20 +123,17 @@ def _from_the_start(run: Evidence, cause: str) -> Cause | None:
         return None
     numbers = (Number(GAP, gaps[0][0], gaps[0][1], limit, "above", "at the first batch"),)
     if line is not None:
-        temperature = line.is_temperature
+        temperature, sure = line.is_temperature, confidence(numbers)
         how = (
             f"a line over log μ with slope {line.slope:.2f} explains {line.explained:.0%} of the gap "
             f"({line.tokens:,} recorded tokens)"
         )
-        sure = confidence(numbers)
     else:
         temperature, how = _by_size(run, gaps)
         sure = UNSEEN * confidence(numbers)
-    if temperature != (cause == "temperature"):
-        return None
-    name = "tied head not synced" if cause == "weights" else "wrong temperature"
+    name, fix = ("wrong temperature", "temperature") if temperature else ("tied head not synced", "weights")
     reason = f"Sampler and trainer disagree from the first batch: {how}. {sentence_of(tokens)}"
-    return Cause(name, Order.SAMPLER, sure, reason, numbers, WHAT_TO_DO[cause])
+    return Cause(name, Order.SAMPLER, sure, reason, numbers, WHAT_TO_DO[fix])
 
 
 def _by_size(run: Evidence, gaps: list[Point]) -> tuple[bool, str]:
@@ -157,3 +160,72 @@ def _one_sided(run: Evidence) -> bool:
     if not gaps or (largest and middle(largest) > ABOVE_ONE):
         return False
     return short > EXACT and ONE_SIDED * middle(gaps) <= short and middle(gaps) <= HALF_OF_THE_MASS
+
+
+def stale_replica(run: Evidence) -> Cause | None:
+    """Detects a replica whose gap stands out from the others' at the same step, or from its own earlier ones."""
+    gaps = _recorded_gaps(run.run)
+    history, first = replica_gaps.ReplicaGaps(), dict[str, tuple[int, replica_gaps.StaleReplica]]()
+    for step in sorted(gaps):
+        for replica in history.stale(gaps[step]):
+            first.setdefault(replica.name, (step, replica))
+    if first:
+        numbers = tuple(
+            Number(
+                LARGEST,
+                step,
+                replica.gap,
+                max(replica_gaps.RATIO * replica.usual, replica_gaps.SMALLEST_GAP),
+                "above",
+                f"replica {name}",
+            )
+            for name, (step, replica) in first.items()
+        )
+        total = len({name for step in gaps.values() for name in step})
+        names = ", ".join(f"{name} (from step {step})" for name, (step, _) in first.items())
+        reason = (
+            f"{len(first)} of {total} replicas did not follow the trainer's weights: {names}. The sampler's log-probs "
+            "of its tokens are not those of the trainer at the same weights."
+        )
+        return Cause("stale replica", Order.SAMPLER, confidence(numbers), reason, numbers, ACTION)
+    flagged = [point for point in points(run.rows, STALE) if point[1] > 0]
+    if not flagged:
+        return None
+    step, count = flagged[0]
+    numbers = (Number(STALE, step, count, 0.0, "above", f"first of {len(flagged)} logged steps"),)
+    reason = "The engine found a replica that did not follow the trainer's weights. The run's log names it."
+    return Cause("stale replica", Order.SAMPLER, confidence(numbers), reason, numbers, ACTION)
+
+
+def _recorded_gaps(run: Run) -> Gaps:
+    """Returns the gaps in the run's records; empty without records that name replicas, or without pyarrow.
+
+    The first update compares sampler and trainer at the same weights, on tokens that are as new as the trainer.
+    """
+    from trustrl.recording.record_files import part_files
+    from trustrl.recording.record_reader import read
+    from trustrl.recording.sequence_tables import read_sequences
+
+    sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    try:
+        for folder in run.records:
+            rows = read_sequences(folder).select(["sequence", "replica"]).to_pydict()
+            names = {key: name for key, name in zip(*rows.values(), strict=True) if name is not None}
+            for file in part_files(folder)[-REPLICA_FILES:] if names else ():
+                part = read(file)
+                if not {"behavior_logp", "sampler_version"} <= {*part}:
+                    continue
+                gap = (part["policy_logp"].double() - part["behavior_logp"].double()).abs()
+                compared = (part["update"] == 0) & (part["sampler_version"] == part["step"]) & gap.isfinite()
+                columns = (part["step"], part["sequence"], gap)
+                for step, sequence, value in zip(*(x[compared].tolist() for x in columns), strict=True):
+                    if sequence in names:
+                        entry = sums[step][names[sequence]]
+                        entry[0] += value
+                        entry[1] += 1
+    except MissingPackageError:
+        return {}
+    return {
+        step: {name: (total / count, int(count)) for name, (total, count) in replicas.items()}
+        for step, replicas in sums.items()
+    }

@@ -1,10 +1,28 @@
-"""Diagnostic rules for the training signal: non-finite values, cut completions, equal rewards, and entropy."""
+"""Diagnostic rules for the training signal: non-finite values, cut completions, equal rewards, and entropy.
+
+Rules for the distance of updates also ask for signs that the run was harmed: `harms`.
+"""
+
+import math
+from typing import Literal
 
 from trustrl.runs.metric_names import AT_LIMIT, CUT, LONGEST
+from trustrl.runs.run_verdict import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import EQUAL_GROUPS, Evidence, first_and_last, middle, points
-from trustrl.tools.explain.harm import broken, entropy_left, entropy_rise, has_learnt, is_solved
-from trustrl.tools.explain.metric_sources import EQUAL, GRADIENT, MASKED, REWARD, UNSCORED
+from trustrl.tools.explain.evidence import (
+    ENTROPY,
+    EQUAL,
+    EQUAL_GROUPS,
+    GRADIENT,
+    LOSS,
+    MASKED,
+    REWARD,
+    UNSCORED,
+    Evidence,
+    first_and_last,
+    middle,
+    points,
+)
 
 DROPPED = "trustrl/dropped_share"
 
@@ -21,7 +39,7 @@ INPUTS = (
 )
 """Inputs of the trainer. The trainer itself produced any other non-finite value."""
 
-OUTPUTS = ("loss", "grad_norm", "trustrl/fault_policy", "trustrl/fault_overflow")
+OUTPUTS = (LOSS, GRADIENT, "trustrl/fault_policy", "trustrl/fault_overflow")
 
 NO_GRADIENT = 1e-8
 """Largest gradient norm of a batch without a learning signal."""
@@ -37,6 +55,16 @@ SELDOM_REWARDED = 0.05
 
 LONG = 32
 """Tokens of the longest response from which a response as long as the limit was probably cut there."""
+
+SOLVED = 0.9
+"""Mean reward (of at most 1) above which equal rewards and low entropy mean that the task is solved."""
+
+ENTROPIES = {"below": (0.1, "a tenth of"), "above": (2.0, "twice")}
+"""Multiples of the first batches' entropy. Below the one, almost all completions are the same; above the other, entropy
+has exploded."""
+
+MEASURES = (REWARD, LOSS, GRADIENT)
+"""Metrics that must be finite. All others that `broken` is asked for count non-finite values and must be 0."""
 
 
 def non_finite_values(run: Evidence) -> Cause | None:
@@ -100,7 +128,7 @@ def no_learning_signal(run: Evidence) -> Cause | None:
     above = metric == EQUAL
     dead = [middle(side) >= limit if above else middle(side) <= limit for side in sides]
     from_the_start = dead[0] and (shares[0][1] >= limit if above else shares[0][1] <= limit)
-    if not dead[1] or not (from_the_start or not is_solved(run)):
+    if not dead[1] or not (from_the_start or not _is_solved(run)):
         return None
     last = sides[1]
     what = f"median of the last {len(last)} batches"
@@ -115,7 +143,7 @@ def no_learning_signal(run: Evidence) -> Cause | None:
 
 def entropy_collapse(run: Evidence) -> Cause | None:
     """Detects a policy that repeats itself before the task is solved, so that it no longer explores."""
-    left = entropy_left(run)
+    left = changed_entropy(run, "below")
     if left is None:
         return None
     return Cause(
@@ -126,10 +154,81 @@ def entropy_collapse(run: Evidence) -> Cause | None:
 
 def entropy_explosion(run: Evidence) -> Cause | None:
     """Detects a policy whose entropy has more than doubled, unless the held-out accuracy rose all the same."""
-    rise = entropy_rise(run)
+    rise = changed_entropy(run, "above")
     if rise is None or has_learnt(run):
         return None
     return Cause(
         "entropy explosion", Order.SYMPTOM, confidence((rise,)), "Completions become noise.",
         (rise,), "Lower the learning rate and any entropy bonus, and compare sampler and trainer with `trustrl probe`.",
     )  # fmt: skip
+
+
+def harms(run: Evidence) -> list[Number]:
+    """Returns the signs that a run was harmed. The list is empty if it went well, as far as the files show.
+
+    The held-out accuracy decides if the first one is high enough for a fall to show. Otherwise the reward does, over
+    several batches.
+    """
+    signs = [sign for name in (LOSS, GRADIENT) if (sign := broken(run, name)) is not None]
+    if has_learnt(run):
+        return signs
+    lowest = lowest_accuracy(run.evaluations)
+    fallen = _fallen_reward(run) if lowest is None or lowest <= 0 else _fallen_accuracy(run, lowest)
+    entropies = (changed_entropy(run, "above"), changed_entropy(run, "below"))
+    return [sign for sign in (fallen, *entropies) if sign is not None] + signs
+
+
+def has_learnt(run: Evidence) -> bool:
+    """Returns whether the held-out accuracy rose by more than its standard errors."""
+    lowest = lowest_accuracy(run.evaluations)
+    if lowest is None:
+        return False
+    first, last = run.evaluations[0]["accuracy"], run.evaluations[-1]["accuracy"]
+    return last > 2 * first - lowest
+
+
+def _fallen_accuracy(run: Evidence, lowest: float) -> Number | None:
+    last = run.evaluations[-1]
+    what = f"last evaluation, compared with the first minus {STANDARD_ERRORS} standard errors"
+    below = last["accuracy"] < lowest
+    return Number("held-out accuracy", last["step"], last["accuracy"], lowest, "below", what) if below else None
+
+
+def _fallen_reward(run: Evidence) -> Number | None:
+    """Returns the reward of the last batches if it is below half of the best or of the first batch's."""
+    rewards = run.per_batch(REWARD)
+    lowest = lowest_reward([reward for _, reward in rewards])
+    if lowest is None or not run.mean_rewards or run.mean_rewards[-1] >= lowest:
+        return None
+    count = rollouts_in_a_mean(len(rewards))
+    what = f"last {count} batches, compared with half of the best {count} or of the first"
+    return Number(REWARD, rewards[-count][0], run.mean_rewards[-1], lowest, "below", what)
+
+
+def changed_entropy(run: Evidence, side: Literal["above", "below"]) -> Number | None:
+    """Returns the entropy of the last batches if it collapsed or exploded before the task was solved, else None."""
+    sides = first_and_last(run.per_batch(ENTROPY), 10)
+    if sides is None or _is_solved(run):
+        return None
+    first, last = sides
+    factor, words = ENTROPIES[side]
+    limit, value = factor * middle(first), middle(last)
+    if not (value > limit if side == "above" else value < limit):
+        return None
+    what = f"median of the last {len(last)} batches, compared with {words} the first {len(first)}"
+    return Number(ENTROPY, last[0][0], value, limit, side, what)
+
+
+def _is_solved(run: Evidence) -> bool:
+    return bool(run.mean_rewards) and run.mean_rewards[-1] >= SOLVED
+
+
+def broken(run: Evidence, name: str) -> Number | None:
+    """Returns the first step with a non-finite value or a positive fault count, or None."""
+    for row in run.rows:
+        value = row.get(name, 0.0)
+        if value is None or not math.isfinite(value):
+            return Number(name, row["step"], None, 0.0, "above", "not finite")
+        if name not in MEASURES and value > 0:
+            return Number(name, row["step"], value, 0.0, "above", "first seen")
+    return None

@@ -13,10 +13,9 @@ import math
 from itertools import pairwise
 
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import Evidence, Point, middle
-from trustrl.tools.explain.harm import harms
-from trustrl.tools.explain.metric_sources import CLIPPED, ENTROPY, GAP, KL, MASKED
+from trustrl.tools.explain.evidence import CLIPPED, ENTROPY, GAP, KL, MASKED, Evidence, Point, middle, points
 from trustrl.tools.explain.sampler_rules import gap_limit
+from trustrl.tools.explain.signal_rules import harms
 
 KL_OF_ONE_UPDATE = 0.02
 """KL in nats that one optimizer step adds: twice the healthy value of the metric dictionary for a whole batch."""
@@ -97,12 +96,15 @@ def one_update(run: Evidence) -> Number | None:
         seconds = [] if run.updates_per_batch == 1 else run.at_update(1, metric)
         if seconds:
             return _added(run, metric, seconds, limit, "median of second updates minus median of first updates")
-    estimate = _from_means(run)
-    if estimate is not None:
-        return estimate
+    bounds = _bounds(run)
+    if bounds is not None:
+        low, high, step = bounds
+        what = "estimate for one update from the mean over a batch's updates"
+        return Number(KL, step, math.sqrt(low * high), KL_OF_ONE_UPDATE, "above", what)
     if not (run.by_update or run.updates_per_batch == 1):
         return None
-    held = [(step, math.log(max(value, LEAST_ENTROPY))) for step, value in _entropies(run)]
+    rows = run.rows if run.by_update else [batch[0] for batch in run.batches]
+    held = [(step, math.log(max(value, LEAST_ENTROPY))) for step, value in points(rows, ENTROPY)]
     if len(held) <= CHANGES:
         return None
     changes = [(after[0], abs(after[1] - before[1])) for before, after in pairwise(held)]
@@ -120,25 +122,10 @@ def hidden_by_the_gap(run: Evidence) -> bool:
     return not run.by_update and bool(gaps) and middle(gaps) > gap_limit(run)
 
 
-def _entropies(run: Evidence) -> list[Point]:
-    rows = run.rows if run.by_update else [batch[0] for batch in run.batches]
-    return [(row["step"], float(row[ENTROPY])) for row in rows if row.get(ENTROPY) is not None]
-
-
-def _from_means(run: Evidence) -> Number | None:
-    """Returns the KL that one update adds, estimated from rows that are means over a batch's updates."""
-    bounds = _bounds(run)
-    if bounds is None:
-        return None
-    low, high, step = bounds
-    what = "estimate for one update from the mean over a batch's updates"
-    return Number(KL, step, math.sqrt(low * high), KL_OF_ONE_UPDATE, "above", what)
-
-
 def _bounds(run: Evidence) -> tuple[float, float, int] | None:
     """Returns the smallest and largest KL that one update adds, by the law of growth, and the first step."""
     updates = run.updates_per_batch
-    series = [point for batch in run.moving if (point := _value(batch[0], KL)) is not None]
+    series = points([batch[0] for batch in run.moving], KL)
     if run.by_update or updates is None or updates == 1 or not series or hidden_by_the_gap(run):
         return None
     mean = max(0.0, middle(series))
@@ -153,11 +140,6 @@ def _range(run: Evidence, moved: Number) -> str:
     low, high = (f"{bound:.2g}" for bound in bounds[:2])
     added = f"about {low}" if low == high else f"between {low} and {high}"
     return f" The run logs one row for several updates: one update adds {added} nats."
-
-
-def _value(row: dict[str, float | None], metric: str) -> Point | None:
-    value = row.get(metric)
-    return None if value is None else (int(row["step"] or 0), float(value))
 
 
 def _grown(run: Evidence, metric: str, limit: float) -> Number | None:

@@ -10,22 +10,18 @@ from html import escape
 from importlib.resources import files
 
 import trustrl
-from trustrl.tools.report.html_runs import runs_section
 from trustrl.tools.report.html_sections import (
     completions_section,
     curves_section,
     explanations_section,
+    runs_section,
     tokens_section,
 )
 from trustrl.tools.report.page_data import page_data
 from trustrl.tools.report.report_contents import Report, summary_of
 from trustrl.tools.report.safe_text import embedded, said
 
-SCRIPTS = (
-    "base.js", "view.js", "lines.js", "scatter.js", "search.js", "tip.js", "cards.js", "completions.js", "live.js",
-    "main.js",
-)  # fmt: skip
-STYLES = ("style.css", "completions.css")
+SCRIPTS = ("base.js", "lines.js", "scatter.js", "cards.js", "completions.js", "main.js")
 
 
 def page(report: Report, *, reload_seconds: float | None = None) -> str:
@@ -35,13 +31,13 @@ def page(report: Report, *, reload_seconds: float | None = None) -> str:
         report: The report.
         reload_seconds: Interval at which the page loads its own file again, or None if it never does.
     """
-    style = "\n".join(map(_asset, STYLES))
+    style = _asset("style.css")
     script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, SCRIPTS)) + "})();"
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'; "
         "form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    title = _title(report)
+    title = said(report.runs[0].run.name) if len(report.runs) == 1 else f"{len(report.runs)} runs compared"
     summary = summary_of(report)
     return f"""<!doctype html>
 <html lang="en">
@@ -85,11 +81,6 @@ def _asset(name: str) -> str:
 
 def _hash(text: str) -> str:
     return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
-
-
-def _title(report: Report) -> str:
-    first, *others = report.runs
-    return said(first.run.name) if not others else f"{len(report.runs)} runs compared"
 
 
 def _navigation(report: Report) -> str:

@@ -1,36 +1,132 @@
-"""Sections of the page below the runs: curves, tokens, completions, and the explanations of metrics."""
+"""Sections of the page: runs, curves, tokens, completions, and the explanations of metrics."""
 
 from html import escape
 from typing import Any
 
 from trustrl.runs.run import Run
 from trustrl.tools.report.charts import Chart
-from trustrl.tools.report.html_runs import letter
 from trustrl.tools.report.page_data import edge_of
-from trustrl.tools.report.recorded_actions import LABELS, MEANINGS, VERDICTS, WITH_GRADIENT
-from trustrl.tools.report.report_contents import Report
-from trustrl.tools.report.reported_runs import measured_step
-from trustrl.tools.report.safe_text import said
+from trustrl.tools.report.report_contents import Report, percent
+from trustrl.tools.report.reported_runs import FACT_LABELS, measured_step
+from trustrl.tools.report.safe_text import said, visible
 from trustrl.tools.report.shown_completions import ShownCompletions
-from trustrl.tools.report.terminal_text import percent
-from trustrl.tools.report.token_sample import TokenSample
+from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS, WITH_GRADIENT, TokenSample
 
+DASHES, COLOURS = 6, 8
+NO_REGION = "No trustrl region: the engine's own loss trained this run."
 _EDGE = '<svg width="24" height="14" aria-hidden="true"><path class="edge" d="M1 7H23"/></svg>'
 SMOOTHING = (("auto", "automatic"), ("0", "off"), ("0.02", "2%"), ("0.05", "5%"), ("0.1", "10%"), ("0.2", "20%"))
 """Widths of the running mean, as a share of a line's points."""
+
+
+def letter(run: int) -> str:
+    """Returns the run's letter in charts."""
+    return chr(65 + run) if run < 26 else f"R{run + 1}"
+
+
+def runs_section(runs: list[dict[str, Any]]) -> str:
+    """Renders one card per run, and the facts that all runs share."""
+    shared = {
+        name: value for name, value in runs[0]["facts"].items() if all(run["facts"].get(name) == value for run in runs)
+    }
+    cards = "\n".join(
+        _card(index, run, shared if len(runs) > 1 else {}, several=len(runs) > 1) for index, run in enumerate(runs)
+    )
+    in_all = f"<h3>Common to all runs</h3>{_facts(shared)}" if len(runs) > 1 and shared else ""
+    return f"""<section id="runs" aria-labelledby="runs-title">
+<h2 id="runs-title">{"Runs" if len(runs) > 1 else "Run"}</h2>
+<div class="cards{"" if len(runs) > 1 else " one"}">
+{cards}
+</div>
+<div class="shared">{in_all}</div>
+</section>"""
+
+
+def _facts(shown: dict[str, Any]) -> str:
+    items = "".join(
+        f"<div><dt>{escape(FACT_LABELS.get(name, name))}</dt><dd>{said(value)}</dd></div>"
+        for name, value in shown.items()
+    )
+    return f'<dl class="facts">{items}</dl>'
+
+
+def _card(index: int, run: dict[str, Any], shared: dict[str, str], *, several: bool) -> str:
+    dash, colour = (index + index // COLOURS) % DASHES, index % COLOURS
+    path = f'<path class="run d{dash}" d="M2 5H32"/>'
+    swatch = f'<svg width="34" height="10" aria-hidden="true" class="c{colour}">{path}</svg>'
+    head = f"<h3>{swatch}{letter(index)}&ensp;{said(run['label'])}</h3>" if several else ""
+    shown = {name: value for name, value in run["facts"].items() if name not in shared}
+    steps = f"{run['steps']}" if run["steps_planned"] is None else f"{run['steps']} of {run['steps_planned']}"
+    shown |= {"steps": steps}
+    if run["rollouts"]:
+        shown["rollouts"] = str(run["rollouts"])
+    if run["reward_first"] is not None:
+        first, best, last = (f"{run[f'reward_{part}']:.2f}" for part in ("first", "best", "last"))
+        shown["reward, first → best → last"] = f"{first} → {best} → {last}"
+    for key, word in (("masked_share", "masked, mean over steps"), ("projected_share", "projected, mean over steps")):
+        if run[key] is not None:
+            shown[word] = percent(run[key])
+    if run["seconds"] is not None:
+        shown["time"] = f"{run['seconds']:,.0f} s"
+    notes = "".join(f'<p class="note">{said(note)}</p>' for note in run["notes"])
+    words = f"<pre>{escape(chr(10).join(visible(x, 300) for x in run['last_words'].splitlines()))}</pre>"
+    return f"""<article class="card">
+{head}
+<div class="verdict">{_accuracy(run)}{_badges(run)}</div>
+<p class="region">{said(run["region"] or NO_REGION)}</p>
+{_facts(shown)}
+{notes}{words if run["last_words"] else ""}
+{_sources(run, opened=bool(run["missing"]) and not several)}
+</article>"""
+
+
+def _accuracy(run: dict[str, Any]) -> str:
+    if run["accuracy_before"] is None:
+        return '<span class="what">held-out accuracy was not measured</span>'
+    before, after, what = percent(run["accuracy_before"]), "", "held-out accuracy, before training"
+    if run["accuracy_after"] is not None:
+        after, what = f" → {percent(run['accuracy_after'])}", "held-out accuracy, before → after"
+    return f'<span class="figure">{before}{after}</span><span class="what">{what}</span>'
+
+
+def _badges(run: dict[str, Any]) -> str:
+    kind = {"finished": "good", "failed": "bad"}.get(run["status"], "open")
+    planned = "" if run["steps_planned"] is None else f" of {run['steps_planned']}"
+    progress = f"step {run['steps']}{planned}"
+    status = {"finished": "finished", "unknown": progress}.get(run["status"], f"{run['status']}, {progress}")
+    collapsed = '<span class="badge bad">collapsed</span>' if run["collapsed"] else ""
+    return f'<span class="badge {kind}">{escape(status)}</span>{collapsed}'
+
+
+def _sources(run: dict[str, Any], *, opened: bool) -> str:
+    """Renders the box of findings: the files that were read, and the questions that missing data leave open."""
+    sources, missing = run["found"], run["missing"]
+    if not sources and not missing:
+        return ""
+    lacking = f", {len(missing)} missing" if missing else ""
+    items = "".join(f"<li>{said(source)}</li>" for source in sources)
+    lines = "".join(
+        f"<div><dt>{said(gap['what'])}</dt><dd>{said(gap['would_tell'])} <span>{said(gap['how'])}</span></dd></div>"
+        for gap in missing
+    )
+    have = f"<ul>{items}</ul>" if items else ""
+    lack = f'<h4>Missing, and the question it would answer</h4><dl class="missing">{lines}</dl>' if lines else ""
+    return (
+        f'<details class="sources"{" open" if opened else ""}>'
+        f"<summary>Read from {said(run['source'])}{lacking}</summary>{have}{lack}</details>"
+    )
 
 
 def curves_section(report: Report) -> str:
     """Renders the frames of the charts. The script draws into them."""
     first = "\n".join(_figure(chart) for chart in report.charts if not chart.other)
     others = "\n".join(_figure(chart) for chart in report.charts if chart.other)
-    folded = (
-        f'<details id="others" class="others"><summary>All other metrics of the log '
-        f'({sum(chart.other for chart in report.charts)})</summary><div class="grid">{others}</div></details>'
-        if others
-        else ""
-    )
-    if not first and not others:
+    folded = ""
+    if others:
+        title = f"All other metrics of the log ({sum(chart.other for chart in report.charts)})"
+        body = f'<summary>{title}</summary><div class="grid">{others}</div>'
+        folded = f'<details id="others" class="others">{body}</details>'
+    if not report.charts:
         bar = ""
         first = '<p class="hint">The run has no metrics yet.</p>'
     else:
@@ -72,11 +168,8 @@ def explanations_section(report: Report) -> str:
         return ""
     entries = "\n".join(_explanation(chart) for chart in explained if not chart.other)
     others = "\n".join(_explanation(chart) for chart in explained if chart.other)
-    folded = (
-        f'<details class="others"><summary>Other metrics</summary><div class="entries">{others}</div></details>'
-        if others
-        else ""
-    )
+    others = others and f'<summary>Other metrics</summary><div class="entries">{others}</div>'
+    folded = others and f'<details class="others">{others}</details>'
     return f"""<section id="explained" aria-labelledby="explained-title">
 <h2 id="explained-title">Metrics explained</h2>
 <div class="entries">
@@ -191,16 +284,11 @@ def _dumped(run: Run, dump: dict[str, Any]) -> str:
     for cause in dump["causes"]:
         trigger, values = cause.get("trigger"), cause.get("found")
         kind = trigger.get("kind") if isinstance(trigger, dict) else "?"
-        numbers = (
-            ", ".join(f"{key} {_short(value)}" for key, value in values.items()) if isinstance(values, dict) else ""
-        )
-        causes.append(f"{kind}, {numbers}" if numbers else f"{kind}")
+        numbers = values.items() if isinstance(values, dict) else ()
+        parts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in numbers]
+        causes.append(", ".join([f"{kind}", *parts]))
     last = measured_step(run, step) if isinstance(step, int) else "?"
     return f"steps up to {last} ({said('; '.join(causes) or 'cause unknown')})"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _most_stopped(index: int, tokens: dict[str, Any]) -> str:
@@ -252,15 +340,8 @@ placeholder="text or token"></span>
 
 def _chosen(shown: ShownCompletions) -> str:
     rows = sum(each.columns is not None for each in shown.listed)
-    what = (
-        f"All {shown.num_known:,}"
-        if len(shown.listed) == shown.num_known
-        else f"{len(shown.listed):,} of {shown.num_known:,}"
-    )
-    how = (
-        ""
-        if len(shown.listed) == shown.num_known
-        else ": the worst by each measure, with their groups, and a random sample"
-    )
     numbers = f" {rows:,} have the numbers of each token: hover over it, or use the arrow keys." if rows else ""
-    return f"{what} recorded completions{how}.{numbers}"
+    if len(shown.listed) == shown.num_known:
+        return f"All {shown.num_known:,} recorded completions.{numbers}"
+    how = "the worst by each measure, with their groups, and a random sample"
+    return f"{len(shown.listed):,} of {shown.num_known:,} recorded completions: {how}.{numbers}"

@@ -1,20 +1,18 @@
 """Data that the page's script draws: charts, packed columns of tokens, and completions."""
 
-import math
 import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trustrl.files import finite
 from trustrl.tools.report.charts import Chart, Point
-from trustrl.tools.report.recorded_actions import LABELS, MEANINGS, VERDICTS
-from trustrl.tools.report.region_descriptions import statistic_of
 from trustrl.tools.report.report_contents import Report, text_of
-from trustrl.tools.report.reported_runs import ReportedRun, measured_step
+from trustrl.tools.report.reported_runs import ReportedRun, measured_step, statistic_of
 from trustrl.tools.report.safe_text import visible
 from trustrl.tools.report.shown_completions import NUMBERS, TRUNCATED, ShownCompletion
-from trustrl.tools.report.token_sample import TokenSample
+from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS
 
 LONGEST_PROMPT, LONGEST_TEXT = 4000, 6000
 """Maximum characters of a prompt, and of a completion whose tokens are not recorded."""
@@ -37,15 +35,11 @@ def _chart(chart: Chart) -> dict[str, Any]:
     return {
         "key": chart.key, "title": visible(chart.title, 200), "unit": chart.unit, "percent": chart.percent,
         "bound": chart.bound,
-        "band": None if band is None else [_open(band.low), _open(band.high)],
+        "band": None if band is None else finite([band.low, band.high]),
         "lines": [
             {"run": line.run, "points": _rounded(line.points), "means": _rounded(line.means)} for line in chart.lines
         ],
     }  # fmt: skip
-
-
-def _open(end: float) -> float | None:
-    return end if math.isfinite(end) else None
 
 
 def _rounded(points: Sequence[Point]) -> list[Point]:
@@ -53,12 +47,8 @@ def _rounded(points: Sequence[Point]) -> list[Point]:
 
 
 def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, Any] | None:
-    run, tokens, texts, shown = (
-        report.runs[index],
-        report.tokens[index],
-        report.texts[index],
-        report.shown[index].listed,
-    )
+    run, tokens, texts = report.runs[index], report.tokens[index], report.texts[index]
+    shown = report.shown[index].listed
     if tokens is None and not shown:
         return None
 
@@ -71,6 +61,10 @@ def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, An
 
     names = ("position", "token_id", "verdict", *NUMBERS)
     rows = {name: [x for completion in shown if completion.columns for x in completion.columns[name]] for name in names}
+    points = {} if tokens is None else dict(tokens.points)
+    if points:
+        places = zip(points["step"], points.pop("update"), strict=True)
+        points["step"] = [measured_step(run.run, *place) for place in places]
     prompts: dict[str, int] = {}
     groups: dict[str, int] = {}
     completions, start = [], 0
@@ -80,7 +74,7 @@ def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, An
             completions[-1]["text"] = visible(each.completion.text, LONGEST_TEXT, lines=True)
         start += len(each.columns["token_id"]) if each.columns else 0
     return {
-        "points": None if tokens is None else columns(_points(run, tokens)),
+        "points": None if tokens is None else columns(points),
         "mu": None if tokens is None else tokens.mu,
         "decided": tokens is not None and bool(tokens.verdicts),
         "edge": edge_of(run),
@@ -88,12 +82,6 @@ def _run_data(report: Report, index: int, words: dict[str, int]) -> dict[str, An
         "prompts": list(prompts),
         "rows": columns(rows),
     }
-
-
-def _points(run: ReportedRun, tokens: TokenSample) -> dict[str, list[Any]]:
-    points = dict(tokens.points)
-    places = zip(points.pop("step"), points.pop("update"), strict=True)
-    return {**points, "step": [measured_step(run.run, *place) for place in places]}
 
 
 def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], groups: dict[str, int]) -> dict[str, Any]:
@@ -105,22 +93,17 @@ def _completion(number: int, shown: ShownCompletion, prompts: dict[str, int], gr
         "prompt": None if prompt is None else prompts.setdefault(prompt, len(prompts)),
         "group": None if completion.group is None else groups.setdefault(completion.group, len(groups)),
         "task": None if completion.task_id is None else visible(completion.task_id),
-        "reward": _finite(completion.reward),
-        "rewards": {visible(name): _finite(value) for name, value in completion.rewards.items()},
-        "advantage": _finite(completion.advantage if completion.advantage is not None else score and score.advantage),
+        "reward": completion.reward,
+        "rewards": {visible(name): value for name, value in completion.rewards.items()},
+        "advantage": completion.advantage if completion.advantage is not None else score and score.advantage,
         "stop": None if completion.stop_reason is None else visible(completion.stop_reason),
         "truncated": completion.stop_reason in TRUNCATED if completion.stop_reason is not None else None,
         "tokens": score.tokens if score else completion.num_tokens,
         "rows": len(shown.columns["token_id"]) if shown.columns else 0,
     }
     if score is not None:
-        fields |= {"stopped": score.stopped, "changed": score.changed}
-        fields |= {"log_ratio": _finite(score.log_ratio), "gap": _finite(score.gap)}
-    return {name: value for name, value in fields.items() if value is not None and value != {}}
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+        fields |= {name: getattr(score, name) for name in ("stopped", "changed", "log_ratio", "gap")}
+    return {name: value for name, value in finite(fields).items() if value is not None and value != {}}
 
 
 def edge_of(run: ReportedRun) -> dict[str, Any] | None:

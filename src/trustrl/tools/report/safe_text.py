@@ -46,14 +46,11 @@ def visible(text: str, longest: int = LONGEST, *, lines: bool = False) -> str:
         marks = marks + 1 if kind[0] == "M" else 0
         if marks and not shown:
             shown.append("◌")  # otherwise it would combine with whatever precedes the text
-        shown.append(_shown(character) if marks <= MOST_MARKS else escape(character))
+        if character in WHITE:
+            shown.append(WHITE[character])
+        else:
+            shown.append(escape(character) if marks > MOST_MARKS or is_hidden(character) else character)
     return "".join(shown)
-
-
-def _shown(character: str) -> str:
-    if character in WHITE:
-        return WHITE[character]
-    return escape(character) if is_hidden(character) else character
 
 
 def said(text: Any, longest: int = 500) -> str:
@@ -83,10 +80,6 @@ def token_texts(model: str | None, ids: Iterable[int]) -> tuple[dict[int, str], 
     except (TrustRLError, OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         return {}, f"Cannot load the tokenizer of {visible(model)}: {visible(first, 200)}"
-    return {token: text for token in set(ids) if (text := _decoded(tokenizer, token)) is not None}, ""
-
-
-def _decoded(tokenizer: Any, token: int) -> str | None:
-    if not 0 <= token < len(tokenizer):
-        return None
-    return visible(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    known = [token for token in set(ids) if 0 <= token < len(tokenizer)]
+    return {token: visible(tokenizer.decode([token], **exact)) for token in known}, ""

@@ -8,7 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from trustrl.optional_imports import need
@@ -80,32 +80,33 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
         return ShownCompletions([], len(candidates))
     chosen = _chosen(candidates)
     wanted = {candidate.at for candidate in chosen if candidate.at is not None}
-    read = (
-        {index: completion for index, completion in enumerate(run.completions()) if index in wanted} if wanted else {}
-    )
-    fitting = {
-        candidate.sequence: candidate.score for candidate in _fitting(chosen, max_shown) if candidate.score is not None
+    read = {
+        index: completion for index, completion in enumerate(run.completions() if wanted else ()) if index in wanted
     }
+    fitting: dict[int | None, SequenceScore] = {}
+    for candidate in chosen:
+        if candidate.score is not None and candidate.score.tokens <= max_shown:
+            max_shown -= candidate.score.tokens
+            fitting[candidate.sequence] = candidate.score
     rows = dict(_rows(fitting))
     listed, known = [], set()
     for candidate in chosen:
+        score = candidate.score
         columns = rows.get(candidate.sequence) if candidate.sequence is not None else None
         if candidate.group is None and columns is not None:
-            text = (candidate.score and candidate.score.file, *columns["token_id"])
+            text = (score and score.file, *columns["token_id"])
             if text in known:  # the same completion, sampled twice for one prompt
                 continue
             known.add(text)
         completion = read.get(candidate.at) if candidate.at is not None else None
-        if completion is not None or columns is not None:
-            listed.append(ShownCompletion(completion or _from_records(run, candidate), candidate.score, columns))
+        if completion is None and columns is not None and score is not None:
+            completion = Completion(
+                step=measured_step(run, score.step, score.update), sequence=candidate.sequence,
+                advantage=score.advantage, num_tokens=score.tokens,
+            )  # fmt: skip
+        if completion is not None:
+            listed.append(ShownCompletion(completion, score, columns))
     return ShownCompletions(listed, len(candidates))
-
-
-def _from_records(run: Run, candidate: _Candidate) -> Completion:
-    score = candidate.score
-    assert score is not None  # a candidate comes from the reader or from the records
-    step = measured_step(run, score.step, score.update)
-    return Completion(step=step, sequence=candidate.sequence, advantage=score.advantage, num_tokens=score.tokens)
 
 
 def _candidates(completions: Iterator[Completion], tokens: TokenSample | None) -> Iterator[_Candidate]:
@@ -113,27 +114,28 @@ def _candidates(completions: Iterator[Completion], tokens: TokenSample | None) -
     for index, completion in enumerate(islice(completions, MAX_CANDIDATES)):
         score = scores.pop(completion.sequence, None) if completion.sequence is not None else None
         length = completion.num_tokens or (score.tokens if score else len(completion.text or "") // 4)
-        yield _Candidate(
-            index,
-            completion.sequence,
-            completion.group,
-            completion.reward,
-            completion.stop_reason in TRUNCATED,
-            length,
-            score,
-        )
+        truncated = completion.stop_reason in TRUNCATED
+        yield _Candidate(index, completion.sequence, completion.group, completion.reward, truncated, length, score)
     for sequence, score in scores.items():
         yield _Candidate(None, sequence, None, None, False, score.tokens, score)
 
 
 Measure = Callable[[_Candidate], float | tuple[float, ...] | None]
+
+
+def _largest(name: str) -> Measure:
+    def measure(candidate: _Candidate) -> float | None:
+        value = getattr(candidate.score, name, None)
+        return None if value is None else -value
+
+    return measure
+
+
 _WORST: tuple[Measure, ...] = (
     lambda candidate: None if candidate.score is None else (-candidate.score.stopped, -candidate.score.changed),
-    lambda candidate: (
-        None if candidate.score is None or candidate.score.log_ratio is None else -candidate.score.log_ratio
-    ),
+    _largest("log_ratio"),
     lambda candidate: candidate.reward,
-    lambda candidate: None if candidate.score is None or candidate.score.gap is None else -candidate.score.gap,
+    _largest("gap"),
     lambda candidate: -candidate.tokens,
     lambda candidate: 0.0 if candidate.truncated else None,
 )
@@ -168,37 +170,23 @@ def _chosen(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [candidates[index] for index in taken]
 
 
-def _fitting(chosen: Sequence[_Candidate], max_shown: int) -> Iterator[_Candidate]:
-    room = max_shown
-    for candidate in chosen:
-        if candidate.score is not None and candidate.score.tokens <= room:
-            room -= candidate.score.tokens
-            yield candidate
-
-
 def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
     """Yields the token rows of sequences at the update of their score."""
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     by_file: dict[Place, dict[int | None, int]] = defaultdict(dict)
     for sequence, score in scores.items():
         by_file[score.file][sequence] = score.update
     for file, updates in by_file.items():
-        for (sequence, update), columns in _rows_of(file, {key for key in updates if key is not None}):
+        table, _ = decided(file)
+        sequences = pa.array(sorted(key for key in updates if key is not None), pa.int64())
+        table = table.filter(pc.is_in(table["sequence"], value_set=sequences))
+        table = table.sort_by([("sequence", "ascending"), ("update", "ascending"), ("position", "ascending")])
+        names = ("sequence", "update", "step", "position", "token_id", "verdict", *NUMBERS)
+        columns = {name: table[name].to_pylist() for name in names}
+        keys = zip(columns["sequence"], columns["update"], strict=True)
+        start = 0
+        for (sequence, update), group in groupby(keys):
+            end = start + len(list(group))
             if updates[sequence] == update:
-                yield sequence, columns
-
-
-def _rows_of(file: Place, sequences: set[int]) -> Iterator[tuple[tuple[int, int], dict[str, list[Any]]]]:
-    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
-    table, _ = decided(file)
-    table = table.filter(pc.is_in(table["sequence"], value_set=pa.array(sorted(sequences), pa.int64())))
-    table = table.sort_by([("sequence", "ascending"), ("update", "ascending"), ("position", "ascending")])
-    columns = {
-        name: table[name].to_pylist()
-        for name in ("sequence", "update", "step", "position", "token_id", "verdict", *NUMBERS)
-    }
-    keys = list(zip(columns["sequence"], columns["update"], strict=True))
-    start = 0
-    for end in range(1, len(keys) + 1):
-        if end == len(keys) or keys[end] != keys[start]:
-            yield keys[start], {name: values[start:end] for name, values in columns.items()}
+                yield sequence, {name: values[start:end] for name, values in columns.items()}
             start = end

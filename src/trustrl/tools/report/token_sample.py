@@ -1,6 +1,7 @@
-"""Recorded tokens of a run: a sample for the scatter plots, scores of each sequence, and counts over all tokens.
+"""Recorded tokens of a run: what the region did to each, counts over all, a sample, and scores of each sequence.
 
-Files are read one at a time and all limits are fixed, so memory does not grow with the number of tokens.
+The row of a token alone shows what the region did to it. The sample is for the scatter plots. Files are read one at a
+time and all limits are fixed, so memory does not grow with the number of tokens.
 """
 
 import random
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from trustrl.config.axes import Region
+from trustrl.config.terms import reads_sequences
 from trustrl.errors import RecordError, TrustRLError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
@@ -18,7 +20,29 @@ from trustrl.recording.checksums import checked_json
 from trustrl.recording.record_files import opened, parts_in, read_table
 from trustrl.recording.storage import Place
 from trustrl.regions.loading import config_from_dict
-from trustrl.tools.report.recorded_actions import DOWN, NO_VERDICT, STOPPED, UP, VERDICTS, with_verdicts
+
+VERDICTS = ("kept", "stopped", "down-weighted", "up-weighted", "no gradient", "not finite", "no verdict")
+"""Verdicts by code, as `--json` names them."""
+
+LABELS = {name: "masked" if name == "stopped" else name for name in VERDICTS}
+"""Verdicts as reports show them."""
+
+KEPT, STOPPED, DOWN, UP, NO_GRADIENT, NOT_FINITE, NO_VERDICT = range(len(VERDICTS))
+WITH_GRADIENT = VERDICTS[:4]
+"""Verdicts on tokens that have a gradient. The region does not affect the others."""
+
+TOLERANCE = 0.01
+"""Relative difference within which a weight equals the token's ratio."""
+
+MEANINGS = {
+    "kept": "gradient kept, and the weight is the ratio",
+    "stopped": "the region masked the gradient",
+    "down-weighted": "kept with a weight more than 1% below the ratio",
+    "up-weighted": "kept with a weight more than 1% above the ratio",
+    "no gradient": "advantage or weight is 0",
+    "not finite": "a log-prob, weight, or advantage is NaN or infinite",
+    "no verdict": "the run has no region",
+}
 
 SEED = 0
 MAX_ROWS = 3_000_000
@@ -35,14 +59,8 @@ COLUMNS = (
     "step", "update", "sequence", "position", "token_id", "advantage", "behavior_logp", "proximal_logp", "policy_logp",
     "weight", "kept", "divergence_lower", "divergence_upper", "entropy",
 )  # fmt: skip
-POINTS = {
-    "mu": "mu",
-    "pi": "policy_logp",
-    "verdict": "verdict",
-    "token_id": "token_id",
-    "step": "step",
-    "update": "update",
-}
+POINTS = {"mu": "mu", "pi": "policy_logp"} | {name: name for name in ("verdict", "token_id", "step", "update")}
+"""Columns of the sample, by their names in it."""
 
 
 class SequenceScore(NamedTuple):
@@ -136,7 +154,10 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
     files = record_files(folders)
     if not files:
         return None
-    counts = [_num_rows(file) for file in files]
+    counts = []
+    for file in files:
+        with opened(file) as (parquet, _):
+            counts.append(parquet.metadata.num_rows)  # from the footer
     every = -(-sum(counts) // MAX_ROWS) or 1
     read, read_counts = files[::every], counts[::every]
     num_read = sum(read_counts)
@@ -159,12 +180,6 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
         most_stopped=_most_stopped(sums),
         dumps=[_dump(dump) for folder in folders for dump in storage.entries(storage.place(folder), "dump-*")],
     )
-
-
-def _num_rows(file: Place) -> int:
-    """Returns the row count from the file footer."""
-    with opened(file) as (parquet, _):
-        return parquet.metadata.num_rows
 
 
 def decided(file: Place) -> tuple[Any, str]:
@@ -265,15 +280,47 @@ def _most_stopped(sums: Any) -> list[dict[str, Any]]:
 
 def _dump(folder: Place) -> dict[str, Any]:
     """Returns the step of a dump and the triggers that fired."""
-    files = storage.entries(folder, "trigger.*.json")
-    about = next(map(_about, files), {})
+    about: dict[str, Any] = {}
+    for file in storage.entries(folder, "trigger.*.json")[:1]:
+        try:
+            about = checked_json(storage.read_bytes(file))
+        except (OSError, ValueError) as error:
+            raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from None
     fired = about.get("fired")
     causes = [cause for cause in fired if isinstance(cause, dict)] if isinstance(fired, list) else []
     return {"name": folder.name, "step": about.get("step"), "causes": causes}
 
 
-def _about(file: Place) -> dict[str, Any]:
-    try:
-        return checked_json(storage.read_bytes(file))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"`{file}` must be a JSON file, got: {str(error).rstrip('.')}.") from None
+def with_verdicts(table: Any, region: Region | None) -> Any:
+    """Adds a column `verdict` to the table.
+
+    Weights are compared with the ratio π/b, or with π/μ if the region also corrects the sampler mismatch. Weights that
+    belong to a whole sequence are not compared. Tokens that no region decided on have the verdict "no verdict".
+    """
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    logp, weight, advantage = table["policy_logp"], table["weight"], table["advantage"]
+    needs = None if region is None else region.needs()
+    anchors = ("behavior_logp", "proximal_logp")
+    if needs is not None and needs.anchors == {"proximal"}:
+        anchors = anchors[::-1]
+    anchor = table[anchors[0]] if table[anchors[0]].null_count < len(table) else table[anchors[1]]
+    ratio = pc.exp(pc.subtract(logp, anchor))
+    # The weights of tokens are compared unless they are one ratio or correction per sequence.
+    own_reduction = needs is not None and needs.reduction is not None
+    compared = not reads_sequences(getattr(region, "correction", None)) and not own_reduction
+    lower = pc.and_(compared, pc.less(weight, pc.multiply(ratio, 1 - TOLERANCE)))
+    higher = pc.and_(compared, pc.greater(weight, pc.multiply(ratio, 1 + TOLERANCE)))
+    finite = pc.and_(pc.is_finite(logp), pc.and_(pc.fill_null(pc.is_finite(weight), True), pc.is_finite(advantage)))
+    cases = [
+        (pc.invert(finite), NOT_FINITE),
+        (pc.is_null(table["kept"]), NO_VERDICT),
+        (pc.equal(advantage, 0.0), NO_GRADIENT),
+        (pc.invert(table["kept"]), STOPPED),
+        (pc.equal(weight, 0.0), NO_GRADIENT),
+        (lower, DOWN),
+        (higher, UP),
+    ]
+    conditions = pc.make_struct(*(pc.fill_null(case, False) for case, _ in cases))
+    codes = [pa.scalar(code, pa.int8()) for _, code in cases]
+    verdict = pc.case_when(conditions, *codes, pa.scalar(KEPT, pa.int8()))
+    return table.append_column("verdict", verdict)

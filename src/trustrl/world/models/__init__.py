@@ -7,6 +7,7 @@ Frameworks are imported on first use.
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,32 +20,14 @@ MODELS: Registry[Callable[[], Path]] = Registry("model")
 """Functions that create or find the directory of each named model."""
 
 
-@MODELS.register("tiny")
-def _tiny() -> Path:
-    from trustrl.world.models.pretrain import Pretraining, pretrained
-
-    return pretrained(Pretraining())
-
-
-@MODELS.register("tiny-tied")
-def _tiny_tied() -> Path:
+def _tiny(*, tied: bool = False) -> Path:
     from trustrl.world.models.pretrain import Pretraining, pretrained
     from trustrl.world.models.tiny import Tiny
 
-    return pretrained(Pretraining(model=Tiny(tied=True)))
+    return pretrained(Pretraining(model=Tiny(tied=tied)))
 
 
-@MODELS.register("tiny-long")
-def _tiny_long() -> Path:
-    return _long("qwen3")
-
-
-@MODELS.register("tiny-long-llama")
-def _tiny_long_llama() -> Path:
-    return _long("llama")
-
-
-def _long(family: Literal["qwen3", "llama"]) -> Path:
+def _tiny_long(family: Literal["qwen3", "llama"]) -> Path:
     """Returns a model that adds numbers of twenty digits: answers of 22 tokens, with error rates from 0.5% to 15%."""
     from trustrl.world.models.pretrain import Pretraining, pretrained
     from trustrl.world.models.tiny import Tiny
@@ -55,6 +38,12 @@ def _long(family: Literal["qwen3", "llama"]) -> Path:
     return pretrained(
         Pretraining(model=shape, task=Arithmetic(digits=20), corrupted=unsure, steps=2800, learning_rate=2e-3)
     )
+
+
+MODELS.register("tiny")(_tiny)
+MODELS.register("tiny-tied")(partial(_tiny, tied=True))
+MODELS.register("tiny-long")(partial(_tiny_long, "qwen3"))
+MODELS.register("tiny-long-llama")(partial(_tiny_long, "llama"))
 
 
 @MODELS.register("smollm2-135m")

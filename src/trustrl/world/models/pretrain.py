@@ -101,8 +101,10 @@ def trained(settings: Pretraining) -> tuple[Any, Any]:
     model.train()
     with _one_thread(), ProgressDisplay("pre-training a tiny model", settings.steps) as progress:
         for step in range(settings.steps):
+            warm_up = min(1.0, (step + 1) / WARMUP)
+            schedule = warm_up * (1 + math.cos(math.pi * step / settings.steps)) / 2
             for group in optimizer.param_groups:
-                group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
+                group["lr"] = settings.learning_rate * schedule
             ids, prompt = next(batches)
             hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state[:, prompt - 1 :]
             logits = model.lm_head(hidden)  # of the answer only, because the model never predicts a prompt
@@ -131,10 +133,6 @@ def _batches(settings: Pretraining, tokenizer: Any) -> Iterator[tuple[Tensor, in
         wrong = torch.rand(digits.shape, generator=g) < share
         ids[:, answer] = zero + torch.where(wrong, other, digits)
         yield ids, prompt
-
-
-def _schedule(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def _save(settings: Pretraining, folder: Path) -> None:

