@@ -16,7 +16,10 @@ from trustrl.runs.run_directory import LAST_WORDS
 NAME = "verl console log"
 LOOKS_FOR = "*.log, *.txt or *.out with lines `step:1 - ...`"
 
-LONGEST_CONFIG = 2_000_000
+LARGEST_LINE = 8_000_000
+"""Bytes of the largest line."""
+
+LONGEST_CONFIG = 1_000_000
 """Characters of a printed configuration that are parsed."""
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -48,7 +51,7 @@ def _read(files: Files, file: Path) -> Part | None:
     planned, cut = None, False
     try:
         with open_regular(file) as opened:
-            for text in lines_of(opened):
+            for text in lines_of(opened, LARGEST_LINE):
                 raw = text.decode("utf-8", errors="replace")
                 who, line = _plain(raw)
                 config.take(who, line)
