@@ -274,29 +274,35 @@ def many_tags(folder):
     """An event file with a new metric in each value."""
     values = [
         b"".join(_field(1, _field(1, b"%d" % (1000 * r + i)) + b"\x15" + bytes(4)) for i in range(1000))
-        for r in range(600)
+        for r in range(100)
     ]
     _event_file(folder, [b"\x10\x01" + _field(5, value) for value in values])
 
 
-def _wandb(folder, records):
-    (folder / "run-a").mkdir(parents=True)
-    out = bytearray(b":W&B\xcd\xab\x00")
+def leveldb_log(records):
+    """Returns the content of a W&B log: records in blocks of 32 KiB, with their checksums."""
+    out = bytearray(b":W&B\xe1\xbe\x00")
     for record in records:
-        first, rest = True, record
-        while True:
+        start = 0
+        while start == 0 or start < len(record):
             left = 32_768 - len(out) % 32_768
-            if left < 7:
+            if left < 8:
                 out += bytes(left)
                 continue
-            piece, rest = rest[: left - 7], rest[left - 7 :]
-            kind = (1 if first else 4) if not rest else 2 if first else 3
+            piece = record[start : start + left - 7]
+            is_last = start + len(piece) == len(record)
+            kind = (1 if is_last else 2) if start == 0 else 4 if is_last else 3
             data = bytes([kind]) + piece
             out += struct.pack("<IH", zlib.crc32(data), len(piece)) + data
-            first = False
-            if not rest:
+            start += len(piece)
+            if is_last:
                 break
-    (folder / "run-a/run-a.wandb").write_bytes(out)
+    return bytes(out)
+
+
+def _wandb(folder, records):
+    (folder / "run-a").mkdir(parents=True)
+    (folder / "run-a/run-a.wandb").write_bytes(leveldb_log(records))
 
 
 def long_names(folder):

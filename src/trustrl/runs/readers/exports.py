@@ -21,10 +21,11 @@ _STEP = (*STEPS, "step", "Step", "global_step")
 
 
 def read(files: Files) -> list[Part]:
-    """Returns the history, if the path is such a file or the folder has exactly one."""
+    """Returns the history, if the path is such a file or the folder has exactly one. If none can be read, the faults."""
     candidates = files.matching("*.csv", "*.json", "*.jsonl")
     parts = [part for file in candidates if (part := history(files, file, Part(source=NAME))) is not None]
-    return parts if len(parts) == 1 else []
+    histories = [part for part in parts if part.rows or part.evaluations]
+    return histories if len(histories) == 1 else [] if histories else parts[:1]
 
 
 def history(files: Files, file: Path, part: Part) -> Part | None:
@@ -47,10 +48,9 @@ def history(files: Files, file: Path, part: Part) -> Part | None:
         meter.add(200 + 100 * len(numbers) + sum(map(len, numbers)))
         kept.append({**numbers, "_step": numbers.get(key)} if key not in STEPS else numbers)
         kept[-1].pop(key if key not in STEPS else "", None)
-    if not kept:
-        return None
-    part.take(by_step(kept), short)
-    return part if part.rows or part.evaluations else None
+    if kept:
+        part.take(by_step(kept), short)
+    return part if part.rows or part.evaluations or part.faults else None
 
 
 def _csv(file: Path, short: str) -> Iterator[tuple[int, dict[str, Any]] | Fault]:

@@ -64,7 +64,9 @@ def _read(files: Files, file: Path, rows_of: Any) -> Part:
 def _database(file: Path, configs: dict[str, Any]) -> Iterator[tuple[str, int | None, Any]]:
     with sqlite_files.opened(file) as database:
         for run, config in database.rows("configs", ("run_name", "config")):
-            configs[str(run)] = _object(config)
+            settings = _object(config)
+            if isinstance(settings, Mapping):
+                configs[str(run)] = settings
         for run, step, metrics in database.rows("metrics", ("run_name", "step", "metrics"), "order by rowid"):
             yield str(run), step_number(step), _object(metrics)
 

@@ -45,7 +45,7 @@ def _may_be(file: Path) -> bool:
 
 
 def _read(files: Files, file: Path) -> Part | None:
-    """Returns the contents of one log, or None if it has no line of metrics and no configuration."""
+    """Returns the contents of one log, or None if it has no line of metrics, no configuration and no fault."""
     short = files.short(file)
     part, points, config, last = Part(source=NAME, engine="verl"), Points(), _Config(), list[str]()
     planned, cut = None, False
@@ -65,11 +65,11 @@ def _read(files: Files, file: Path) -> Part | None:
         part.faults.append(f"{short}: {error.strerror}; left out")
     engine, part.settings = settings_of(config.parsed())
     if not points.by_step and engine is None:
-        return None
+        return part if part.faults else None
     part.take(points, short)
     if cut:
         part.faults.append(f"{short}: the last line of metrics is truncated; its last value may be too")
-    if config.begun and engine is None:
+    if config.begun is not None and engine is None:
         part.faults.append(f"{short}: the printed configuration could not be parsed; no settings from it")
     elif engine:
         part.found.append(f"settings in the configuration printed in {short}")
@@ -116,6 +116,8 @@ class _Config:
 
     def parsed(self) -> dict[Any, Any]:
         """Returns the dict, or an empty one. Only literals are evaluated."""
+        if self._size > LONGEST_CONFIG:
+            return {}
         try:
             literal = bounded(ast.literal_eval("".join(self._lines)) if self._lines else {})
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
