@@ -11,7 +11,7 @@ from trustrl.runs.run import Row
 
 LARGEST_STEP = 2**53
 COST = 200
-"""Bytes that a value takes here and in the row made of it, and a step beside its values."""
+"""Bytes that a value takes here and in the row made of it, and a step without its values."""
 
 
 def number(value: Any) -> float | int | None:
