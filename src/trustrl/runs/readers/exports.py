@@ -21,7 +21,7 @@ _STEP = (*STEPS, "step", "Step", "global_step")
 
 
 def read(files: Files) -> list[Part]:
-    """Returns the history, if the path is such a file or the folder has exactly one. Without any, the first's faults."""
+    """Returns the history, if the path is such a file or the folder has exactly one; else the first's faults."""
     candidates = files.matching("*.csv", "*.json", "*.jsonl")
     parts = [part for file in candidates if (part := history(files, file, Part(source=NAME))) is not None]
     histories = [part for part in parts if part.rows or part.evaluations]
