@@ -578,12 +578,17 @@ def vocabulary(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def fuzz(session: nox.Session) -> None:
-    """Damages 2,100 inputs, runs every command that reads them, and fails on a traceback, a hang or another answer."""
+    """Damages 2,100 inputs, then 20,000 behind repaired checksums, and fails on a traceback, a hang or another answer.
+
+    Install tensorboard and wandb into the environment to compare with them as well.
+    """
     install_core(session, "test")
     session.env.update({"OMP_NUM_THREADS": "1", "PYTHONPATH": "tests"})
     session.run(
         "python", "-m", "fuzz.harness", *(session.posargs or ("--cases", "2100", "--out", "docs/data/fuzz.json"))
     )
+    if not session.posargs:
+        session.run("python", "-m", "fuzz.repaired", "--cases", "20000", "--out", "docs/data/fuzz_repaired.json")
 
 
 @nox.session(python="3.11")

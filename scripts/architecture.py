@@ -68,6 +68,7 @@ BANDS = {
         "registry": "names that cannot be overwritten",
         "optional_imports": "imports optional packages on first use",
         "files": "bounded reading, atomic writing",
+        "limits": "memory and time that reading may take",
         "terminal": "terminal lines, with hidden characters escaped",
         "errors": "exceptions with one common base class",
     },

@@ -1,7 +1,7 @@
 """Files from outside, read with bounds, and files written atomically.
 
-Reading takes regular files only, with no links out of a folder, and limits sizes, digits and depth. A file that breaks
-a bound raises an `OSError` or a `ValueError` whose message says why. No torch.
+Reading takes regular files only, with no links out of a folder, and limits sizes, digits, depth, and the memory
+that the values take. A file that breaks a bound raises an `OSError` or a `ValueError` whose message says why. No torch.
 """
 
 import errno
@@ -14,6 +14,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from trustrl import limits
 
 LARGEST = 1_000_000_000
 """Bytes of the largest file that is read at once."""
@@ -115,16 +117,46 @@ def parsed_json(text: bytes | str) -> Any:
     """Returns the value of JSON text in UTF-8.
 
     Raises:
+        OverLimit: If its values could take more memory than allowed.
         ValueError: If the text is not JSON, or nested too deeply.
 
     Example:
         >>> parsed_json('{"a": 12, "b": 123456789012345678901}')
         {'a': 12, 'b': 1.2345678901234568e+20}
     """
+    limits.check(_decoded_size(text), limits.DECODED, "its values")
     try:
         return bounded(json.loads(text, parse_int=_integer))
     except RecursionError:
         raise ValueError(f"nested more than {DEEPEST} levels deep") from None
+
+
+_COSTS = ((b"{", 200), (b"[", 90), (b",", 70), (b":", 100))
+"""Bytes that CPython takes for an object, an array, a value and an entry of an object, at most."""
+
+
+def _decoded_size(text: bytes | str) -> int:
+    """Returns a bound on the memory that JSON text takes while it is decoded, from its signs.
+
+    Signs inside strings count too. A character of text takes up to 4 bytes, in a copy and in a value.
+    """
+    size = len(text) * (2 if text.isascii() else 8)
+    if len(text) < 1_000_000:  # the counts could not reach the limit
+        return size
+    return size + sum(text.count(sign if isinstance(text, bytes) else sign.decode()) * cost for sign, cost in _COSTS)  # pyright: ignore[reportArgumentType]
+
+
+def why_not_json(error: ValueError) -> str:
+    """Returns the reason that `parsed_json` refused a text, as a phrase.
+
+    Example:
+        >>> try:
+        ...     parsed_json("{")
+        ... except ValueError as error:
+        ...     why_not_json(error)
+        'not valid JSON'
+    """
+    return "not valid JSON" if isinstance(error, (json.JSONDecodeError, UnicodeError)) else str(error)
 
 
 def parsed_toml(text: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from importlib import import_module
 from io import TextIOWrapper
 from typing import NoReturn
 
+from trustrl.cli.limited_process import out_of_memory, run_in_child
 from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
 from trustrl.terminal import complain, escape_warnings, one_line, say
 
@@ -78,6 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), WRONG)
     except TrustRLError as error:
         return _complain(str(error), FAILED)
+    except MemoryError:
+        return _complain(out_of_memory(), FAILED)
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # as torch says it
+            raise
+        return _complain(out_of_memory(), FAILED)
     except OSError as error:
         if isinstance(error, BrokenPipeError) or verb in RESUMES:  # training runs need the traceback
             raise
@@ -96,6 +103,10 @@ def console() -> None:
             stream.reconfigure(errors="backslashreplace")
     escape_warnings()
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for data, also when a verb loads vLLM
+    try:
+        run_in_child(sys.argv[1:])
+    except ConfigError as error:
+        sys.exit(_complain(str(error), WRONG))
     try:
         code = main()
         sys.stdout.flush()

@@ -11,10 +11,13 @@ import struct
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import IO, Any
 
 from trustrl.files import parsed_json
+from trustrl.limits import OverLimit
 from trustrl.optional_imports import need
+from trustrl.recording.decoded_size import check_record
 
 MARK = b"trustrl1"
 MAGIC = b"PAR1"
@@ -70,6 +73,7 @@ def _tail(file: Any, num: int) -> tuple[int, bytes]:
     return size, file.read(min(size, num))
 
 
+@lru_cache(maxsize=1)
 def parsed_footer(footer: bytes) -> Any:
     """Returns the `pyarrow.parquet.FileMetaData` of a footer."""
     pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
@@ -85,13 +89,15 @@ def checked_file(file: Any) -> tuple[Any, bytes, bool]:
         file: File that is open for reading.
 
     Raises:
-        OSError: If the file is not Parquet, or the footer does not have its checksum.
+        OSError: If the file is not Parquet, the footer does not have its checksum, a column occurs twice, or the rows
+            would take more memory than the file explains.
     """
     size, footer = _footer(file)
     start = size - len(footer)
     file.seek(max(0, start - _TAIL))
     before = file.read(min(start, _TAIL))
     if len(before) < _END.size or not before.endswith(MARK):
+        _check_decoded(file, footer, size)
         return file, footer, False
     crc, num, _ = _END.unpack(before[-_END.size :])
     length = num * _SEGMENT.size + _END.size
@@ -104,7 +110,15 @@ def checked_file(file: Any) -> tuple[Any, bytes, bool]:
     ends = [end for end, _ in segments]
     if zlib.crc32(footer) != crc or sorted(set(ends)) != ends or ends[-1:] != [start - length]:
         raise OSError("the checksum of its footer is wrong; the file is damaged")
+    _check_decoded(file, footer, size)
     return VerifiedFile(file, ends, [segment_crc for _, segment_crc in segments]), footer, True
+
+
+def _check_decoded(file: Any, footer: bytes, size: int) -> None:
+    try:
+        check_record(file, parsed_footer(footer), size)
+    except OverLimit as error:
+        raise OSError(str(error)) from None
 
 
 CHECKSUM = "checksum"

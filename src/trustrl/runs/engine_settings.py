@@ -19,6 +19,9 @@ _VERL = {
     f"{_ROLLOUT}.n": "completions_per_prompt", f"{_ROLLOUT}.temperature": "temperature", f"{_ROLLOUT}.top_p": "top_p",
     f"{_ROLLOUT}.min_p": "min_p", f"{_ROLLOUT}.dtype": "sampler_dtype", "data.seed": "seed",
 }  # fmt: skip
+_LONGEST = 1_000
+"""Characters of the longest name. No setting that is read has more."""
+
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "learning_rate": (int, float), "temperature": (int, float), "top_p": (int, float), "min_p": (int, float),
     "completions_per_prompt": int, "steps_planned": int, "updates_per_batch": int, "seed": int, "top_k": int,
@@ -26,13 +29,15 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def flat(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the entries of nested tables by their dotted names.
+    """Yields the entries of nested tables by their dotted names, without names that no setting has: longer ones.
 
     Example:
         >>> dict(flat({"a": {"b": 1}, "c.d": 2}))
         {'a.b': 1, 'c.d': 2}
     """
     for key, value in table.items():
+        if len(prefix) + (len(key) if isinstance(key, str) else 0) > _LONGEST:
+            continue  # names of inner tables would grow with every level
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
         else:

@@ -5,10 +5,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from trustrl.limits import Meter
 from trustrl.runs.metric_names import engine_of, is_validation, our_name, score_names
 from trustrl.runs.run import Row
 
 LARGEST_STEP = 2**53
+COST = 200
+"""Bytes that a value takes here and in the row made of it, and a step without its values."""
 
 
 def number(value: Any) -> float | int | None:
@@ -46,15 +49,31 @@ class Points:
 
     def __init__(self) -> None:
         self.by_step: dict[int, dict[str, Any]] = defaultdict(dict)
+        self._names: dict[str, str] = {}
+        self._meter = Meter("the metrics")
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Adds metrics of one step. Values that are not numbers are left out; NaN and infinity become None."""
+        """Adds metrics of one step. Values that are not numbers are left out; NaN and infinity become None.
+
+        Raises:
+            OverLimit: If the metrics of all steps could take more memory than allowed.
+        """
         row = self.by_step[step]
+        before = len(row)
         for name, value in metrics.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                row[str(name)] = number(value)
+                row[self._name(name)] = number(value)
             elif value is None:
-                row.setdefault(str(name), None)
+                row.setdefault(self._name(name), None)
+        self._meter.add(COST * (len(row) - before + 2 * (before == 0)))
+
+    def _name(self, name: object) -> str:
+        """Returns one string for all equal names."""
+        text = str(name)
+        if text not in self._names:
+            self._meter.add(2 * len(text))
+            self._names[text] = text
+        return self._names[text]
 
     def names(self) -> set[str]:
         """Returns the names of all metrics."""

@@ -2,14 +2,16 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trustrl.errors import RecordError
-from trustrl.files import LARGEST, finite, leads_out, open_regular, parsed_json, read_regular
+from trustrl.files import LARGEST, finite, leads_out, lines_of, open_regular, parsed_json
+from trustrl.limits import Meter
 
 NEEDED = {"metrics": ("step",), "evaluation": ("step", "accuracy")}
 """Keys that every object of a file must have."""
@@ -47,8 +49,13 @@ class StoredRun:
         file = self.path / f"{name}.jsonl"
         if not file.exists():
             return []
-        *lines, _ = _bytes(file).split(b"\n")
-        return [_row(f"{file}, line {number},", line, NEEDED[name]) for number, line in enumerate(lines, 1)]
+        rows, meter = list[dict[str, Any]](), Meter(f"{file} must hold fewer rows: they")
+        with _reading(file) as opened:
+            for number, line in enumerate(lines_of(opened), 1):
+                if line.endswith(b"\n"):
+                    rows.append(_row(f"{file}, line {number},", line, NEEDED[name]))
+                    meter.add(200 + sum(150 + len(key) for key in rows[-1]))
+        return rows
 
     def result(self) -> dict[str, Any]:
         """Returns the result.
@@ -57,7 +64,8 @@ class StoredRun:
             RecordError: If the file is not a JSON object, or its `seconds` is not a number.
         """
         file = self.path / "result.json"
-        result = _object(str(file), _bytes(file))
+        with _reading(file) as opened:
+            result = _object(str(file), opened.read())
         _check_number(str(file), result, "seconds")
         return result
 
@@ -105,9 +113,11 @@ def check_file(file: Path) -> None:
         raise RecordError(f"{file} must be a readable file, got: {error.strerror}.") from None
 
 
-def _bytes(file: Path) -> bytes:
+@contextmanager
+def _reading(file: Path) -> Iterator[IO[bytes]]:
     try:
-        return read_regular(file)
+        with open_regular(file, LARGEST) as opened:
+            yield opened
     except OSError as error:
         raise RecordError(f"{file} must be a readable file, got: {error.strerror}.") from None
 

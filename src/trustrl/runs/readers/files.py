@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
-from trustrl.files import leads_out, lines_of, open_regular, parsed_json, read_regular
+from trustrl.files import leads_out, lines_of, open_regular, parsed_json, read_regular, why_not_json
+from trustrl.limits import OverLimit, advice
 
 DEEPEST = 5
 """Levels of folders that are searched."""
@@ -17,6 +18,9 @@ DEEPEST = 5
 MOST_FILES = 50_000
 WANDB_LOG = "debug-core.log"
 """W&B links this log of its own process into each run. It has no metrics."""
+
+MOST_DAMAGE = 1_000
+"""Damaged lines of a file after which the rest of it is left out."""
 
 LOG_END = 1_000_000
 """Bytes at the end of a log that are searched for its last lines."""
@@ -124,6 +128,8 @@ def chosen_file(files: Files, paths: Sequence[Path], what: str) -> Path | None:
 
 def first_line(error: Exception) -> str:
     """Returns the first line of an error's message, or its type."""
+    if isinstance(error, MemoryError):  # the command reached its limit: trustrl.cli.limited_process
+        return f"it takes more memory than allowed. {advice(2)}"
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
@@ -136,6 +142,7 @@ class Fault:
 
 def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
     """Yields the number and value of each line of JSON, or a fault for a line that is damaged or truncated."""
+    damaged = 0
     try:
         with open_regular(file) as opened:
             for line_number, line in enumerate(lines_of(opened), 1):
@@ -143,9 +150,14 @@ def json_lines(file: Path, short: str) -> Iterator[tuple[int, Any] | Fault]:
                     continue
                 try:
                     yield line_number, parsed_json(line)
-                except ValueError:
-                    end = "the last line is truncated" if not line.endswith(b"\n") else "not valid JSON"
-                    yield Fault(f"{short}, line {line_number}: {end}; left out")
+                except ValueError as error:
+                    is_torn = not line.endswith(b"\n") and not isinstance(error, OverLimit)
+                    why = "the last line is truncated" if is_torn else why_not_json(error)
+                    yield Fault(f"{short}, line {line_number}: {why}; left out")
+                    damaged += 1
+                    if damaged == MOST_DAMAGE:
+                        yield Fault(f"{short}: {damaged:,} lines are damaged; the rest is left out")
+                        return
     except OSError as error:
         yield Fault(f"{short}: {error.strerror}; left out")
 
@@ -156,8 +168,8 @@ def json_object(file: Path, short: str) -> dict[str, Any] | Fault:
         content = parsed_json(read_regular(file))
     except OSError as error:
         return Fault(f"{short}: {error.strerror}; left out")
-    except ValueError:
-        return Fault(f"{short}: not valid JSON; left out")
+    except ValueError as error:
+        return Fault(f"{short}: {why_not_json(error)}; left out")
     return content if isinstance(content, dict) else Fault(f"{short}: not a JSON object; left out")
 
 

@@ -2,15 +2,18 @@
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trustrl.files import read_regular
+from trustrl.errors import RecordError
+from trustrl.files import lines_of, open_regular
+from trustrl.limits import Meter
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
-from trustrl.runs.points import Points, step_number
+from trustrl.runs.points import Points, number, step_number
 from trustrl.runs.readers import sqlite_files
-from trustrl.runs.readers.files import Files, chosen_name, files_of, first_line, opening
+from trustrl.runs.readers.files import MOST_DAMAGE, Files, chosen_name, files_of, first_line, opening
 from trustrl.runs.run import Status
 
 NAME = "MLflow store"
@@ -44,21 +47,26 @@ def read(files: Files) -> list[Part]:
 def _database(files: Files, file: Path) -> Part:
     part, points, params = Part(source=NAME), Points(), dict[str, Any]()
     try:
-        with sqlite_files.opened(file) as connection:
-            runs = connection.execute("select run_uuid, name, status from runs where lifecycle_stage = 'active'")
+        with sqlite_files.opened(file) as database:
+            runs = database.rows("runs", ("run_uuid", "name", "status"), "where lifecycle_stage = 'active'")
             choices = {f"{name or uuid}": (uuid, status) for uuid, name, status in runs}
             name = chosen_name(files, list(choices), f"{files.short(file)} has several runs")
             if name is None:
                 return part
             part.name, (uuid, status) = name, choices[name]
             part.status = _STATUS.get(str(status), "unknown")
-            params |= connection.execute("select key, value from params where run_uuid = ?", (uuid,))
-            query = "select key, value, step, is_nan from metrics where run_uuid = ? order by timestamp"
-            for key, value, step, is_nan in connection.execute(query, (uuid,)):
+            params |= database.rows("params", ("key", "value"), "where run_uuid = ?", (uuid,))
+            columns = ("timestamp", "key", "value", "step", "is_nan")
+            meter, rows = Meter(f"{files.short(file)}: its metrics"), list[tuple[Any, ...]]()
+            for row in database.rows("metrics", columns, "where run_uuid = ?", (uuid,)):
+                meter.add(300 + len(str(row[1])))
+                rows.append(row)
+            rows.sort(key=lambda row: number(row[0]) or 0)  # SQLite would sort in a file of unknown size
+            for _, key, value, step, is_nan in rows:
                 if (whole_step := step_number(step)) is not None:
                     lost = is_nan or not isinstance(value, (int, float)) or abs(value) > _LARGEST
                     points.add(whole_step, {str(key): math.nan if lost else value})
-    except sqlite_files.DAMAGE as error:
+    except (RecordError, *sqlite_files.DAMAGE) as error:
         part.faults.append(f"{files.short(file)}: {first_line(error)}; the rest is left out")
     _take(part, points, params, files.short(file))
     return part
@@ -76,12 +84,34 @@ def _about(folder: Path) -> dict[str, str]:
     return dict(_META.findall(opening(folder / "meta.yaml").decode("utf-8", errors="replace")))
 
 
-def _text(file: Path, files: Files, part: Part) -> str:
+def _take_metric(points: Points, name: str, file: Path, short: str) -> Iterator[str]:
+    """Adds the values of one metric from its file. Yields the faults of the file."""
+    damaged = 0
     try:
-        return read_regular(file).decode("utf-8", errors="replace")
+        with open_regular(file) as opened:
+            for line_number, line in enumerate(lines_of(opened), 1):
+                if not line.endswith(b"\n"):
+                    yield f"{short}: the last line is truncated; left out"
+                    break
+                try:
+                    step, value = _point(line)
+                except ValueError:
+                    yield f"{short}, line {line_number}: not a time, a value and a step; left out"
+                    damaged += 1
+                    if damaged == MOST_DAMAGE:
+                        yield f"{short}: {damaged:,} lines are damaged; the rest is left out"
+                        break
+                else:
+                    points.add(step, {name: value})
     except OSError as error:
-        part.faults.append(f"{files.short(file)}: {error.strerror}; left out")
-        return ""
+        yield f"{short}: {error.strerror}; left out"
+
+
+def _point(line: bytes) -> tuple[int, float]:
+    _, value, text, *_ = line.rstrip(b"\n").split(b" ")  # the time comes first
+    if (step := step_number(float(text))) is None:
+        raise ValueError(text)
+    return step, float(value)
 
 
 def _folder(files: Files, folder: Path) -> Part:
@@ -92,15 +122,6 @@ def _folder(files: Files, folder: Path) -> Part:
         params[file.name] = opening(file).decode("utf-8", errors="replace")
     for file in (path for path in listed if path.is_relative_to(folder / "metrics")):
         name = file.relative_to(folder / "metrics").as_posix()
-        *lines, torn = _text(file, files, part).split("\n")
-        part.faults += [f"{files.short(file)}: the last line is truncated; left out"] * bool(torn)
-        for line_number, line in enumerate(lines, 1):
-            try:
-                _, value, text = line.split(" ")[:3]  # the time comes first
-                if (step := step_number(float(text))) is None:
-                    raise ValueError(text)
-                points.add(step, {name: float(value)})
-            except ValueError:
-                part.faults.append(f"{files.short(file)}, line {line_number}: not a time, a value and a step; left out")
+        part.faults += _take_metric(points, name, file, files.short(file))
     _take(part, points, params, files.short(folder))
     return part

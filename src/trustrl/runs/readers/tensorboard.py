@@ -51,18 +51,18 @@ def read(files: Files) -> list[Part]:
         )
     part, points = Part(source=NAME), Points()
     events = sorted(file for group in folders.values() for file in group)
-    texts: dict[str, str] = {}
+    arguments: str | None = None
     for file in sorted(events, key=lambda file: file.name):  # the name begins with the time of the start
         for event in scalars(file, files.short(file)):
             if isinstance(event, Fault):
                 part.faults.append(event.text)
             elif isinstance(event[2], str):
-                texts[event[1]] = event[2]
+                arguments = event[2] if event[1] == _ARGUMENTS else arguments
             else:
                 points.add(event[0], {event[1]: event[2]})
     part.take(points, "TensorBoard events")
-    if _ARGUMENTS in texts:
-        _settings(part, texts[_ARGUMENTS])
+    if arguments is not None:
+        _settings(part, arguments)
     return [part]
 
 

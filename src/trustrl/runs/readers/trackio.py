@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import MissingPackageError
-from trustrl.files import open_regular, parsed_json
+from trustrl.files import LARGEST, open_regular, parsed_json
+from trustrl.limits import OverLimit
 from trustrl.optional_imports import need
+from trustrl.recording.decoded_size import check_rows
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
@@ -60,16 +62,20 @@ def _read(files: Files, file: Path, rows_of: Any) -> Part:
 
 
 def _database(file: Path, configs: dict[str, Any]) -> Iterator[tuple[str, int | None, Any]]:
-    with sqlite_files.opened(file) as connection:
-        for run, config in connection.execute("select run_name, config from configs"):
-            configs[str(run)] = _object(config)
-        for run, step, metrics in connection.execute("select run_name, step, metrics from metrics order by id"):
+    with sqlite_files.opened(file) as database:
+        for run, config in database.rows("configs", ("run_name", "config")):
+            settings = _object(config)
+            if isinstance(settings, Mapping):
+                configs[str(run)] = settings
+        for run, step, metrics in database.rows("metrics", ("run_name", "step", "metrics"), "order by rowid"):
             yield str(run), step_number(step), _object(metrics)
 
 
 def _object(text: Any) -> Any:
     try:
         return parsed_json(text)
+    except OverLimit:
+        raise
     except (ValueError, TypeError):
         return None
 
@@ -90,7 +96,8 @@ def _exported(file: Path, configs: dict[str, Any]) -> Iterator[tuple[str, int | 
     if beside.is_file():
         for row in trl_completions.whole_table(beside, parquet).to_pylist():
             configs[str(row.get("run_name"))] = {key: value for key, value in row.items() if value is not None}
-    with open_regular(file) as opened:
+    with open_regular(file, LARGEST) as opened:
+        check_rows(opened)
         for batch in parquet.ParquetFile(opened, pre_buffer=False).iter_batches(use_threads=False):
             for row in batch.to_pylist():
                 metrics = {name: value for name, value in row.items() if name not in _OWN and value is not None}

@@ -12,6 +12,7 @@ from typing import Any
 from trustrl.errors import MissingPackageError, TrustRLWarning
 from trustrl.files import open_regular, read_regular
 from trustrl.optional_imports import need
+from trustrl.recording.decoded_size import check_rows
 from trustrl.runs.part import Part, counted
 from trustrl.runs.points import number, step_number
 from trustrl.runs.readers.files import Files, first_line, stamped
@@ -108,11 +109,12 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def whole_table(file: Path, parquet: Any) -> Any:
-    """Returns a Parquet file as a table, read without threads.
+    """Returns a Parquet file as a table, read without threads, if its rows as Python objects are within the limits.
 
     Arrow's threads may abort the process when it ends soon after a read of a Python object (apache/arrow#34314).
     """
     source = BytesIO(read_regular(file))
+    check_rows(source)
     with parquet.ParquetFile(source, pre_buffer=False, page_checksum_verification=True) as opened:
         return opened.read(use_threads=False)
 

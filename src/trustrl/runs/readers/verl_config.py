@@ -11,7 +11,8 @@ from trustrl.runs.readers.files import Files
 
 NAME = "hydra configuration"
 LOOKS_FOR = ".hydra/config.yaml"
-LARGEST = 4_000_000
+LARGEST = 1_000_000
+"""Bytes of the largest file. A node of YAML takes 1,000 times the memory of its sign."""
 
 
 def read(files: Files) -> list[Part]:

@@ -16,7 +16,10 @@ from trustrl.runs.run_directory import LAST_WORDS
 NAME = "verl console log"
 LOOKS_FOR = "*.log, *.txt or *.out with lines `step:1 - ...`"
 
-LONGEST_CONFIG = 2_000_000
+LARGEST_LINE = 8_000_000
+"""Bytes of the largest line."""
+
+LONGEST_CONFIG = 1_000_000
 """Characters of a printed configuration that are parsed."""
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -42,13 +45,13 @@ def _may_be(file: Path) -> bool:
 
 
 def _read(files: Files, file: Path) -> Part | None:
-    """Returns the contents of one log, or None if it has no line of metrics and no configuration."""
+    """Returns the contents of one log, or None if it has no line of metrics, no configuration and no fault."""
     short = files.short(file)
     part, points, config, last = Part(source=NAME, engine="verl"), Points(), _Config(), list[str]()
     planned, cut = None, False
     try:
         with open_regular(file) as opened:
-            for text in lines_of(opened):
+            for text in lines_of(opened, LARGEST_LINE):
                 raw = text.decode("utf-8", errors="replace")
                 who, line = _plain(raw)
                 config.take(who, line)
@@ -62,11 +65,11 @@ def _read(files: Files, file: Path) -> Part | None:
         part.faults.append(f"{short}: {error.strerror}; left out")
     engine, part.settings = settings_of(config.parsed())
     if not points.by_step and engine is None:
-        return None
+        return part if part.faults else None
     part.take(points, short)
     if cut:
         part.faults.append(f"{short}: the last line of metrics is truncated; its last value may be too")
-    if config.begun and engine is None:
+    if config.begun is not None and engine is None:
         part.faults.append(f"{short}: the printed configuration could not be parsed; no settings from it")
     elif engine:
         part.found.append(f"settings in the configuration printed in {short}")
@@ -113,6 +116,8 @@ class _Config:
 
     def parsed(self) -> dict[Any, Any]:
         """Returns the dict, or an empty one. Only literals are evaluated."""
+        if self._size > LONGEST_CONFIG:
+            return {}
         try:
             literal = bounded(ast.literal_eval("".join(self._lines)) if self._lines else {})
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):

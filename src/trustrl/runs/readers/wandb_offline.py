@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.files import open_regular, parsed_json
+from trustrl.limits import Meter, OverLimit
 from trustrl.runs.engine_settings import settings_of
 from trustrl.runs.part import Part
 from trustrl.runs.points import Points, step_number
@@ -24,6 +25,12 @@ BLOCK = 32_768
 _HEADER = b":W&B"
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _HISTORY, _SUMMARY, _CONFIG, _RUN, _EXIT = 2, 3, 5, 17, 18
+LARGEST_RECORD = 16_000_000
+"""Bytes of a record above which it counts as damaged."""
+
+LONGEST_NAME = 1_000
+"""Characters of the longest name of a metric, with the names of the objects around it."""
+
 STEPS = ("train/global_step", "training/global_step", "_step")
 """Keys that hold the step, by preference. `_step` counts calls of `log`, which TRL makes several times in one step."""
 
@@ -38,13 +45,15 @@ def read(files: Files) -> list[Part]:
     file = chosen_file(files, files.matching(*patterns), "W&B runs")
     if file is None:
         return []
-    part, run = Part(source=NAME), _Run()
+    part, run = Part(source=NAME), _Run(files.short(file))
     for record in records(file, files.short(file)):
         try:
             if isinstance(record, Fault):
                 part.faults.append(record.text)
             else:
                 run.take(record)
+        except OverLimit:
+            raise
         except ValueError as error:
             part.faults.append(f"{files.short(file)}: a record is damaged ({error}); left out")
     part.name = run.name
@@ -73,7 +82,8 @@ def by_step(history: list[dict[str, Any]]) -> Points:
 class _Run:
     """History, configuration and end of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, short: str) -> None:
+        self._meter = Meter(f"{short}: its history")
         self.history: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
         self.name: str | None = None
@@ -88,25 +98,32 @@ class _Run:
         for number, _, value in wire.fields(record):
             if number == _HISTORY:
                 self.history.append(_history(wire.raw(value)))
+                self._meter.add(200 + sum(100 + len(name) for name in self.history[-1]))
             elif number == _CONFIG:
-                self.config |= _items(wire.raw(value), 1)
+                self._configure(wire.raw(value))
             elif number == _RUN:
                 self._start(wire.raw(value))
             elif number == _EXIT:
                 codes = [wire.signed(code) for number, _, code in wire.fields(wire.raw(value)) if number == 1]
                 self.exit_code = codes[-1] if codes else 0
 
+    def _configure(self, data: bytes) -> None:
+        self._meter.add(len(data))
+        self.config |= _items(data, 1)
+
     def _start(self, data: bytes) -> None:
         for number, _, value in wire.fields(data):
-            if number == 4:  # its configuration
-                self.config |= _items(wire.raw(value), 1)
+            if number == 4:
+                self._configure(wire.raw(value))
             elif number == 8:
                 self.name = wire.text(value)
 
 
 def _history(data: bytes) -> dict[str, Any]:
-    """Returns the metrics of a HistoryRecord; nested keys are joined with a slash."""
-    metrics = _items(data, 1)
+    """Returns the metrics of a HistoryRecord; nested keys are joined with a slash. Other values are left out."""
+    metrics = {
+        name: value for name, value in _items(data, 1).items() if value is None or isinstance(value, (int, float))
+    }
     for number, _, value in wire.fields(data):
         if number == 2:
             steps = [wire.signed(step) for number, _, step in wire.fields(wire.raw(value)) if number == 1]
@@ -136,7 +153,13 @@ def _items(data: bytes, field: int) -> dict[str, Any]:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the numbers inside a nested value. wandb stores nested metrics and settings as JSON objects."""
+    """Yields the numbers inside a nested value. wandb stores nested metrics and settings as JSON objects.
+
+    Raises:
+        ValueError: If a name is too long. The names of inner values would repeat it.
+    """
+    if len(key) > LONGEST_NAME:
+        raise ValueError(f"a name has more than {LONGEST_NAME:,} characters")
     if isinstance(value, dict) and "_type" not in value:
         for name, inner in value.items():
             yield from _leaves(f"{key}/{name}", inner)
@@ -147,6 +170,8 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _parsed(text: str) -> Any:
     try:
         value = parsed_json(text)
+    except OverLimit:
+        raise
     except ValueError:
         return None
     return (
@@ -161,7 +186,7 @@ def records(file: Path, short: str) -> Iterator[bytes | Fault]:
     try:
         with open_regular(file) as opened:
             kept: list[bytes] = []
-            offset = 0
+            offset = size = 0
             while block := opened.read(BLOCK):
                 start = 7 if offset == 0 else 0
                 if offset == 0 and not block.startswith(_HEADER):
@@ -174,9 +199,13 @@ def records(file: Path, short: str) -> Iterator[bytes | Fault]:
                         continue
                     kind, data = piece
                     if kind in (_FULL, _FIRST):
-                        kept = [data]
+                        kept, size = [data], 0
                     elif kept:
                         kept.append(data)
+                    size += len(data)
+                    if size > LARGEST_RECORD:
+                        yield Fault(f"{short}: a record is larger than {LARGEST_RECORD:,} bytes; left out")
+                        kept, size = [], 0
                     if kind in (_FULL, _LAST) and kept:
                         yield b"".join(kept)
                         kept = []
