@@ -127,8 +127,8 @@ def test_a_full_spool_drops_whole_steps_and_counts_them_exactly(server, make):
             added[step] = int(batches.batch(seed=step).rollout.in_loss.sum())
             if step == 19:
                 server.turn("up")
-                remote.flush(30.0)
-        remote.flush(30.0)
+            if step >= 19:
+                remote.flush(60.0)
     written = read(address)["step"].tolist()
     lost = {step for step in added} - set(written)
     assert 0 < len(lost) < 20
@@ -202,6 +202,7 @@ def kill(recorder):
     if thread is not None:
         thread.join(30.0)
     recorder._uploads._lock.close()
+    recorder._uploads._process = -1  # the exit of this process does nothing for it
 
 
 SCRIPT = """
