@@ -43,7 +43,7 @@ from trustrl.engines.trl.callbacks import FollowsTheTrainer, RegionActs
 from trustrl.engines.trl.logged_metrics import UNSCORED, TrlMetrics
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
 from trustrl.engines.trl.rollout_pass import RolloutPass
-from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
+from trustrl.engines.trl.rollout_rows import SEQUENCE, RecordEnd, RolloutRows, about
 from trustrl.engines.trl.sampler_check import SamplerCheck
 from trustrl.engines.trl.trainer_checks import check_first_loss, check_model, check_settings
 from trustrl.errors import ConfigError, EngineError
@@ -165,6 +165,7 @@ class TrustRegionMixin(LossSeamMixin):
         rank = self.accelerator.process_index
         recorder = Recorder(recording, self.region, rank=rank, about=about(self) if rank == 0 else None)
         self._rows = RolloutRows(self, recorder)
+        self.add_callback(RecordEnd(recorder))
         return recorder
 
     def _add_callbacks(self, *, startup_checks: bool) -> None:
