@@ -16,9 +16,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+
 from support import recording_batches as batches
 from support.failing_s3 import environment, failing_s3
-
 from trustrl.errors import TrustRLWarning
 from trustrl.recording import Recorder, Recording, read
 from trustrl.recording.record_check import check_record

@@ -17,7 +17,6 @@ import pytest
 
 pa = pytest.importorskip("pyarrow")
 
-from pyarrow import fs
 
 from support import recording_batches as batches
 from trustrl.errors import TrustRLWarning

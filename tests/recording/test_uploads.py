@@ -17,7 +17,7 @@ from support import recording_batches as batches
 from support.failing_s3 import environment, failing_s3
 from trustrl.cli import main
 from trustrl.errors import ConfigError, TrustRLWarning
-from trustrl.recording import NonFinite, Recorder, Recording, read, read_sequences, read_texts, storage, uploads
+from trustrl.recording import NonFinite, Recorder, Recording, read, read_sequences, read_texts, spool, storage, uploads
 from trustrl.recording.record_check import check_record
 
 
@@ -102,7 +102,7 @@ def test_recording_goes_on_after_an_outage_and_the_record_is_that_of_a_folder(se
     dump = address.replace("records?", "records/dump-00000004?")
     assert read(dump).table.equals(read(tmp_path / "local" / "dump-00000004").table)
     assert valid(address).rows == valid(tmp_path / "local").rows
-    assert not [path for path in (tmp_path / "spool").rglob("*.parquet")]
+    assert not list((tmp_path / "spool").rglob("*.parquet"))
 
 
 def test_a_server_that_answers_late_costs_no_step_its_latency(server, make):
@@ -130,7 +130,7 @@ def test_a_full_spool_drops_whole_steps_and_counts_them_exactly(server, make):
             if step >= 19:
                 remote.flush(60.0)
     written = read(address)["step"].tolist()
-    lost = {step for step in added} - set(written)
+    lost = set(added) - set(written)
     assert 0 < len(lost) < 20
     assert lost == set(range(min(lost), 20)), "whole steps, until there was room again"
     totals = [text for text in said if "lack" in text]
@@ -158,9 +158,9 @@ def test_what_an_ended_process_left_is_uploaded_by_the_next_one_or_by_the_comman
         for step in range(2, 5):
             record(second, step)
         second.flush(0.5)
-    spool = ["--spool", str(tmp_path / "spool")]
+    option = ["--spool", str(tmp_path / "spool")]
     assert "lacks 9 files" in said[-1]
-    assert f"`trustrl records upload s3://bucket/run/records {' '.join(spool)}`" in said[-1]
+    assert f"`trustrl records upload s3://bucket/run/records {' '.join(option)}`" in said[-1]
     kill(second)
     stranger = next((tmp_path / "spool").glob("records-*/rank-*")) / "notes.txt"
     stranger.write_text("of somebody else")
@@ -175,11 +175,11 @@ def test_what_an_ended_process_left_is_uploaded_by_the_next_one_or_by_the_comman
         record(third, 5)
         third.flush(0.5)
     assert "lacks 3 files" in said[-1]
-    assert main(["records", "upload", address, *spool]) == 1
+    assert main(["records", "upload", address, *option]) == 1
     assert "belongs to a process that runs" in capsys.readouterr().out
     kill(third)
     server.turn("up")
-    assert main(["records", "upload", address, *spool]) == 0
+    assert main(["records", "upload", address, *option]) == 0
     assert "3 files uploaded, 0 left" in capsys.readouterr().out
     assert set(read(address)["step"].tolist()) == {0, 1, 2, 3, 4, 5}
     valid(address)
@@ -251,7 +251,7 @@ def test_a_process_ends_in_time_while_the_store_fails_and_says_what_waits(server
 
 def test_spools_of_records_in_different_stores_are_apart(tmp_path):
     def name(address):
-        return uploads.spool_of(storage.place(address), tmp_path).name
+        return spool.spool_of(storage.place(address), tmp_path).name
 
     plain = "s3://bucket/run/records?scheme=http&region=us-east-1&endpoint_override="
     keyed = plain.replace("s3://", "s3://key:secret@")

@@ -9,15 +9,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl records`."""
     parser.add_argument(
         "action", choices=("check", "upload"),
-        help="check: compare records with docs/specification/token-record.md. upload: upload the files that a run left "
-        "on this machine because the object store failed",
+        help="Compare records with docs/specification/token-record.md (check), or upload the files that a run left on "
+        "this machine because the object store failed (upload)",
     )  # fmt: skip
     parser.add_argument(
         "addresses", metavar="ADDRESS", nargs="+",
         help="Record folders, run directories, or record files: paths, or addresses such as s3://bucket/run",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="Print one JSON object; for check")
-    parser.add_argument("--spool", metavar="FOLDER", help="Folder of the waiting files, as in the run's recording.spool")
+    parser.add_argument(
+        "--spool", metavar="FOLDER", help="Folder of the waiting files, as in the run's recording.spool"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _upload(options: argparse.Namespace) -> int:
     """Uploads what waits for each address. Returns 1 if files stay."""
-    from trustrl.recording.uploads import upload_left
+    from trustrl.recording.spool import upload_left
 
     num_messages = 0
     for address in options.addresses:

@@ -139,7 +139,7 @@ class Recorder:
         self._first_step: int | None = None
         self._began = False
         self._error: Exception | None = None
-        """Why the records of this step cannot be written."""
+        """Reason that the records of this step cannot be written."""
 
     def add(
         self,
@@ -247,7 +247,9 @@ class Recorder:
             self._refuse(error)
             # Later steps of the newest rollout need its sequences.
             newest = max(self._sequences, default=-1) if isinstance(error, OSError) else None
-            lost = self._forget([open_step for open_step in self._sequences if open_step <= step and open_step != newest])
+            lost = self._forget(
+                [open_step for open_step in self._sequences if open_step <= step and open_step != newest]
+            )
             self._dropped.add(step, error, num_tokens=self._num_sampled, num_sequences=lost)
         self._num_tokens = self._num_sampled = 0
         self._error = None

@@ -34,7 +34,7 @@ _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
 
 
 class Spool(Protocol):
-    """Local folder in which files for a store wait for their upload; see `trustrl.recording.uploads`."""
+    """Local folder in which files for a store wait for their upload; see `trustrl.recording.spool`."""
 
     def local(self, where: "Remote") -> Path:
         """Returns the path at which a file or folder waits."""
@@ -59,7 +59,7 @@ class Remote:
     """Name in the filesystem."""
 
     spool: Spool | None = field(default=None, compare=False)
-    """Where files written here wait for their upload. None uploads them at once."""
+    """Folder in which files written here wait for their upload. None uploads them at once."""
 
     @property
     def name(self) -> str:
