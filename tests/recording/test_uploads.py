@@ -162,7 +162,7 @@ def test_what_an_ended_process_left_is_uploaded_by_the_next_one_or_by_the_comman
     assert "lacks 9 files" in said[-1]
     assert f"`trustrl records upload s3://bucket/run/records {' '.join(option)}`" in said[-1]
     kill(second)
-    stranger = next((tmp_path / "spool").glob("records-*/rank-*")) / "notes.txt"
+    stranger = second._uploads._own / "notes.txt"
     stranger.write_text("of somebody else")
     server.turn("up")
     third = make(address)
