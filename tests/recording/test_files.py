@@ -346,18 +346,41 @@ def test_nothing_sampled_is_no_file(tmp_path):
     assert os.listdir(tmp_path) == ["run.json"]
 
 
-def test_a_full_disk_ends_the_recording_and_not_the_training(tmp_path, monkeypatch):
-    made = recorder(tmp_path)
+def test_a_full_disk_costs_the_steps_until_it_has_room_and_counts_their_tokens(tmp_path, monkeypatch):
+    made = recorder(tmp_path, ring_steps=4)
     batches.give(made, batches.batch(), step=0)
+    tokens = {step: int(batches.batch(seed=step).rollout.in_loss.sum()) for step in (1, 2)}
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(trustrl.errors.TrustRLWarning, match="No space left on device"):
-        batches.give(made, batches.batch(), step=1)
-    batches.give(made, batches.batch(), step=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "step-00000000.rank-0000.parquet"]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        with pytest.warns(trustrl.errors.TrustRLWarning, match="No space left on device.* The records of step 1 and"):
+            batches.give(made, batches.batch(seed=1), step=1)
+        batches.give(made, batches.batch(seed=2), step=2)  # says nothing twice
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "step-00000000.rank-0000.parquet"]
+    says = f"lack {tokens[1] + tokens[2]:,} tokens and 0 sequences of 2 steps, 1 to 2, until step 3, from which on"
+    with pytest.warns(trustrl.errors.TrustRLWarning, match=says):
+        batches.give(made, batches.batch(seed=3), step=3)
+    assert read(tmp_path)["step"].unique().tolist() == [0, 3]
+    assert [step for step, _ in made.ring.steps()] == [0, 1, 2, 3]
+
+
+def test_a_dump_that_finds_no_room_says_so_and_recording_goes_on(tmp_path, monkeypatch):
+    made = recorder(tmp_path, ring_steps=2, triggers=(trustrl.recording.NonFinite(at_most_every=1),))
+    bad = batches.batch(at={(0, 0): float("nan")})
+
+    def full(self, step, fired):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trustrl.recording.Recorder, "_dump", full)
+        with pytest.warns(trustrl.errors.TrustRLWarning, match="Cannot write the dump of step 0 to .*No space left"):
+            assert batches.give(made, bad, step=0) == []
+    (folder,) = batches.give(made, bad, step=1)
+    assert read(folder)["step"].unique().tolist() == [0, 1]
+    assert read(tmp_path)["step"].unique().tolist() == [0, 1]
 
 
 def test_sequences_must_be_named_one_by_one(tmp_path):

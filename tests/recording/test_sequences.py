@@ -112,15 +112,16 @@ def test_lists_of_different_lengths_are_refused():
         SequenceRows(sequence=[1, 2], group=[3])
 
 
-def test_a_value_of_the_wrong_kind_ends_the_recording_and_not_the_training(tmp_path):
+def test_a_value_of_the_wrong_kind_costs_its_step_and_not_the_training(tmp_path):
     made = recorder(tmp_path)
     made.add_sequences(rows(reward=["much"] * 3), step=0)
     with pytest.warns(TrustRLWarning, match=r"SequenceRows\.reward must contain float or None"):
         made.end_step(0, None)
-    made.add_sequences(rows(), step=1)
-    made.end_step(1, None)
-    assert len(read_sequences(tmp_path)) == 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.parent.name == "sequences"]
+    made.add_sequences(rows(), step=1)
+    with pytest.warns(TrustRLWarning, match=r"lack 0 tokens and 3 sequences of 1 steps, 0 to 0, until step 1"):
+        made.end_step(1, None)
+    assert read_sequences(tmp_path)["step"].to_pylist() == [1, 1, 1]
 
 
 def test_a_run_without_a_region_has_no_verdicts(tmp_path):

@@ -31,6 +31,7 @@ def record(folder, region=batches.REGION, *, seeds=(0, 1), updates=2, proximal=T
             recorder.add(out, b.policy, rollout, sequences=b.sequences, step=step, update=update)
             sums.append(out.sums)
         recorder.end_step(step, trustrl.merge(sums))
+    recorder.flush()
     return folder
 
 

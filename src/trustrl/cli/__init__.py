@@ -30,7 +30,7 @@ VERBS = {
     "audit": "Replay other regions on recorded tokens and report what each would mask",
     "calibrate": "Estimate sampler-trainer noise from records and recommend a threshold above it",
     "bound": "Evaluate DPPO's improvement bound on recorded tokens, update by update",
-    "records": "Check records against their specification",
+    "records": "Check records against their specification, or upload files that wait for an object store",
 }
 RESUMES = {"run": "run the same command with --resume to continue", "compare": "run the same command to continue"}
 """Verbs that keep their progress when interrupted, with the hint for continuing."""

@@ -1,4 +1,4 @@
-"""`trustrl records check ADDRESS`: compares records with their specification."""
+"""`trustrl records check ADDRESS` compares records with their specification; `upload` sends what waits in a spool."""
 
 import argparse
 
@@ -7,16 +7,41 @@ from trustrl.terminal import complain, one_line, say, say_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl records`."""
-    parser.add_argument("action", choices=("check",), help="Check records against docs/specification/token-record.md")
+    parser.add_argument(
+        "action", choices=("check", "upload"),
+        help="Compare records with docs/specification/token-record.md (check), or upload the files that a run left on "
+        "this machine because the object store failed (upload)",
+    )  # fmt: skip
     parser.add_argument(
         "addresses", metavar="ADDRESS", nargs="+",
         help="Record folders, run directories, or record files: paths, or addresses such as s3://bucket/run",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="Print one JSON object")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object; for check")
+    parser.add_argument(
+        "--spool", metavar="FOLDER", help="Folder of the waiting files, as in the run's recording.spool"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints each finding as a line on stdout, or all as one JSON object. Returns 1 if a record is invalid."""
+    """Prints each finding as a line on stdout, or all as one JSON object. Returns 1 if a record is not in order."""
+    return _check(options) if options.action == "check" else _upload(options)
+
+
+def _upload(options: argparse.Namespace) -> int:
+    """Uploads what waits for each address. Returns 1 if files stay."""
+    from trustrl.recording.spool import upload_left
+
+    num_messages = 0
+    for address in options.addresses:
+        uploaded, messages = upload_left(address, options.spool)
+        for message in messages:
+            say(one_line(message))
+        say(f"{uploaded:,} files uploaded, {len(messages):,} left")
+        num_messages += len(messages)
+    return 1 if num_messages else 0
+
+
+def _check(options: argparse.Namespace) -> int:
     from trustrl.recording.record_check import check_record
 
     checked = [check_record(address) for address in options.addresses]

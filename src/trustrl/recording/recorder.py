@@ -1,8 +1,8 @@
 """Recorder for one rank: writes a sample of each step, and the last steps in full when a trigger fires."""
 
-import warnings
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,17 +13,19 @@ from trustrl.config.axes import Region
 from trustrl.core.diagnostics import Sums
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.errors import RecordError, TrustRLWarning
+from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import sealed_json
+from trustrl.recording.dropped import Dropped
 from trustrl.recording.record_files import about_name, dump_name, remove_from, remove_unfinished
 from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
 from trustrl.recording.run_file import run_description, write_run
 from trustrl.recording.sequence_tables import SequenceRows, write_sequences
-from trustrl.recording.storage import Place
+from trustrl.recording.storage import Place, Remote
 from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_sampled
+from trustrl.recording.uploads import FLUSH_SECONDS, Uploads
 from trustrl.regions.loading import config_to_dict
 
 
@@ -84,8 +86,9 @@ class Recorder:
     """Records each micro-batch as the loss saw it, without changing it.
 
     Host memory holds the ring (`ring_bytes`), one micro-batch in transit, and the step's sampled rows that do not yet
-    fill a row group, and the step's sampled sequences. For an object store it also holds the step's compressed file. If
-    the disk is full or the store fails, the recorder warns and stops recording; training continues.
+    fill a row group, and the step's sampled sequences. For an object store, files wait in a spool on the local disk,
+    and a thread uploads them; see `trustrl.recording.uploads`. A step that cannot be written, because the disk or the
+    spool is full, is dropped, counted and warned about; the ring stays, and later steps are written again.
 
     At its first step, the recorder deletes files that an earlier process of the same rank wrote for this step and for
     later ones, because a resumed run records these steps again.
@@ -108,7 +111,7 @@ class Recorder:
         Raises:
             ConfigError: If `about` has an unknown key or a value of the wrong type, or the address is unknown.
             MissingPackageError: If pyarrow, or the package that reads the address, is not installed.
-            OSError: If the directory cannot be created, or the store cannot be written to.
+            OSError: If the directory or the spool cannot be created, or the store cannot be written to.
         """
         need("pyarrow.parquet", extra="records")  # fail now, not at the first file
         self.settings = settings
@@ -119,8 +122,13 @@ class Recorder:
         storage.make_folder(self._folder)
         remove_unfinished(self._folder, rank)
         if rank == 0 or about is not None:
-            shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder")}
+            shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder", "spool")}
             write_run(self._folder, run_description(about, region=self._region, recording=shown))
+        self._uploads: Uploads | None = None
+        if isinstance(self._folder, Remote):
+            self._uploads = Uploads(self._folder, rank=rank, spool=settings.spool, max_bytes=settings.spool_bytes)
+            self._folder = self._uploads.folder
+        self._dropped = Dropped(self._folder)
         self._sequences: dict[int, dict[int, dict[str, Any]]] = {}
         self._transit: HostCopy | None = None
         self._part: PartWriter | None = None
@@ -128,7 +136,10 @@ class Recorder:
         self._facts: deque[Facts] = deque(maxlen=max([trigger.num_steps for trigger in settings.triggers], default=1))
         self._fired_at: dict[Trigger, int] = {}
         self._num_dumps = 0
-        self._began = self._stopped = False
+        self._first_step: int | None = None
+        self._began = False
+        self._error: Exception | None = None
+        """Reason that the records of this step cannot be written."""
 
     def add(
         self,
@@ -152,12 +163,10 @@ class Recorder:
         """
         if not self._began:
             self._begin(step)
-        if self._stopped:
-            return
         more = [name for name in ("topk", "kept_ids", "experts") if getattr(self.settings, name)]
         copy = copied_to_host(out, policy, rollout, sequences, shared=(step, update, self._rank), more=more)
         self._absorb()
-        self._transit = None if self._stopped else copy
+        self._transit = copy
 
     def sampled(self, sequences: Int[Tensor, "*n"]) -> Bool[Tensor, "*n"]:
         """Flags the sequences that this recorder writes. Decode only their text."""
@@ -172,7 +181,7 @@ class Recorder:
         """
         if not self._began:
             self._begin(step)
-        if self._stopped or not len(rows.sequence):
+        if not len(rows.sequence):
             return
         keep = self.sampled(torch.as_tensor(rows.sequence, dtype=torch.int64)).tolist()
         self._sequences.setdefault(step, {}).update({row["sequence"]: row for row in rows.rows(keep)})
@@ -188,39 +197,82 @@ class Recorder:
         Returns:
             The directory of the dump, if one was written.
         """
-        if self._stopped:
-            return []
         self._absorb()
+        self._end_files(step)
         dumps: list[Place] = []
+        fired = [] if sums is None else self._fired(step, sums)
+        if fired and self._num_dumps < self.settings.max_dumps:
+            try:
+                dumps.append(self._dump(step, fired))
+                self._num_dumps += 1
+            except OSError as error:
+                self._dropped.dump(step, error)
+        if self._uploads is not None:
+            self._uploads.say()
+        return dumps
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Ends a run: waits until an object store has the files of all ended steps, and warns about missing records.
+
+        Call it on every rank. Recording may continue afterwards.
+
+        Args:
+            seconds: Longest wait. The warning says where files wait that the store has not taken by then.
+        """
+        waiting = [step for step in self._sequences if step <= self._dropped.last_step]
+        self._dropped.over(None, num_sequences=self._forget(waiting))
+        if self._uploads is not None:
+            self._uploads.flush(seconds)
+
+    def _end_files(self, step: int) -> None:
+        """Writes the sequences of this step and of earlier ones that did not end, and finishes the part file."""
+        is_new = self._part is not None
         try:
-            self._end_sequences(step)
+            if self._error is not None:
+                raise self._error
+            for open_step in sorted(self._sequences):
+                if open_step <= step and (rows := self._sequences[open_step]):
+                    self._check_room()
+                    write_sequences(
+                        self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text
+                    )
+                    is_new = True
+                    del self._sequences[open_step]
             if self._part is not None:
                 self._part.close(num_tokens=self._num_tokens)
                 self._part = None
-            fired = [] if sums is None else self._fired(step, sums)
-            if fired and self._num_dumps < self.settings.max_dumps:
-                self._num_dumps += 1
-                dumps.append(self._dump(step, fired))
+            if is_new:
+                self._dropped.over(step)
         except (OSError, RecordError) as error:
-            self._stop(error)
+            self._refuse(error)
+            # Later steps of the newest rollout need its sequences.
+            newest = max(self._sequences, default=-1) if isinstance(error, OSError) else None
+            lost = self._forget(
+                [open_step for open_step in self._sequences if open_step <= step and open_step != newest]
+            )
+            self._dropped.add(step, error, num_tokens=self._num_sampled, num_sequences=lost)
         self._num_tokens = self._num_sampled = 0
-        return dumps
+        self._error = None
 
-    def _end_sequences(self, step: int) -> None:
-        """Writes the sequences of this step and of earlier ones that did not end."""
-        for open_step in sorted(self._sequences):
-            if open_step <= step and (rows := self._sequences.pop(open_step)):
-                write_sequences(
-                    self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text
-                )
+    def _forget(self, steps: list[int]) -> int:
+        """Drops the sequences of these steps. Returns their number."""
+        return sum(len(self._sequences.pop(step)) for step in steps)
+
+    def _check_room(self) -> None:
+        if self._uploads is not None:
+            self._uploads.check_room()
 
     def _begin(self, step: int) -> None:
         """Deletes what this process will record again."""
-        self._began = True
+        self._first_step = step if self._first_step is None else self._first_step
         try:
-            remove_from(self._folder, step, self._rank)
+            if self._uploads is not None:
+                self._uploads.begin(self._first_step)
+            else:
+                remove_from(self._folder, self._first_step, self._rank)
+            self._began = True
         except OSError as error:
-            self._stop(error)
+            self._refuse(error)
 
     def _absorb(self) -> None:
         """Stores the micro-batch that the last `add` sent to the host."""
@@ -242,12 +294,15 @@ class Recorder:
             self._write(sampled)
 
     def _write(self, rows: Rows) -> None:
+        if self._error is not None:
+            return
         try:
             if self._part is None:
+                self._check_room()
                 self._part = PartWriter(self._folder, step=rows.step, rank=self._rank, region=self._region)
             self._part.add(rows)
         except OSError as error:
-            self._stop(error)
+            self._refuse(error)
 
     def _fired(self, step: int, sums: Sums) -> list[dict[str, Any]]:
         self._facts.append(facts_of(step, sums))
@@ -264,6 +319,7 @@ class Recorder:
 
     def _dump(self, step: int, fired: list[dict[str, Any]]) -> Place:
         """Writes every step in the ring as a part file, then the JSON file. If that exists, the dump is complete."""
+        self._check_room()
         folder = self._folder / dump_name(step)
         storage.make_folder(folder)
         kept = {}
@@ -282,18 +338,10 @@ class Recorder:
         storage.write_text(folder / about_name(self._rank), sealed_json(about))
         return folder
 
-    def _stop(self, error: OSError | RecordError) -> None:
-        self._stopped = True
-        part, self._part, self._transit = self._part, None, None
-        self._sequences = {}
-        self.ring = Ring(num_steps=0, max_bytes=1)
-        try:
-            if part is not None:
+    def _refuse(self, error: OSError | RecordError) -> None:
+        """Gives up on the files of this step."""
+        self._error = error
+        part, self._part = self._part, None
+        if part is not None:
+            with suppress(OSError):  # the disk that failed before
                 part.abandon()
-        except OSError:
-            pass  # the disk that failed before
-        warnings.warn(
-            f"Cannot write records to `{self._folder}`: {str(error).rstrip('.')}. Recording stops; training continues.",
-            TrustRLWarning,
-            stacklevel=3,
-        )

@@ -203,6 +203,12 @@ class Recording:
     max_dumps: int = 10
     """Maximum number of dumps per process."""
 
+    spool: str | None = None
+    """Local directory in which files for an object store wait for their upload. None uses one in `TMPDIR`."""
+
+    spool_bytes: int = 2**30
+    """Size per rank from which the spool is full. Steps are then dropped and counted."""
+
     def __post_init__(self) -> None:
         if not isinstance(self.folder, (str, PathLike)) or not fspath(self.folder):
             raise ConfigError(f"recording.folder must be a path, got {self.folder!r}.")
@@ -213,6 +219,10 @@ class Recording:
         validators.whole("recording.ring_steps", self.ring_steps, low=0)
         validators.whole("recording.ring_bytes", self.ring_bytes, low=1)
         validators.whole("recording.max_dumps", self.max_dumps, low=0)
+        if self.spool is not None and (not isinstance(self.spool, (str, PathLike)) or "://" in str(self.spool)):
+            raise ConfigError(f"recording.spool must be a local path or None, got {self.spool!r}.")
+        object.__setattr__(self, "spool", None if self.spool is None else str(fspath(self.spool)))
+        validators.whole("recording.spool_bytes", self.spool_bytes, low=1)
         validators.truth("recording.text", self.text)
         validators.truth("recording.topk", self.topk)
         validators.truth("recording.kept_ids", self.kept_ids)

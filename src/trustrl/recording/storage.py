@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from shutil import copyfileobj
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, TypeAlias, TypeVar, cast
+from typing import IO, Any, Protocol, TypeAlias, TypeVar, cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -33,6 +33,18 @@ _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
 """Filesystems of pyarrow in which a name may contain a slash without a folder. They need no request to create one."""
 
 
+class Spool(Protocol):
+    """Local folder in which files for a store wait for their upload; see `trustrl.recording.spool`."""
+
+    def local(self, where: "Remote") -> Path:
+        """Returns the path at which a file or folder waits."""
+        ...
+
+    def submit(self, file: Path) -> None:
+        """Takes a complete file to upload it later. Does not wait."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Remote:
     """File or folder outside this machine. `str` and `repr` leave out passwords and the query, which may hold keys."""
@@ -46,6 +58,9 @@ class Remote:
     path: str = field(compare=False)
     """Name in the filesystem."""
 
+    spool: Spool | None = field(default=None, compare=False)
+    """Folder in which files written here wait for their upload. None uploads them at once."""
+
     @property
     def name(self) -> str:
         """Last part of the path."""
@@ -54,7 +69,8 @@ class Remote:
     def __truediv__(self, name: str) -> "Remote":
         before, mark, query = self.address.partition("?")
         path = f"{self.path.rstrip('/')}/{name}" if self.path else name
-        return Remote(f"{before.rstrip('/') if self.path else before}/{name}{mark}{query}", self.filesystem, path)
+        address = f"{before.rstrip('/') if self.path else before}/{name}{mark}{query}"
+        return Remote(address, self.filesystem, path, self.spool)
 
     def __str__(self) -> str:
         return _shown(self.address)
@@ -253,6 +269,8 @@ def write_text(where: Place, text: str) -> None:
 
 def make_folder(folder: Place) -> None:
     """Creates a folder and its parents if they are missing. Makes no request in object stores, which have none."""
+    if isinstance(folder, Remote) and folder.spool is not None:
+        folder = folder.spool.local(folder)
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
     elif folder.filesystem.type_name not in _WITHOUT_FOLDERS:
@@ -276,20 +294,39 @@ def remove_empty(folder: Place) -> None:
             folder.rmdir()
 
 
+def send(source: IO[bytes], where: Remote) -> None:
+    """Writes a file of a store. Does not delete what a broken connection may leave of it.
+
+    Raises:
+        OSError: If the store refuses.
+    """
+    source.seek(0)
+    with _os_errors(), where.filesystem.open_output_stream(where.path) as sink:
+        copyfileobj(source, sink, IN_MEMORY)
+
+
 class WholeFile:
     """File that appears under its name only when it is complete.
 
-    On this machine it is written under a temporary name and renamed. For a store it is collected here, in memory and
-    then in a temporary file, and uploaded at once: a stream that breaks off could leave part of a file there.
+    On this machine it is written under a temporary name and renamed. For a store with a spool the same happens in the
+    spool. For a store without one it is collected in memory and then in a temporary file, and uploaded at once: a
+    stream that breaks off could leave part of a file there.
     """
 
     def __init__(self, where: Place) -> None:
         self._where = where
+        self._spool = where.spool if isinstance(where, Remote) else None
         self.target: Path | IO[bytes]
         """Path or file to write to, as `pyarrow.parquet.ParquetWriter` takes it."""
 
         if isinstance(where, Path):
-            self.target = where.with_name(f".{where.name}.tmp")
+            self._local = where
+        elif self._spool is not None:
+            self._local = self._spool.local(where)
+        else:
+            self._local = None
+        if self._local is not None:
+            self.target = self._local.with_name(f".{self._local.name}.tmp")
         else:
             self.target = SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115
 
@@ -317,13 +354,14 @@ class WholeFile:
             OSError: If the disk or the store refuses. Call `abandon` then.
         """
         if isinstance(self.target, Path):
-            os.replace(self.target, self._where)  # pyright: ignore[reportArgumentType]: both are local
+            assert self._local is not None
+            os.replace(self.target, self._local)
+            if self._spool is not None:
+                self._spool.submit(self._local)
             return
         assert isinstance(self._where, Remote)
-        self.target.seek(0)
         try:
-            with _os_errors(), self._where.filesystem.open_output_stream(self._where.path) as sink:
-                copyfileobj(self.target, sink, IN_MEMORY)
+            send(self.target, self._where)
         except OSError:
             with suppress(OSError):  # closing a stream may have published a part
                 remove(self._where)

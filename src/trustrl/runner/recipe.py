@@ -30,7 +30,10 @@ from trustrl.runner.recipe_tables import (
 )
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-RECORD_KEYS = tuple(setting.name for setting in fields(Recording) if setting.name != "folder")
+LEFT_OUT = ("folder", "spool", "spool_bytes")
+"""Settings of a recording that a recipe does not have: its records are in the run directory."""
+
+RECORD_KEYS = tuple(setting.name for setting in fields(Recording) if setting.name not in LEFT_OUT)
 """Keys that [records] accepts."""
 
 

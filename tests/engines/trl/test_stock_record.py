@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from uuid import uuid4
 
 import pytest
 
@@ -19,7 +21,7 @@ from support.rendezvous import own_environment, python_path
 from trustrl import regions
 from trustrl.engines.trl import TrustRegionGRPOTrainer, record
 from trustrl.errors import ConfigError, TrustRLWarning
-from trustrl.recording import Recorder, Recording, read, read_run, read_sequences, read_texts
+from trustrl.recording import Recorder, Recording, read, read_run, read_sequences, read_texts, uploads
 
 UPDATES_PER_ROLLOUT = 4
 SCHEDULE = {
@@ -361,6 +363,27 @@ def test_a_trainer_with_a_region_records_its_sequences_too(tmp_path):
     assert len(found) == SCHEDULE["per_device_train_batch_size"] * SCHEDULE["steps_per_generation"]
     assert found == first_rollout(tmp_path / "stock"), "the same rollout, before any update"
     assert read_run(tmp_path / "records")["region_role"] is None
+
+
+@pytest.mark.parametrize("has_region", [False, True], ids=["stock", "with a region"])
+def test_training_ends_when_a_slow_store_has_the_record(has_region, tmp_path, monkeypatch):
+    pytest.importorskip("fsspec")
+
+    def slow(*arguments, upload=uploads.upload):
+        time.sleep(0.3)
+        upload(*arguments)
+
+    monkeypatch.setattr(uploads, "upload", slow)
+    recording = {"folder": f"memory://{uuid4().hex}/records", "sample": 1.0, "spool": str(tmp_path / "spool")}
+    schedule = SCHEDULE | {"max_steps": 2, "loss_type": "grpo"}
+    if has_region:
+        region = {"region": trustrl.preset("dppo-binary-tv"), "behavior": "trainer"}
+        settings = world.settings(output_dir=str(tmp_path), **schedule)
+        more = region | {"recording": Recording(**recording)}
+        world.trainer_of(TrustRegionGRPOTrainer, world.tiny_model(), settings, **more).train()
+    else:
+        trained(tmp_path, recording, **schedule)
+    assert set(read(recording["folder"])["step"].tolist()) == {0, 1}
 
 
 def test_nan_in_a_stock_run_dumps_the_last_steps(tmp_path):

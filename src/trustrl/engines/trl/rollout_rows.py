@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.trainer_callback import TrainerCallback
 
 from trustrl.recording import Recorder, SequenceRows, sequence_ids
 
@@ -16,6 +17,17 @@ SEQUENCE = "trustrl_sequence"
 
 GROUPS = -1
 """In place of a rank, for the ids of groups, whose completions may be on several ranks."""
+
+
+class RecordEnd(TrainerCallback):
+    """Waits at the end of training until an object store has the record."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Flushes the recorder."""
+        self._recorder.flush()
 
 
 class RolloutRows:

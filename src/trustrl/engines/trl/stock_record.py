@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers.trainer_callback import TrainerCallback
 from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 
 from trustrl.config.axes import Needs, Region
@@ -25,7 +24,7 @@ from trustrl.engines.refusals.trl import OLDEST
 from trustrl.engines.trl import sampled_rows, sampler
 from trustrl.engines.trl.anchors import RECORDED, TRAINERS, corrected, rollout_tokens
 from trustrl.engines.trl.policy_side import policy_tokens
-from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
+from trustrl.engines.trl.rollout_rows import SEQUENCE, RecordEnd, RolloutRows, about
 from trustrl.engines.trl.trainer import TrustRegionMixin
 from trustrl.errors import ConfigError, TrustRLWarning
 from trustrl.recording import Recorder, Recording
@@ -84,6 +83,7 @@ class StockRecord:
 
     def __init__(self, trainer: Any, recorder: Recorder, region: Region | None) -> None:
         self._trainer = trainer
+        self.recorder = recorder
         self._tokens = StockTokens(recorder, region)
         self._rows = RolloutRows(trainer, recorder)
         truncated = sampler.is_truncated(trainer.args)
@@ -161,10 +161,11 @@ class StockRecord:
             self._tokens.end_step(step)
 
 
-class _Recorded(TrainerCallback):
-    """Warning after the first step if nothing was recorded."""
+class _Recorded(RecordEnd):
+    """Warning after the first step if nothing was recorded, and the end of the record."""
 
     def __init__(self, record: StockRecord) -> None:
+        super().__init__(record.recorder)
         self._record = record
         self._checked = False
 

@@ -44,7 +44,7 @@ from trustrl.engines.trl.anchors import (
     rollout_tokens,
 )
 from trustrl.engines.trl.policy_side import policy_tokens, wanted_of
-from trustrl.engines.trl.rollout_rows import SEQUENCE, RolloutRows, about
+from trustrl.engines.trl.rollout_rows import SEQUENCE, RecordEnd, RolloutRows, about
 from trustrl.engines.trl.sampler import SamplerCheck
 from trustrl.engines.trl.trainer_checks import (
     FollowsTheTrainer,
@@ -171,6 +171,7 @@ class TrustRegionMixin(LossSeamMixin):
         rank = self.accelerator.process_index
         recorder = Recorder(recording, self.region, rank=rank, about=about(self) if rank == 0 else None)
         self._rows = RolloutRows(self, recorder)
+        self.add_callback(RecordEnd(recorder))
         return recorder
 
     def _add_callbacks(self, *, startup_checks: bool) -> None:

@@ -191,6 +191,7 @@ class RegionWorker(TrainingWorker):
         region_metrics = {} if total is None else rates(total)
         if self._recorder is not None and total is not None:
             self._recorder.end_step(self._num_steps, total)
+            self._flush_at_the_end()
         if total is not None:
             self._check.check(region_metrics, total)
             region_metrics = (
@@ -226,7 +227,14 @@ class RegionWorker(TrainingWorker):
         self._stock.begin(self._num_steps, data, self._sent)
         out = super().train_mini_batch(data)
         self._stock.end()
+        self._flush_at_the_end()
         return out
+
+    def _flush_at_the_end(self) -> None:
+        """Waits for the uploads of the record at the last step. verl then ends its workers without notice."""
+        last = getattr(self.optimizer_config, "total_training_steps", None) or -1
+        if self._recorder is not None and 0 < last <= self._num_steps:
+            self._recorder.flush()
 
     def weights_sent(self, version: int) -> None:
         """Notes that the sampler now has the current weights, under this version."""

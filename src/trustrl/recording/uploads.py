@@ -1,0 +1,234 @@
+"""Uploads of a record to an object store, by a thread that empties a spool on the local disk. No torch.
+
+A recorder writes its files into its folder of the spool, under the names that they have in the record. The thread
+uploads them in that order and deletes each one that the store has taken. So training never waits for the store, and
+files that are left when a process ends are uploaded by the next process of the same record and rank, or by
+`trustrl.recording.spool.upload_left`.
+"""
+
+import atexit
+import os
+import random
+import threading
+import time
+import warnings
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakSet
+
+from trustrl.errors import TrustRLWarning
+from trustrl.recording.record_files import remove_from
+from trustrl.recording.spool import (
+    TAKE_BACK,
+    held,
+    impatient,
+    new_folder,
+    remove_empty,
+    spool_of,
+    upload,
+    upload_folder,
+)  # fmt: skip
+from trustrl.recording.storage import Remote
+
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+"""Seconds before the first retry and between the last ones. Each retry waits twice as long, less a random half."""
+
+OUTAGE = 3
+"""Number of failed attempts in a row from which the store counts as failing."""
+
+FLUSH_SECONDS = 60.0
+"""Seconds that the end of a run waits for the store."""
+
+
+class _Waiting(NamedTuple):
+    """File that waits for its upload."""
+
+    file: Path
+    size: int
+
+
+class Uploads:
+    """Files of one recorder on their way to an object store.
+
+    Nothing here waits for the store except `flush`. Messages of the thread are warned by the next `say` or `flush`, in
+    the thread that calls it.
+
+    Args:
+        where: The folder of the record.
+        rank: The rank of the recorder.
+        spool: The folder that holds all spools; see `spool_of`.
+        max_bytes: Size from which the spool is full.
+
+    Raises:
+        ConfigError: If the spool belongs to another user.
+        OSError: If it cannot be created.
+    """
+
+    def __init__(self, where: Remote, *, rank: int, spool: str | None, max_bytes: int) -> None:
+        self._where = impatient(where)
+        self._rank, self._max_bytes = rank, max_bytes
+        self._root = spool
+        self._spool = spool_of(where, spool)
+        self._own, self._lock = new_folder(self._spool, rank)
+        self.folder = Remote(where.address, where.filesystem, where.path, self)
+        """The record's folder. Files written there wait in the spool until they are uploaded."""
+
+        self._changed = threading.Condition()
+        self._queue: deque[_Waiting | int] = deque()
+        """Files, and the step from which on the old files of this rank must go first."""
+        self._used = 0
+        self._made: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._num_failed = 0
+        self._failing_since = 0.0
+        self._news: list[str] = []
+        self._told: list[_Waiting | int] = []
+        """Jobs that the last `flush` left and named."""
+        self._ends = False
+        self._process = os.getpid()
+        _OPEN.add(self)
+
+    def check_room(self) -> None:
+        """Raises an OSError if the spool is full."""
+        if self._used >= self._max_bytes:
+            raise OSError(f"the spool `{self._own}` is full ({self._used:,} bytes in {len(self._queue):,} files wait)")
+
+    def local(self, where: Remote) -> Path:
+        """Returns the path at which a file or folder of the record waits."""
+        return self._own / where.path.removeprefix(self._where.path).lstrip("/")
+
+    def begin(self, step: int) -> None:
+        """Deletes, in the thread, the files that an earlier process of this rank wrote for this step and later ones.
+
+        Files of earlier steps that it left in the spool are uploaded first.
+        """
+        (self._own / TAKE_BACK).write_text(f"{step}\n")
+        self._append(step)
+
+    def submit(self, file: Path) -> None:
+        """Takes a complete file to upload it later. Does not wait."""
+        self._append(_Waiting(file, file.stat().st_size))
+
+    def _append(self, job: _Waiting | int) -> None:
+        with self._changed:
+            self._queue.append(job)
+            self._used += 0 if isinstance(job, int) else job.size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="trustrl-uploads", daemon=True)
+                self._thread.start()
+
+    def say(self) -> None:
+        """Warns about outages that began or ended since the last call."""
+        with self._changed:
+            news, self._news = self._news, []
+        for text in news:
+            warnings.warn(text, TrustRLWarning, stacklevel=4)
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> None:
+        """Waits until the store has every file, at most this long. Then warns about files that are left."""
+        if self._process != os.getpid():
+            return  # a forked process has no thread
+        last = time.monotonic() + seconds
+        with self._changed:
+            self._changed.notify_all()  # ends the wait before a retry
+            while self._queue and (rest := last - time.monotonic()) > 0:
+                self._changed.wait(rest)
+            pending = list(self._queue)
+        self.say()
+        left = [job for job in pending if isinstance(job, _Waiting)]
+        if left and pending != self._told:
+            more = "" if self._root is None else f" --spool {self._spool.parent}"
+            query = ", with the query of its address" if "?" in self._where.address else ""
+            warnings.warn(
+                f"`{self._where}` lacks {len(left):,} files of this record, which it did not take in time. They wait "
+                f"in `{self._own}`. The next process of this record and rank uploads them, or when this one has ended: "
+                f"`trustrl records upload {self._where}{more}`{query}.",
+                TrustRLWarning,
+                stacklevel=3,
+            )
+        self._told = pending
+
+    def end(self, seconds: float) -> None:
+        """Flushes, stops the thread and removes an empty spool."""
+        if self._process != os.getpid():
+            return
+        self.flush(0.0 if self._queue and list(self._queue) == self._told else seconds)
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
+        remove_empty(self._own)
+
+    def _run(self) -> None:
+        """Does the jobs in order, each until it succeeds."""
+        while True:
+            with self._changed:
+                if not self._queue or self._ends:
+                    self._thread = None
+                    return
+                job = self._queue[0]
+            try:
+                self._take_back(job) if isinstance(job, int) else self._put(job)
+            except Exception as error:
+                self._failed(error)
+                continue
+            with self._changed:
+                self._queue.popleft()
+                self._succeeded()
+                self._changed.notify_all()
+
+    def _put(self, waiting: _Waiting) -> None:
+        try:
+            source = waiting.file.open("rb")
+        except FileNotFoundError:
+            with self._changed:
+                self._news.append(f"Another program deleted `{waiting.file}` before its upload. Its rows are lost.")
+        else:
+            with source:
+                upload(source, self._where, waiting.file.relative_to(self._own), self._made)
+            waiting.file.unlink(missing_ok=True)
+        with self._changed:
+            self._used -= waiting.size
+
+    def _take_back(self, step: int) -> None:
+        for folder in sorted(self._spool.glob(f"rank-{self._rank:04d}.*")):
+            with held(folder) as is_free:
+                if is_free:
+                    remove_from(folder, step, self._rank)
+                    _, damaged = upload_folder(folder, self._where, self._made)
+                    with self._changed:
+                        self._news += damaged
+        remove_from(self._where, step, self._rank)
+        (self._own / TAKE_BACK).unlink(missing_ok=True)
+
+    def _failed(self, error: Exception) -> None:
+        with self._changed:
+            self._num_failed += 1
+            if self._num_failed == 1:
+                self._failing_since = time.monotonic()
+            if self._num_failed == OUTAGE:
+                self._news.append(
+                    f"Cannot upload records to `{self._where}`: {str(error).rstrip('.')}. They wait in `{self._own}` "
+                    f"until the store takes them again, at most {self._max_bytes:,} bytes; training continues."
+                )
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self._num_failed - 1, 30))
+            self._changed.wait(wait * random.uniform(0.5, 1.0))  # ranks must not return all at once
+
+    def _succeeded(self) -> None:
+        if self._num_failed >= OUTAGE:
+            self._news.append(
+                f"`{self._where}` takes records again after {time.monotonic() - self._failing_since:,.0f} s. "
+                f"{len(self._queue) + 1:,} files waited and none of them was lost."
+            )
+        self._num_failed = 0
+
+
+_OPEN: "WeakSet[Uploads]" = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the uploads of this process. Registered after pyarrow's own exit, which waits for running requests."""
+    last = time.monotonic() + FLUSH_SECONDS
+    for uploads in list(_OPEN):
+        uploads.end(max(0.0, last - time.monotonic()))
