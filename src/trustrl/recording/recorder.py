@@ -3,6 +3,7 @@
 import warnings
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import sealed_json
-from trustrl.recording.record_files import about_name, dump_name, remove_from, remove_unfinished
+from trustrl.recording.part_names import about_name, dump_name
+from trustrl.recording.rank_writer import RankWriter
 from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
-from trustrl.recording.run_file import run_description, write_run
+from trustrl.recording.run_file import run_description, stated_run, write_run
 from trustrl.recording.sequence_tables import SequenceRows, write_sequences
 from trustrl.recording.storage import Place
 from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_sampled
+from trustrl.recording.writers import SUPERSEDED, Claim, check_run, run_name
 from trustrl.regions.loading import config_to_dict
 
 
@@ -80,6 +83,12 @@ def facts_of(step: int, sums: Sums) -> Facts:
     return Facts(step, histograms, entropy, {name: count for name, count in faults.items() if count})
 
 
+def _world_size() -> int | None:
+    """Returns the number of ranks, or None if torch.distributed does not know it."""
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if known else None
+
+
 class Recorder:
     """Records each micro-batch as the loss saw it, without changing it.
 
@@ -87,12 +96,20 @@ class Recorder:
     fill a row group, and the step's sampled sequences. For an object store it also holds the step's compressed file. If
     the disk is full or the store fails, the recorder warns and stops recording; training continues.
 
-    At its first step, the recorder deletes files that an earlier process of the same rank wrote for this step and for
-    later ones, because a resumed run records these steps again.
+    At its first step, the recorder claims its rank. Files that an earlier process of the rank wrote for this step and
+    for later ones move to `superseded/`, because a resumed run records these steps again. If another process claims the
+    rank later, this one stops recording with a warning, so that no two processes mix their tokens.
     """
 
     def __init__(
-        self, settings: Recording, region: Region | None, *, rank: int, about: Mapping[str, Any] | None = None
+        self,
+        settings: Recording,
+        region: Region | None,
+        *,
+        rank: int,
+        about: Mapping[str, Any] | None = None,
+        run: str | None = None,
+        world_size: int | None = None,
     ) -> None:
         """Creates the directory. Rank 0 also writes run.json.
 
@@ -104,8 +121,13 @@ class Recorder:
                 `packages` (versions by name, in addition to the usual ones), `model`, `tokenizer`, `dtypes` (`trainer`
                 and `sampler`) and `sampling` (`temperature`, `top_p`, `top_k`, `min_p`). Pass it on one rank, which
                 writes run.json; rank 0 always writes it.
+            run: A name of the run that a resumed process repeats and no other run has. A folder with records of another
+                name is refused. None takes the name that `trustrl run` wrote, if it made the directory.
+            world_size: The number of ranks. If an earlier process of the run had more, their files no longer count from
+                this process's first step on. None takes that of torch.distributed, if it is initialized.
 
         Raises:
+            RecordError: If the folder has the records of another run.
             ConfigError: If `about` has an unknown key or a value of the wrong type, or the address is unknown.
             MissingPackageError: If pyarrow, or the package that reads the address, is not installed.
             OSError: If the directory cannot be created, or the store cannot be written to.
@@ -117,10 +139,17 @@ class Recorder:
         self._region = None if region is None else config_to_dict(region)
         self._folder = storage.place(settings.folder)
         storage.make_folder(self._folder)
-        remove_unfinished(self._folder, rank)
-        if rank == 0 or about is not None:
+        run = run or run_name(self._folder)
+        if run is not None:
+            check_run(self._folder, run, stated_run(self._folder))
+        self._writes_run = rank == 0 or about is not None
+        if self._writes_run:
             shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder")}
-            write_run(self._folder, run_description(about, region=self._region, recording=shown))
+            write_run(self._folder, run_description(about, region=self._region, recording=shown, run=run))
+        self._claim = Claim(
+            rank=rank, attempt=0, from_step=0, in_effect=False, world_size=world_size or _world_size(), run=run
+        )
+        self._writer: RankWriter | None = None
         self._sequences: dict[int, dict[int, dict[str, Any]]] = {}
         self._transit: HostCopy | None = None
         self._part: PartWriter | None = None
@@ -128,7 +157,7 @@ class Recorder:
         self._facts: deque[Facts] = deque(maxlen=max([trigger.num_steps for trigger in settings.triggers], default=1))
         self._fired_at: dict[Trigger, int] = {}
         self._num_dumps = 0
-        self._began = self._stopped = False
+        self._stopped = False
 
     def add(
         self,
@@ -150,7 +179,7 @@ class Recorder:
             step: The training step.
             update: The optimizer step inside it.
         """
-        if not self._began:
+        if self._writer is None and not self._stopped:
             self._begin(step)
         if self._stopped:
             return
@@ -170,7 +199,7 @@ class Recorder:
             rows: Sequences of a rollout, sampled or not.
             step: The training step.
         """
-        if not self._began:
+        if self._writer is None and not self._stopped:
             self._begin(step)
         if self._stopped or not len(rows.sequence):
             return
@@ -191,8 +220,13 @@ class Recorder:
         if self._stopped:
             return []
         self._absorb()
+        if self._writer is None:
+            self._begin(step)
+            if self._stopped:
+                return []
         dumps: list[Place] = []
         try:
+            self._own().check()
             self._end_sequences(step)
             if self._part is not None:
                 self._part.close(num_tokens=self._num_tokens)
@@ -201,6 +235,7 @@ class Recorder:
             if fired and self._num_dumps < self.settings.max_dumps:
                 self._num_dumps += 1
                 dumps.append(self._dump(step, fired))
+            self._own().ended(step)
         except (OSError, RecordError) as error:
             self._stop(error)
         self._num_tokens = self._num_sampled = 0
@@ -211,16 +246,30 @@ class Recorder:
         for open_step in sorted(self._sequences):
             if open_step <= step and (rows := self._sequences.pop(open_step)):
                 write_sequences(
-                    self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text
-                )
+                    self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text,
+                    claim=self._own().claim,
+                )  # fmt: skip
 
     def _begin(self, step: int) -> None:
-        """Deletes what this process will record again."""
-        self._began = True
+        """Claims the rank from this step on."""
         try:
-            remove_from(self._folder, step, self._rank)
-        except OSError as error:
+            claim = replace(self._claim, from_step=step)
+            self._writer = RankWriter.begin(self._folder, claim, ring_steps=self.settings.ring_steps)
+        except (OSError, RecordError) as error:
             self._stop(error)
+            return
+        if self._writer.num_replaced and self._writes_run and claim.run is None:
+            warnings.warn(
+                f"`{self._folder}` had a whole record from step {step} on: its files "
+                f"({self._writer.num_replaced} of rank {self._rank}) are now in {SUPERSEDED}/, where readers ignore "
+                "them. If they are of another run, give each run its own folder.",
+                TrustRLWarning,
+                stacklevel=4,
+            )
+
+    def _own(self) -> RankWriter:
+        assert self._writer is not None  # `_begin` sets it, or stops the recording
+        return self._writer
 
     def _absorb(self) -> None:
         """Stores the micro-batch that the last `add` sent to the host."""
@@ -244,7 +293,9 @@ class Recorder:
     def _write(self, rows: Rows) -> None:
         try:
             if self._part is None:
-                self._part = PartWriter(self._folder, step=rows.step, rank=self._rank, region=self._region)
+                self._part = PartWriter(
+                    self._folder, step=rows.step, rank=self._rank, region=self._region, claim=self._own().claim
+                )
             self._part.add(rows)
         except OSError as error:
             self._stop(error)
@@ -264,12 +315,12 @@ class Recorder:
 
     def _dump(self, step: int, fired: list[dict[str, Any]]) -> Place:
         """Writes every step in the ring as a part file, then the JSON file. If that exists, the dump is complete."""
-        folder = self._folder / dump_name(step)
+        folder, claim = self._folder / dump_name(step), self._own().claim
         storage.make_folder(folder)
         kept = {}
         for ring_step, parts in self.ring.steps():
             num_tokens = sum(map(len, parts)) + self.ring.left_off.get(ring_step, 0)
-            writer = PartWriter(folder, step=ring_step, rank=self._rank, region=self._region)
+            writer = PartWriter(folder, step=ring_step, rank=self._rank, region=self._region, claim=claim)
             try:
                 for rows in parts:
                     writer.add(rows)
@@ -279,7 +330,7 @@ class Recorder:
                 raise
             kept[ring_step] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(ring_step, 0)}
         about = {"step": step, "fired": fired, "steps": kept, "ring_bytes": self.ring.nbytes, "region": self._region}
-        storage.write_text(folder / about_name(self._rank), sealed_json(about))
+        storage.write_text(folder / about_name(self._rank, claim.attempt), sealed_json(about))
         return folder
 
     def _stop(self, error: OSError | RecordError) -> None:
