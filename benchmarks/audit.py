@@ -23,7 +23,8 @@ import torch
 
 import trustrl
 from trustrl.recording import read
-from trustrl.recording.record_writer import PartWriter, part_name
+from trustrl.recording.record_files import part_name
+from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.sequence_tables import write_sequences
 from trustrl.recording.token_rows import Rows
 

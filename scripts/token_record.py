@@ -7,7 +7,16 @@ import json
 from pathlib import Path
 
 from trustrl.recording.run_file import RUN_SCHEMA
-from trustrl.recording.schema import REGION_KEY, STEP_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY
+from trustrl.recording.schema import (
+    PARTS_KEY,
+    REGION_KEY,
+    STEP_KEY,
+    TABLE_KEY,
+    TABLES,
+    VERSION,
+    VERSION_KEY,
+    WRITER_KEY,
+)  # fmt: skip
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/specification/token-record.md"
@@ -26,7 +35,10 @@ def schema_file() -> str:
         }
         for name, columns in TABLES.items()
     }
-    keys = {"version": VERSION_KEY, "table": TABLE_KEY, "region": REGION_KEY, "step": STEP_KEY}
+    keys = {
+        "version": VERSION_KEY, "table": TABLE_KEY, "region": REGION_KEY, "step": STEP_KEY, "writer": WRITER_KEY,
+        "parts": PARTS_KEY,
+    }  # fmt: skip
     found = {
         "version": VERSION, "metadata_keys": {name: key.decode() for name, key in keys.items()}, "tables": tables,
         "run.json": RUN_SCHEMA,

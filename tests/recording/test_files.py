@@ -265,7 +265,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert left[0] in os.listdir(tmp_path)  # another rank's
     made = recorder(tmp_path)
     batches.give(made, batches.batch(), step=2)
-    names = ["run.json", "step-00000001.rank-0000.parquet", "step-00000002.rank-0000.parquet"]
+    names = ["run.json", "step-00000001.rank-0000.parquet", "step-00000002.rank-0000.attempt-0002.parquet", "writers"]
     assert sorted(os.listdir(tmp_path)) == names
     assert set(read(tmp_path)["step"].tolist()) == {1, 2}
 
@@ -279,7 +279,8 @@ def test_a_process_that_begins_at_a_step_takes_back_what_its_rank_recorded_from_
             batches.give(made, batches.batch(seed=step), step=step)
 
     def files(rank):
-        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob(f"*.rank-{rank:04d}.*"))
+        names = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob(f"*.rank-{rank:04d}.*")]
+        return sorted(name for name in names if not name.startswith("superseded/"))
 
     before, others = files(0), files(1)
     assert {"dump-00000002/trigger.rank-0000.json", "dump-00000004/trigger.rank-0000.json"} <= set(before)
@@ -287,11 +288,13 @@ def test_a_process_that_begins_at_a_step_takes_back_what_its_rank_recorded_from_
     assert files(0) == before
     b = batches.batch()
     made.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=3)
-    assert files(0) == [name for name in before if name.split("/")[0].split(".")[0][-8:] < "00000003"]
+    replaced = [name for name in before if name.split("/")[0].split(".")[0][-8:] >= "00000003"]
+    assert files(0) == [name for name in before if name not in replaced]
     assert files(1) == others
     recorder(tmp_path, rank=1).add(b.out, b.policy, b.rollout, sequences=b.sequences, step=0)
     assert files(1) == [] != files(0)
     assert not (tmp_path / "dump-00000004").exists(), "a folder that nobody has files in"
+    assert all((tmp_path / "superseded" / name).is_file() for name in replaced + others), "nothing is deleted"
 
 
 def rewritten(path, metadata=None, drop=()):
@@ -343,7 +346,7 @@ def test_files_of_two_regions_are_not_mixed(tmp_path):
 
 def test_nothing_sampled_is_no_file(tmp_path):
     batches.give(recorder(tmp_path, sample=0.0), batches.batch())
-    assert os.listdir(tmp_path) == ["run.json"]
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "writers"]
 
 
 def test_a_full_disk_costs_the_steps_until_it_has_room_and_counts_their_tokens(tmp_path, monkeypatch):
@@ -359,7 +362,7 @@ def test_a_full_disk_costs_the_steps_until_it_has_room_and_counts_their_tokens(t
         with pytest.warns(trustrl.errors.TrustRLWarning, match="No space left on device.* The records of step 1 and"):
             batches.give(made, batches.batch(seed=1), step=1)
         batches.give(made, batches.batch(seed=2), step=2)  # says nothing twice
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "step-00000000.rank-0000.parquet"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["run.json", "step-00000000.rank-0000.parquet", "writers"]
     says = f"lack {tokens[1] + tokens[2]:,} tokens and 0 sequences of 2 steps, 1 to 2, until step 3, from which on"
     with pytest.warns(trustrl.errors.TrustRLWarning, match=says):
         batches.give(made, batches.batch(seed=3), step=3)

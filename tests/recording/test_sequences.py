@@ -48,7 +48,7 @@ def test_sequences_and_texts_come_back_as_they_were_given(tmp_path):
     assert (found["step"], found["rank"], found["text"]) == ([3] * 3, [1] * 3, [NAME] * 3)
     expected = {"sequence": [5, 6, 7], "prompt": given.prompt, "completion": given.completion}
     assert read_texts(tmp_path).to_pydict() == expected
-    assert sorted(os.listdir(tmp_path)) == ["sequences", "texts"]  # another rank's run.json
+    assert sorted(os.listdir(tmp_path)) == ["sequences", "texts", "writers"]  # another rank's run.json
 
 
 @pytest.mark.parametrize("how", ["switched off", "not given"])
@@ -56,7 +56,7 @@ def test_without_text_there_is_no_text_file_and_no_reference(how, tmp_path):
     made = recorder(tmp_path, text=how != "switched off")
     made.add_sequences(rows() if how == "switched off" else rows(prompt=None, completion=None), step=3)
     made.end_step(3, None)
-    assert os.listdir(tmp_path) == ["sequences"]
+    assert sorted(os.listdir(tmp_path)) == ["sequences", "writers"]
     assert read_sequences(tmp_path)["text"].null_count == 3
     assert len(read_texts(tmp_path)) == 0
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from pathlib import Path
 from uuid import uuid4
 
@@ -175,3 +176,25 @@ def test_unknown_addresses_are_refused(address, error, says):
         place(address)
     with pytest.raises(error, match=says):
         recorder(address)
+
+
+def test_two_processes_of_a_rank_do_not_mix_in_a_store():
+    address = f"memory://{uuid4().hex}/records"
+    earlier, later = recorder(address), recorder(address)
+    stopped = None
+    for step in range(8):
+        for made, seed in ((earlier, 0), (later, 50)):
+            b = batches.batch(seed=seed + step, first=1000 * seed + 10 * step)
+            made.add(b.out, b.policy, b.rollout, sequences=b.sequences, step=step)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            earlier.end_step(step, None)
+        later.end_step(step, None)
+        for made in (earlier, later):
+            if made._writer._asked is not None:
+                made._writer._asked.exception()  # the store has answered
+        if any("took over rank 0" in str(one.message) for one in said):
+            stopped = step
+    assert stopped == 1  # at step 0 it asked
+    assert read(address)["sequence"].min() >= 50_000
+    assert {*read(address)["step"].tolist()} == set(range(8))

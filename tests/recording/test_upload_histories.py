@@ -71,11 +71,28 @@ class Store:
     def create_dir(self, path, *, recursive):
         self._request()
 
+    def open_input_file(self, path):
+        self._request()
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        return io.BytesIO(self.files[path])
+
     def get_file_info(self, selector):
         self._request()
+        if isinstance(selector, str):
+            kind = "File" if selector in self.files else "NotFound"
+            return SimpleNamespace(type=SimpleNamespace(name=kind), path=selector)
         start = f"{selector.base_dir}/"
         inside = {path.removeprefix(start).split("/")[0] for path in self.files if path.startswith(start)}
         return [SimpleNamespace(path=start + name) for name in inside]
+
+    def move(self, path, target):
+        mode = self._request()
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        self.files[target] = self.files.pop(path)
+        if mode == "lost":
+            raise RuntimeError(mode)
 
     def delete_file(self, path):
         mode = self._request()
@@ -120,10 +137,10 @@ def dropped(texts):
     return [sum(column) for column in zip(*counts, strict=True)] or [0, 0]
 
 
-def step_in(name):
-    """The step of a file of the token table, or None for another file."""
-    match = re.fullmatch(r"step-(\d+)\.rank-0000\.parquet", name)
-    return int(match[1]) if match else None
+def step_in(name, attempt):
+    """The step of a file of the token table that this attempt wrote, or None for another file."""
+    match = re.fullmatch(r"step-(\d+)\.rank-0000(?:\.attempt-(\d+))?\.parquet", name)
+    return int(match[1]) if match and int(match[2] or 1) == attempt else None
 
 
 def taken(recorder, store, path, first):
@@ -133,7 +150,8 @@ def taken(recorder, store, path, first):
     """
     waiting = [file.relative_to(recorder._uploads._own) for file in recorder._uploads._own.rglob("step-*")]
     names = [*map(str, waiting), *(name.removeprefix(f"{path}/") for name in store.put)]
-    steps = ({step_in(name.removeprefix(folder)) for name in names} for folder in ("", "sequences/"))
+    attempt = recorder._claim.attempt
+    steps = ({step_in(name.removeprefix(folder), attempt) for name in names} for folder in ("", "sequences/"))
     return [{step for step in found if step is not None and step >= first} for found in steps]
 
 

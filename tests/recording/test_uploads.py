@@ -159,7 +159,7 @@ def test_what_an_ended_process_left_is_uploaded_by_the_next_one_or_by_the_comman
             record(second, step)
         second.flush(0.5)
     option = ["--spool", str(tmp_path / "spool")]
-    assert "lacks 9 files" in said[-1]
+    assert "lacks 10 files" in said[-1]
     assert f"`trustrl records upload s3://bucket/run/records {' '.join(option)}`" in said[-1]
     kill(second)
     stranger = second._uploads._own / "notes.txt"

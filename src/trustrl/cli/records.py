@@ -1,4 +1,4 @@
-"""`trustrl records check ADDRESS` compares records with their specification; `upload` sends what waits in a spool."""
+"""`trustrl records`: compares records with their specification, merges their files, uploads what waits in a spool."""
 
 import argparse
 
@@ -8,9 +8,10 @@ from trustrl.terminal import complain, one_line, say, say_json
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl records`."""
     parser.add_argument(
-        "action", choices=("check", "upload"),
-        help="Compare records with docs/specification/token-record.md (check), or upload the files that a run left on "
-        "this machine because the object store failed (upload)",
+        "action", choices=("check", "compact", "upload"),
+        help="Compare records with docs/specification/token-record.md (check), merge the files of steps that have ended, "
+        "if no run writes to them (compact), or upload the files that a run left on this machine because the object "
+        "store failed (upload)",
     )  # fmt: skip
     parser.add_argument(
         "addresses", metavar="ADDRESS", nargs="+",
@@ -23,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints each finding as a line on stdout, or all as one JSON object. Returns 1 if a record is not in order."""
-    return _check(options) if options.action == "check" else _upload(options)
+    """Prints each finding as a line on stdout, or all as one JSON object. Returns 1 if a record is invalid."""
+    return {"check": _check, "compact": _compact, "upload": _upload}[options.action](options)
 
 
 def _upload(options: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def _check(options: argparse.Namespace) -> int:
         records = [
             {
                 "address": record.address, "valid": record.is_valid, "versions": sorted(record.versions),
-                "files": record.files, "rows": record.rows,
+                "files": record.files, "rows": record.rows, "superseded": record.superseded,
                 "findings": [finding._asdict() for finding in record.findings],
             }
             for record in checked
@@ -61,5 +62,18 @@ def _check(options: argparse.Namespace) -> int:
                 say(one_line(f"{finding.level}: `{finding.file}` {finding.text}"))
         counts = ", ".join(f"{num} {table}" for table, num in record.rows.items())
         verdict = "valid" if record.is_valid else "not valid"
-        complain(f"{record.address}: {verdict}; {record.files} files, {counts}")
+        more = f"; {record.superseded} superseded files not read" * bool(record.superseded)
+        complain(f"{record.address}: {verdict}; {record.files} files, {counts}{more}")
     return 0 if all(record.is_valid for record in checked) else 1
+
+
+def _compact(options: argparse.Namespace) -> int:
+    from trustrl.recording.compaction import compact_record
+
+    compacted = [(address, *compact_record(address)) for address in options.addresses]
+    if options.json:
+        records = [{"address": address, "files_before": before, "files": after} for address, before, after in compacted]
+        say_json({"version": 1, "records": records})
+    for address, before, after in compacted:
+        complain(f"{address}: {before} files before, {after} after")
+    return 0

@@ -1,8 +1,8 @@
 """Validator for records: compares a folder or file with docs/specification/token-record.md. No torch."""
 
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, Literal, NamedTuple
@@ -12,11 +12,13 @@ from trustrl.files import parsed_json, shortened
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_file, checked_json, parsed_footer
-from trustrl.recording.record_files import RECORDS, RUN, SEQUENCES, TEXTS, named_numbers, opened
+from trustrl.recording.part_names import FORM, PartName, about_name, about_numbers, dump_step
+from trustrl.recording.record_files import RECORDS, RUN, SEQUENCES, TEXTS, opened
 from trustrl.recording.run_file import violations
 from trustrl.recording.schema import STEP_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY
 from trustrl.recording.storage import Place, Remote
-from trustrl.recording.value_checks import breaches
+from trustrl.recording.value_checks import breaches, misplaced
+from trustrl.recording.writers import SUPERSEDED, Claims, claim_files, read_claim
 
 MAX_GROUP = 65_536
 """Largest row group of the token table."""
@@ -45,6 +47,9 @@ class CheckedRecord:
     """Rows read, by table."""
 
     versions: set[int] = field(default_factory=set)
+    superseded: int = 0
+    """Part files that a later process replaced. They are not read, and not in the other counts."""
+
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -99,12 +104,13 @@ def _table_of(file: Place) -> str:
 
 
 def _check_folder(report: CheckedRecord, folder: Place) -> None:
-    tokens = _check_parts(report, folder, "tokens")
-    sequences = _check_parts(report, storage.inside(folder, SEQUENCES), "sequences")
-    texts = _check_parts(report, storage.inside(folder, TEXTS), "texts")
-    dumps = storage.entries(folder, "dump-*")
-    for dump in dumps:
-        _check_dump(report, dump)
+    claims = _checked_claims(report, folder)
+    tokens = _check_parts(report, folder, "tokens", claims)
+    sequences = _check_parts(report, storage.inside(folder, SEQUENCES), "sequences", claims)
+    texts = _check_parts(report, storage.inside(folder, TEXTS), "texts", claims)
+    for dump in storage.entries(folder, "dump-*"):
+        _check_dump(report, dump, claims)
+    _count_superseded(report, folder)
     if not report.files:
         report.error(folder, "must contain files named step-XXXXXXXX.rank-XXXX.parquet, got none.")
     if sequences:  # not every trainer describes its sequences
@@ -116,19 +122,49 @@ def _check_folder(report: CheckedRecord, folder: Place) -> None:
     _check_run(report, folder / RUN)
 
 
-def _check_parts(report: CheckedRecord, folder: Place, table: str) -> dict[str, dict[int, str | None]]:
+def _checked_claims(report: CheckedRecord, folder: Place) -> Claims:
+    claims = []
+    for file in claim_files(folder):
+        try:
+            claims.append(read_claim(file))
+        except RecordError as error:
+            report.findings.append(Finding("error", str(file), str(error)))
+    return Claims(claim for claim in claims if claim is not None)
+
+
+def _check_parts(
+    report: CheckedRecord, folder: Place, table: str, claims: Claims | None = None, step: int | None = None
+) -> dict[str, dict[int, str | None]]:
     """Checks the files of one table. Returns their sequences by file name, each with the text file that it names."""
-    ids = {}
+    ids, named, others = {}, dict[PartName, Place](), list[Place]()
     for file in storage.entries(folder, "*.parquet"):
+        part = PartName.of(file.name)
+        if part is None:
+            others.append(file)
+        else:
+            named[part] = file
+    sifted = (claims or Claims()).sift(named, step=step)
+    for file in (*others, *(named[part] for part in sifted.visible)):
         ids[file.name] = _check_part(report, file, table)
+    report.superseded += len(sifted.superseded)
+    for part in sifted.superseded:
+        report.warn(named[part], f"must be in {SUPERSEDED}/: a later process replaced it. It moves when a run resumes.")
+    for part in sifted.covered:
+        report.warn(named[part], "must be gone: a merged file has its rows. `trustrl records compact` deletes it.")
     return ids
+
+
+def _count_superseded(report: CheckedRecord, folder: Place) -> None:
+    where = storage.inside(folder, SUPERSEDED)
+    for inside in (where, *storage.entries(where, "dump-*"), where / SEQUENCES, where / TEXTS):
+        report.superseded += len(storage.entries(inside, "step-*.parquet"))
 
 
 def _check_part(report: CheckedRecord, file: Place, table: str) -> dict[int, str | None]:
     report.files += 1
-    named = named_numbers(file.name)
-    if not named:
-        report.error(file, "must be named step-XXXXXXXX.rank-XXXX.parquet.")
+    named = PartName.of(file.name)
+    if named is None:
+        report.error(file, f"must be named {FORM}.")
     ids: dict[int, str | None] = {}
     counted: Counter[tuple[bool, str]] = Counter()
     filled: dict[str, int] = {}
@@ -147,9 +183,9 @@ def _check_part(report: CheckedRecord, file: Place, table: str) -> dict[int, str
                         counted[rule.is_error, rule.text] += num
                     for name in batch.schema.names:
                         filled[name] = filled.get(name, 0) + len(batch) - batch.column(name).null_count
-                    for text in _misplaced(batch, named):
-                        counted[True, text] += 1
-                    repeated = _take_in(ids, batch, table)
+                    for text, flags in misplaced(batch, named):
+                        counted[True, text] += need("pyarrow.compute", extra="records").sum(flags).as_py() or 0
+                    repeated = _take_in(ids, batch, table, merged=named is not None and named.is_merged)
                     if repeated:
                         counted[True, "have each sequence once"] += repeated
                 if table == "tokens":
@@ -159,7 +195,7 @@ def _check_part(report: CheckedRecord, file: Place, table: str) -> dict[int, str
         return ids
     if said:
         report.warn(file, "must have checksums, got none. Damage may go unnoticed. trustrl 0.1 wrote such files.")
-    for (is_error, text), num in sorted(counted.items()):
+    for (is_error, text), num in sorted((+counted).items()):
         (report.error if is_error else report.warn)(file, f"must {text}, got {num} rows that do not.")
     for column in TABLES[table]:
         if not column.nullable and filled.get(column.name, rows) < rows:
@@ -167,18 +203,11 @@ def _check_part(report: CheckedRecord, file: Place, table: str) -> dict[int, str
     return ids
 
 
-def _misplaced(batch: Any, named: tuple[int, int] | None) -> Iterator[str]:
-    """Yields a rule for each column that does not have the number in the file's name."""
-    pc = need("pyarrow.compute", extra="records")
-    for index, name in enumerate(("step", "rank")):
-        if named and name in batch.schema.names and len(batch):
-            value = named[index]
-            if not pc.all(pc.equal(batch.column(name), value)).as_py():
-                yield f"have the {name} of its name ({value}) in the column {name}"
+def _take_in(ids: dict[int, str | None], batch: Any, table: str, *, merged: bool) -> int:
+    """Adds the sequences of a batch. Returns the number of repetitions where a sequence must be unique.
 
-
-def _take_in(ids: dict[int, str | None], batch: Any, table: str) -> int:
-    """Adds the sequences of a batch. Returns the number of repetitions where a sequence must be unique."""
+    A merged file may repeat one: each of its steps may have a row for it.
+    """
     sequences = batch.column("sequence")
     if table == "tokens":
         ids.update(dict.fromkeys(sequences.unique().to_pylist()))
@@ -186,7 +215,7 @@ def _take_in(ids: dict[int, str | None], batch: Any, table: str) -> int:
     texts = batch.column("text").to_pylist() if table == "sequences" else [None] * len(batch)
     before = len(ids)
     ids.update(zip(sequences.to_pylist(), texts, strict=True))
-    return len(batch) - (len(ids) - before)
+    return 0 if merged else len(batch) - (len(ids) - before)
 
 
 def _check_tokens(
@@ -211,23 +240,38 @@ def _check_tokens(
 
 
 def _check_references(report: CheckedRecord, folder: Place, sequences: Any, texts: Any) -> None:
+    ranks: dict[int, list[tuple[PartName, Any]]] = defaultdict(list)
+    for name, ids in texts.items():
+        if part := PartName.of(name):
+            ranks[part.rank].append((part, ids))
+
+    def holds(name: str, sequence: int) -> bool:
+        """Returns True if the rank's text file with the step has the sequence. Merging changes no names in rows."""
+        part = PartName.of(name)
+        if part is None:
+            return False
+        index = bisect_right(ranks[part.rank], part.first, key=lambda entry: entry[0].first) - 1
+        return index >= 0 and sequence in ranks[part.rank][index][1]
+
     for name, ids in sequences.items():
-        missing = sum(text is not None and sequence not in texts.get(text, ()) for sequence, text in ids.items())
+        missing = sum(text is not None and not holds(text, sequence) for sequence, text in ids.items())
         if missing and texts:  # a record may be shared without its texts
             report.error(folder / SEQUENCES / name, f"must name a text file that exists, got {missing} that do not.")
 
 
-def _check_dump(report: CheckedRecord, dump: Place) -> None:
-    parts = _check_parts(report, dump, "tokens")
+def _check_dump(report: CheckedRecord, dump: Place, claims: Claims) -> None:
+    parts = _check_parts(report, dump, "tokens", claims, dump_step(dump.name))
     about = storage.entries(dump, "trigger.rank-*.json")
     for file in about:
         try:
             checked_json(storage.read_bytes(file))
         except ValueError as error:
             report.error(file, f"must be a JSON object, got: {error}.")
-    ranks = {name.split(".")[1] for name in parts} - {file.name.split(".")[1] for file in about}
-    for rank in sorted(ranks):
-        report.warn(dump, f"must have trigger.{rank}.json, which is written last. The dump is incomplete.")
+    there = {about_numbers(file.name) for file in about}
+    wanted = {(part.rank, part.attempt) for part in map(PartName.of, parts) if part is not None}
+    for rank, attempt in sorted(wanted - there):
+        name = about_name(rank, attempt)
+        report.warn(dump, f"must have {name}, which is written last. The dump is incomplete.")
 
 
 def _check_run(report: CheckedRecord, file: Place) -> None:

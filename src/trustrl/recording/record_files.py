@@ -1,22 +1,22 @@
-"""Files of a record: their names, cleanup before a process writes, and opening them with pyarrow. No torch."""
+"""Files of a record: those that count, and opening them with pyarrow. No torch."""
 
-import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.files import parsed_json, shortened
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_file, parsed_footer
+from trustrl.recording.part_names import FORM, PartName, dump_step
 from trustrl.recording.schema import COLUMNS, REGION_KEY, TABLE_KEY, TABLES, VERSION, VERSION_KEY, arrow_schema
 from trustrl.recording.storage import Place, Remote, SamePlace
 from trustrl.recording.value_checks import first_breach
+from trustrl.recording.writers import Claims, Sifted
 
 RECORDS = "records"
 """Name of the records directory inside a run directory."""
@@ -29,9 +29,6 @@ SEQUENCES, TEXTS = "sequences", "texts"
 
 NAMES = tuple(column.name for column in COLUMNS)
 
-NAME = re.compile(r"step-([0-9]{8,18})\.rank-([0-9]{4,9})\.parquet")
-"""Rule for the names of part files."""
-
 WITHOUT_CHECKSUMS = "have no checksums, so damage may go unnoticed. trustrl 0.1, or another program, wrote them."
 
 LARGEST_GROUP = 4 * 2**30
@@ -41,36 +38,69 @@ _FIRST_WITHOUT_REGION = 3
 """Version that introduced records without a region."""
 
 
+class FileGone(RecordError):
+    """A part file that was listed is gone: the run still records, and has merged or replaced it."""
+
+
+Result = TypeVar("Result")
+
+
+def read_again(load: Callable[[], Result]) -> Result:
+    """Returns what a function reads. Lists the files again if a run that still records merged them meanwhile."""
+    for _ in range(5):
+        with suppress(FileGone):
+            return load()
+    return load()
+
+
 def part_name(step: int, rank: int) -> str:
-    """Returns the file name for one step on one rank."""
-    return f"step-{step:08d}.rank-{rank:04d}.parquet"
+    """Returns the file name for one step on one rank, as the first process of the rank writes it."""
+    return str(PartName(step, step, rank))
 
 
 def parts_in(folder: SamePlace, inside: str = "") -> list[SamePlace]:
-    """Returns the part files directly in a directory, by step and rank. Dumps are subdirectories.
+    """Returns the part files directly in a directory that count, by step and rank. Dumps are subdirectories.
+
+    Leaves out files that a later process of the rank replaced, and files whose rows are in a merged file too.
 
     Args:
-        folder: The folder of a record.
+        folder: The folder of a record, or of a dump.
         inside: Name of a folder in it, for another table than the tokens.
 
     Raises:
-        RecordError: If a file has another name, or is a link that leads out of the folder.
+        RecordError: If a file has another name, or is a link that leads out of the folder, or a claim is damaged.
+    """
+    files, sifted = sifted_in(folder, inside)
+    return [files[part] for part in sifted.visible]
+
+
+def sifted_in(
+    folder: SamePlace, inside: str = "", claims: Claims | None = None
+) -> tuple[dict[PartName, SamePlace], Sifted]:
+    """Returns the part files directly in a directory, and which of them count. See `parts_in`.
+
+    Args:
+        folder: The folder of a record, or of a dump.
+        inside: Name of a folder in it, for another table than the tokens.
+        claims: The claims of the record, if they are known.
     """
     where = storage.inside(folder, inside) if inside else folder
-    files = storage.entries(where, "step-*.parquet")
-    for file in files:
-        if not NAME.fullmatch(file.name):
-            raise RecordError(
-                f"`{file}` must be named step-XXXXXXXX.rank-XXXX.parquet, with digits for step and rank. Rename it, or "
-                "move it out of the folder."
-            )
-    return sorted(files, key=lambda file: tuple(map(int, named_numbers(file.name) or ())))
+    files = {}
+    for file in storage.entries(where, "step-*.parquet"):
+        part = PartName.of(file.name)
+        if part is None:
+            raise RecordError(f"`{file}` must be named {FORM}. Rename it, or move it out of the folder.")
+        files[part] = file
+    step = dump_step(folder.name)
+    if claims is None:
+        claims = Claims.of(folder if step is None else storage.parent(folder)) if files else Claims()
+    return files, claims.sift(files, step=step)
 
 
 def named_numbers(name: str) -> tuple[int, int] | None:
-    """Returns the step and rank in the name of a part file, or None if it is not such a name."""
-    match = NAME.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
+    """Returns the first step and the rank in the name of a part file, or None if it is not such a name."""
+    part = PartName.of(name)
+    return None if part is None else (part.first, part.rank)
 
 
 def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
@@ -97,39 +127,6 @@ def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
             "see docs/guides/record.md."
         )
     return files
-
-
-def dump_name(step: int) -> str:
-    """Returns the name of the directory for the dump of a trigger that fired at this step."""
-    return f"dump-{step:08d}"
-
-
-def about_name(rank: int) -> str:
-    """Returns the name of the file that describes why a dump was written."""
-    return f"trigger.rank-{rank:04d}.json"
-
-
-def remove_unfinished(folder: Place, rank: int) -> None:
-    """Deletes temporary files that a killed process of this rank left behind. Only local folders have any."""
-    if isinstance(folder, Path):
-        for path in folder.rglob(f".*.rank-{rank:04d}.*.tmp"):
-            path.unlink(missing_ok=True)
-
-
-def remove_from(folder: Place, step: int, rank: int) -> None:
-    """Deletes this rank's files of a step and of all later steps, including those in dumps written since that step."""
-    here = storage.entries(folder, "*")
-    parts = [path for path in here if fnmatchcase(path.name, f"step-*.rank-{rank:04d}.parquet")]
-    for inside in (SEQUENCES, TEXTS):
-        parts += storage.entries(folder / inside, f"step-*.rank-{rank:04d}.parquet")
-    for path in parts:
-        if path.name >= part_name(step, rank):
-            storage.remove(path)
-    for dump in here:
-        if dump.name.startswith("dump-") and dump.name >= dump_name(step):
-            for path in storage.entries(dump, f"*.rank-{rank:04d}.*"):
-                storage.remove(path)
-            storage.remove_empty(dump)
 
 
 def read_table(file: Place, columns: Sequence[str] = NAMES) -> tuple[Any, dict[str, Any] | None]:
@@ -164,7 +161,7 @@ def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
     Raises:
         RecordError: If a row breaks a rule of the specification. It names the file and the row.
     """
-    broken = first_breach(batch, table, named_numbers(file.name))
+    broken = first_breach(batch, table, PartName.of(file.name))
     if broken is not None:
         rule, row = broken
         raise RecordError(f"`{file}` must {rule}, got row {first + row:,}. Check it with `trustrl records check`.")
@@ -179,6 +176,19 @@ def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
         for field in fields
     ]
     return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+
+
+def by_step(table: Any, files: Sequence[Place]) -> Any:
+    """Returns the rows of several files by step and rank. Files of one step have them so; merged files do not."""
+    parts = [part for part in (PartName.of(file.name) for file in files) if part is not None]
+    if len({part.rank for part in parts}) < 2 or not any(part.is_merged for part in parts):
+        return table
+    if not {"step", "rank"} <= set(table.column_names):
+        return table
+    indices = need("pyarrow.compute", extra="records").sort_indices(
+        table, sort_keys=[("step", "ascending"), ("rank", "ascending")]
+    )
+    return table.take(indices)
 
 
 @contextmanager
@@ -205,6 +215,10 @@ def opened(file: Place, table: str = "tokens") -> Iterator[tuple[Any, dict[str, 
                 if not has_checksums:
                     _warn_without_checksums(file)
                 yield parquet, region
+    except FileNotFoundError as error:
+        raise FileGone(
+            f"`{file}` must exist. A run that still records has merged or replaced it meanwhile: read the record again."
+        ) from error
     except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
         got = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise RecordError(

@@ -11,7 +11,7 @@ from torch import Tensor
 from trustrl.errors import RecordError, TrustRLError
 from trustrl.files import shortened
 from trustrl.optional_imports import need
-from trustrl.recording.record_files import check_rows, opened, part_files, read_table
+from trustrl.recording.record_files import by_step, check_rows, opened, part_files, read_again, read_table
 from trustrl.recording.schema import COLUMNS
 from trustrl.recording.storage import Place, Remote, place
 from trustrl.regions.loading import config_from_dict, config_to_dict
@@ -65,6 +65,10 @@ def read(path: str | PathLike[str] | Remote) -> Records:
             are of different regions.
         MissingPackageError: If pyarrow is not installed.
     """
+    return read_again(lambda: _records(path))
+
+
+def _records(path: str | PathLike[str] | Remote) -> Records:
     pa = need("pyarrow", extra="records")
     files = part_files(path)
     tables, regions = [], []
@@ -79,7 +83,7 @@ def read(path: str | PathLike[str] | Remote) -> Records:
                 f"All files must be of one region, got {first} in `{files[0].name}` and {other} in `{file.name}`. Read "
                 "them one by one."
             )
-    return Records(pa.concat_tables(tables), regions[0])
+    return Records(by_step(pa.concat_tables(tables), files), regions[0])
 
 
 def _with_todays_settings(region: dict[str, Any] | None) -> dict[str, Any] | None:

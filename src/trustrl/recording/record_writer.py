@@ -9,33 +9,30 @@ from torch import Tensor
 
 from trustrl.optional_imports import need
 from trustrl.recording import schema
-from trustrl.recording.record_files import part_name
-from trustrl.recording.schema import COLUMNS, SHARED
+from trustrl.recording.part_names import PartName
+from trustrl.recording.schema import SHARED
 from trustrl.recording.storage import Place, WholeFile
 from trustrl.recording.token_rows import Rows
+from trustrl.recording.writers import Claim
 
 ROWS_PER_GROUP = 65_536
 """Largest row group: about 4 MB in memory, 12 MB with a top-20."""
-
-_DICTIONARY = ["step", "update", "rank", "sequence", "advantage", "sampler_version"]
-"""Columns with few distinct values. Other floats use byte-stream split instead, which zstd compresses better."""
-_SPLIT = [c.name for c in COLUMNS if c.kind == "float32" and c.name not in _DICTIONARY]
 
 
 class PartWriter:
     """Writer for one part file. The file appears under its name only after `close`."""
 
-    def __init__(self, folder: Place, *, step: int, rank: int, region: Mapping[str, Any] | None) -> None:
-        self._path = folder / part_name(step, rank)
+    def __init__(
+        self, folder: Place, *, step: int, rank: int, region: Mapping[str, Any] | None, claim: Claim | None = None
+    ) -> None:
+        self._path = folder / str(PartName(step, step, rank, 1 if claim is None else claim.attempt))
         self._whole = WholeFile(self._path)
-        metadata = schema.metadata("tokens") | {schema.REGION_KEY: json.dumps(region).encode()}
+        metadata = schema.metadata("tokens", None if claim is None else claim.metadata) | {
+            schema.REGION_KEY: json.dumps(region).encode()
+        }
         self._schema = schema.arrow_schema(metadata)
         pq = need("pyarrow.parquet", extra="records")
-        self._file = pq.ParquetWriter(
-            self._whole.target, self._schema, compression="zstd",
-            use_dictionary=_DICTIONARY, use_byte_stream_split=_SPLIT,
-            write_statistics=["step", "update", "rank", "sequence"], write_page_checksum=True,
-        )  # fmt: skip
+        self._file = pq.ParquetWriter(self._whole.target, self._schema, **schema.writing("tokens"))
         self._waiting: list[Any] = []
         self._num_waiting = 0
         self.num_rows = 0

@@ -1,8 +1,10 @@
 """Recorder for one rank: writes a sample of each step, and the last steps in full when a trigger fires."""
 
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,19 +15,21 @@ from trustrl.config.axes import Region
 from trustrl.core.diagnostics import Sums
 from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import PolicyTokens, RolloutTokens
-from trustrl.errors import RecordError
+from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import sealed_json
 from trustrl.recording.dropped import Dropped
-from trustrl.recording.record_files import about_name, dump_name, remove_from, remove_unfinished
+from trustrl.recording.part_names import about_name, dump_name
+from trustrl.recording.rank_writer import RankWriter, reserve, set_aside
 from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
-from trustrl.recording.run_file import run_description, write_run
+from trustrl.recording.run_file import run_description, stated_run, write_run
 from trustrl.recording.sequence_tables import SequenceRows, write_sequences
 from trustrl.recording.storage import Place, Remote
 from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_sampled
 from trustrl.recording.uploads import FLUSH_SECONDS, Uploads
+from trustrl.recording.writers import Claim, TakenOver, check_run, put_in_effect, run_name
 from trustrl.regions.loading import config_to_dict
 
 
@@ -82,6 +86,12 @@ def facts_of(step: int, sums: Sums) -> Facts:
     return Facts(step, histograms, entropy, {name: count for name, count in faults.items() if count})
 
 
+def _world_size() -> int | None:
+    """Returns the number of ranks, or None if torch.distributed does not know it."""
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if known else None
+
+
 class Recorder:
     """Records each micro-batch as the loss saw it, without changing it.
 
@@ -90,12 +100,20 @@ class Recorder:
     and a thread uploads them; see `trustrl.recording.uploads`. A step that cannot be written, because the disk or the
     spool is full, is dropped, counted and warned about; the ring stays, and later steps are written again.
 
-    At its first step, the recorder deletes files that an earlier process of the same rank wrote for this step and for
-    later ones, because a resumed run records these steps again.
+    At its first step, the recorder claims its rank. Files that an earlier process of the rank wrote for this step and
+    for later ones move to `superseded/`, because a resumed run records these steps again. If another process claims the
+    rank later, this one stops recording with a warning, so that no two processes mix their tokens.
     """
 
     def __init__(
-        self, settings: Recording, region: Region | None, *, rank: int, about: Mapping[str, Any] | None = None
+        self,
+        settings: Recording,
+        region: Region | None,
+        *,
+        rank: int,
+        about: Mapping[str, Any] | None = None,
+        run: str | None = None,
+        world_size: int | None = None,
     ) -> None:
         """Creates the directory. Rank 0 also writes run.json.
 
@@ -107,8 +125,13 @@ class Recorder:
                 `packages` (versions by name, in addition to the usual ones), `model`, `tokenizer`, `dtypes` (`trainer`
                 and `sampler`) and `sampling` (`temperature`, `top_p`, `top_k`, `min_p`). Pass it on one rank, which
                 writes run.json; rank 0 always writes it.
+            run: A name of the run that a resumed process repeats and no other run has. A folder with records of another
+                name is refused. None takes the name that `trustrl run` wrote, if it made the directory.
+            world_size: The number of ranks. If an earlier process of the run had more, their files no longer count from
+                this process's first step on. None takes that of torch.distributed, if it is initialized.
 
         Raises:
+            RecordError: If the folder has the records of another run.
             ConfigError: If `about` has an unknown key or a value of the wrong type, or the address is unknown.
             MissingPackageError: If pyarrow, or the package that reads the address, is not installed.
             OSError: If the directory or the spool cannot be created, or the store cannot be written to.
@@ -120,14 +143,23 @@ class Recorder:
         self._region = None if region is None else config_to_dict(region)
         self._folder = storage.place(settings.folder)
         storage.make_folder(self._folder)
-        remove_unfinished(self._folder, rank)
-        if rank == 0 or about is not None:
-            shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder", "spool")}
-            write_run(self._folder, run_description(about, region=self._region, recording=shown))
+        run = run or run_name(self._folder)
+        if run is not None:
+            check_run(self._folder, run, stated_run(self._folder))
+        self._writes_run = rank == 0 or about is not None
+        if self._writes_run:
+            settings_of_run = config_to_dict(settings)
+            shown = {name: settings_of_run[name] for name in settings_of_run if name not in ("kind", "folder", "spool")}
+            write_run(self._folder, run_description(about, region=self._region, recording=shown, run=run))
+        self._claim = Claim(
+            rank=rank, attempt=0, from_step=0, in_effect=False, world_size=world_size or _world_size(), run=run
+        )
         self._uploads: Uploads | None = None
         if isinstance(self._folder, Remote):
             self._uploads = Uploads(self._folder, rank=rank, spool=settings.spool, max_bytes=settings.spool_bytes)
+            self._claim = reserve(self._uploads.store, self._claim)  # while the store may be waited for
             self._folder = self._uploads.folder
+        self._writer: RankWriter | None = None
         self._dropped = Dropped(self._folder)
         self._sequences: dict[int, dict[int, dict[str, Any]]] = {}
         self._transit: HostCopy | None = None
@@ -137,7 +169,9 @@ class Recorder:
         self._fired_at: dict[Trigger, int] = {}
         self._num_dumps = 0
         self._first_step: int | None = None
-        self._began = False
+        self._stopped = False
+        """True if another process took over the rank."""
+
         self._error: Exception | None = None
         """Reason that the records of this step cannot be written."""
 
@@ -161,7 +195,9 @@ class Recorder:
             step: The training step.
             update: The optimizer step inside it.
         """
-        if not self._began:
+        if self._stopped:
+            return
+        if self._writer is None:
             self._begin(step)
         more = [name for name in ("topk", "kept_ids", "experts") if getattr(self.settings, name)]
         copy = copied_to_host(out, policy, rollout, sequences, shared=(step, update, self._rank), more=more)
@@ -179,7 +215,9 @@ class Recorder:
             rows: Sequences of a rollout, sampled or not.
             step: The training step.
         """
-        if not self._began:
+        if self._stopped:
+            return
+        if self._writer is None:
             self._begin(step)
         if not len(rows.sequence):
             return
@@ -197,8 +235,14 @@ class Recorder:
         Returns:
             The directory of the dump, if one was written.
         """
+        if self._stopped:
+            return []
         self._absorb()
+        if self._writer is None:
+            self._begin(step)
         self._end_files(step)
+        if self._stopped:
+            return []
         dumps: list[Place] = []
         fired = [] if sums is None else self._fired(step, sums)
         if fired and self._num_dumps < self.settings.max_dumps:
@@ -230,12 +274,15 @@ class Recorder:
         try:
             if self._error is not None:
                 raise self._error
+            claim = self._own().claim
+            self._own().check()
             for open_step in sorted(self._sequences):
                 if open_step <= step and (rows := self._sequences[open_step]):
                     self._check_room()
                     write_sequences(
-                        self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text
-                    )
+                        self._folder, list(rows.values()), step=open_step, rank=self._rank, text=self.settings.text,
+                        claim=claim,
+                    )  # fmt: skip
                     is_new = True
                     del self._sequences[open_step]
             if self._part is not None:
@@ -243,6 +290,9 @@ class Recorder:
                 self._part = None
             if is_new:
                 self._dropped.over(step)
+            self._own().ended(step)
+        except TakenOver as error:
+            self._stop(error)
         except (OSError, RecordError) as error:
             self._refuse(error)
             # Later steps of the newest rollout need its sequences.
@@ -263,16 +313,39 @@ class Recorder:
             self._uploads.check_room()
 
     def _begin(self, step: int) -> None:
-        """Deletes what this process will record again."""
+        """Claims the rank from this step on. The step is dropped if that fails, and the next one tries again."""
         self._first_step = step if self._first_step is None else self._first_step
+        claim = replace(self._claim, from_step=self._first_step)
         try:
-            if self._uploads is not None:
-                self._uploads.begin(self._first_step)
+            if self._uploads is None:
+                self._writer = RankWriter.begin(self._folder, claim, ring_steps=self.settings.ring_steps)
             else:
-                remove_from(self._folder, self._first_step, self._rank)
-            self._began = True
-        except OSError as error:
+                store = self._uploads.store
+                self._uploads.begin()
+                claim = put_in_effect(self._folder, claim)  # a file too, uploaded before any other of this process
+                self._uploads.then(lambda: set_aside(store, claim))
+                self._writer = RankWriter(store, claim, ring_steps=0)
+        except (OSError, RecordError) as error:
             self._refuse(error)
+            return
+        if self._writer.num_replaced and self._writes_run and claim.run is None:
+            warnings.warn(self._writer.replaced_all(), TrustRLWarning, stacklevel=4)
+
+    def _own(self) -> RankWriter:
+        assert self._writer is not None  # `_begin` sets it, or an error
+        return self._writer
+
+    def _stop(self, error: TakenOver) -> None:
+        self._stopped = True
+        self._refuse(error)
+        self._transit = None
+        self._sequences = {}
+        self.ring = Ring(num_steps=0, max_bytes=1)
+        warnings.warn(
+            f"Cannot write records to `{self._folder}`: {str(error).rstrip('.')}. Recording stops; training continues.",
+            TrustRLWarning,
+            stacklevel=4,
+        )
 
     def _absorb(self) -> None:
         """Stores the micro-batch that the last `add` sent to the host."""
@@ -299,7 +372,9 @@ class Recorder:
         try:
             if self._part is None:
                 self._check_room()
-                self._part = PartWriter(self._folder, step=rows.step, rank=self._rank, region=self._region)
+                self._part = PartWriter(
+                    self._folder, step=rows.step, rank=self._rank, region=self._region, claim=self._own().claim
+                )
             self._part.add(rows)
         except OSError as error:
             self._refuse(error)
@@ -319,13 +394,15 @@ class Recorder:
 
     def _dump(self, step: int, fired: list[dict[str, Any]]) -> Place:
         """Writes every step in the ring as a part file, then the JSON file. If that exists, the dump is complete."""
+        if self._writer is None:
+            raise OSError("the rank could not be claimed")
         self._check_room()
-        folder = self._folder / dump_name(step)
+        folder, claim = self._folder / dump_name(step), self._writer.claim
         storage.make_folder(folder)
         kept = {}
         for ring_step, parts in self.ring.steps():
             num_tokens = sum(map(len, parts)) + self.ring.left_off.get(ring_step, 0)
-            writer = PartWriter(folder, step=ring_step, rank=self._rank, region=self._region)
+            writer = PartWriter(folder, step=ring_step, rank=self._rank, region=self._region, claim=claim)
             try:
                 for rows in parts:
                     writer.add(rows)
@@ -335,7 +412,7 @@ class Recorder:
                 raise
             kept[ring_step] = {"rows": writer.num_rows, "left_off": self.ring.left_off.get(ring_step, 0)}
         about = {"step": step, "fired": fired, "steps": kept, "ring_bytes": self.ring.nbytes, "region": self._region}
-        storage.write_text(folder / about_name(self._rank), sealed_json(about))
+        storage.write_text(folder / about_name(self._rank, claim.attempt), sealed_json(about))
         return folder
 
     def _refuse(self, error: OSError | RecordError) -> None:

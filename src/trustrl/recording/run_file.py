@@ -62,6 +62,7 @@ RUN_SCHEMA: dict[str, Any] = {
         "region": {"description": "settings of the trust region; null without one", "type": ["object", "null"]},
         "region_role": {"description": "'observed' if another loss trained; null if the region did", **_TEXT},
         "recording": {"description": "settings of the recording, without its folder", "type": "object"},
+        "run": {"description": "random name of the run, if its launcher gave it one", **_TEXT},
         "started": {"description": "time at which the process started recording, ISO 8601 in UTC", "type": "string"},
         "checksum": {"description": "CRC-32 of the other keys, as `crc32:` and 8 digits", **_TEXT},
     },
@@ -73,7 +74,11 @@ ABOUT = ("engine", "packages", "model", "tokenizer", "dtypes", "sampling", "regi
 
 
 def run_description(
-    about: Mapping[str, Any] | None, *, region: Mapping[str, Any] | None, recording: Mapping[str, Any]
+    about: Mapping[str, Any] | None,
+    *,
+    region: Mapping[str, Any] | None,
+    recording: Mapping[str, Any],
+    run: str | None = None,
 ) -> dict[str, Any]:
     """Returns the content of run.json.
 
@@ -84,16 +89,16 @@ def run_description(
     unknown = sorted(set(about) - set(ABOUT))
     if unknown:
         raise ConfigError(f"about must have keys in {', '.join(ABOUT)}, got {', '.join(unknown)}. Remove them.")
-    run = {
+    description = {
         "version": VERSION, "trustrl": __version__,
         **{name: about.get(name) for name in ABOUT},
         "packages": installed() | dict(about.get("packages") or {}),
         "region": None if region is None else dict(region), "recording": dict(recording),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "run": run, "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
-    for place, rule in violations(run):
+    for place, rule in violations(description):
         raise ConfigError(f"about{place.removeprefix('run')} must be {rule}.")
-    return run
+    return description
 
 
 def installed(names: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -105,6 +110,14 @@ def installed(names: Sequence[str] = PACKAGES) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def stated_run(folder: Place) -> dict[str, Any] | None:
+    """Returns the content of run.json, or None if there is none that can be read."""
+    try:
+        return read_run(folder)
+    except RecordError:
+        return None
 
 
 def write_run(folder: Place, description: Mapping[str, Any]) -> None:

@@ -4,12 +4,14 @@ Tokens: one row per token in the loss and update. Sequences: one row per sampled
 and completion of these sequences, in separate files, so that a record can be shared without them.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trustrl.optional_imports import need
 
-VERSION = 4
+VERSION = 5
 """Version of the specification. Adding or dropping a column, or changing its meaning, increments it."""
 
 VERSION_KEY, REGION_KEY, STEP_KEY = b"trustrl.schema_version", b"trustrl.region", b"trustrl.step"
@@ -17,6 +19,9 @@ VERSION_KEY, REGION_KEY, STEP_KEY = b"trustrl.schema_version", b"trustrl.region"
 
 TABLE_KEY = b"trustrl.table"
 """Key of the file's metadata since version 3: the name of the table, one of `TABLES`."""
+
+WRITER_KEY, PARTS_KEY = b"trustrl.writer", b"trustrl.parts"
+"""Keys of the file's metadata since version 5: the process that wrote it, and the steps of a merged file (JSON)."""
 
 Kind = Literal[
     "int32", "int64", "float32", "bool", "string", "list<int16>", "list<int32>", "list<float32>", "map<string, float32>"
@@ -113,9 +118,28 @@ def bytes_per_token(topk: int, experts: int = 0, kept: int = 0) -> int:
     return sum(_BYTES[c.kind] * entries.get(c.name, 1) for c in COLUMNS if c.name not in SHARED)
 
 
-def metadata(table: str) -> dict[bytes, bytes]:
-    """Returns the metadata that files of every table have."""
-    return {VERSION_KEY: str(VERSION).encode(), TABLE_KEY: table.encode()}
+def metadata(table: str, writer: Mapping[str, Any] | None = None) -> dict[bytes, bytes]:
+    """Returns the metadata that files of every table have.
+
+    Args:
+        table: Name of the table.
+        writer: The process that writes the file, or None if it is unknown.
+    """
+    plain = {VERSION_KEY: str(VERSION).encode(), TABLE_KEY: table.encode()}
+    return plain if writer is None else plain | {WRITER_KEY: json.dumps(writer).encode()}
+
+
+def writing(table: str) -> dict[str, Any]:
+    """Returns the settings of a `pyarrow.parquet.ParquetWriter` for files of a table."""
+    usual: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
+    if table != "tokens":
+        return usual
+    few = ["step", "update", "rank", "sequence", "advantage", "sampler_version"]
+    return usual | {
+        "use_dictionary": few,  # few distinct values; zstd compresses other floats better after byte-stream split
+        "use_byte_stream_split": [c.name for c in COLUMNS if c.kind == "float32" and c.name not in few],
+        "write_statistics": ["step", "update", "rank", "sequence"],
+    }
 
 
 def arrow_schema(metadata: dict[bytes, bytes] | None = None, table: str = "tokens") -> Any:

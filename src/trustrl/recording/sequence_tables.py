@@ -8,9 +8,20 @@ from typing import Any
 from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
-from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, part_name, parts_in, whole
-from trustrl.recording.schema import TABLES, arrow_schema, metadata
+from trustrl.recording.part_names import PartName
+from trustrl.recording.record_files import (
+    SEQUENCES,
+    TEXTS,
+    by_step,
+    in_todays_schema,
+    opened,
+    parts_in,
+    read_again,
+    whole,
+)
+from trustrl.recording.schema import TABLES, arrow_schema, metadata, writing
 from trustrl.recording.storage import Place, Remote, WholeFile
+from trustrl.recording.writers import Claim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +81,15 @@ class SequenceRows:
                 yield {name: values[index] for name, values in columns.items() if values is not None}
 
 
-def write_sequences(folder: Place, rows: Collection[dict[str, Any]], *, step: int, rank: int, text: bool) -> None:
+def write_sequences(
+    folder: Place,
+    rows: Collection[dict[str, Any]],
+    *,
+    step: int,
+    rank: int,
+    text: bool,
+    claim: Claim | None = None,
+) -> None:
     """Writes the sequences of one step on one rank, and their texts if wanted.
 
     The texts come first, so that a row of the sequence table never names a missing file.
@@ -81,25 +100,26 @@ def write_sequences(folder: Place, rows: Collection[dict[str, Any]], *, step: in
         step: The training step.
         rank: The rank of this process.
         text: False leaves out prompts and completions.
+        claim: The claim of the process on the rank, which the files name. None writes as the first one, unnamed.
     """
-    name = part_name(step, rank)
+    name = str(PartName(step, step, rank, 1 if claim is None else claim.attempt))
+    writer = None if claim is None else claim.metadata
     texts = [row for row in rows if row.get("prompt") is not None or row.get("completion") is not None] if text else []
     if texts:
-        _write(folder / TEXTS, name, "texts", texts)
+        _write(folder / TEXTS, name, metadata("texts", writer), "texts", texts)
     held = {row["sequence"] for row in texts}
     more = [row | {"step": step, "rank": rank, "text": name if row["sequence"] in held else None} for row in rows]
-    _write(folder / SEQUENCES, name, "sequences", more)
+    _write(folder / SEQUENCES, name, metadata("sequences", writer), "sequences", more)
 
 
-def _write(folder: Place, name: str, table: str, rows: Collection[dict[str, Any]]) -> None:
+def _write(folder: Place, name: str, about: dict[bytes, bytes], table: str, rows: Collection[dict[str, Any]]) -> None:
     pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
-    schema = arrow_schema(metadata(table), table)
+    schema = arrow_schema(about, table)
     arrays = [_array(pa, field, [_value(row.get(field.name)) for row in rows]) for field in schema]
     storage.make_folder(folder)
     whole = WholeFile(folder / name)
     try:
-        table = pa.Table.from_arrays(arrays, schema=schema)
-        pq.write_table(table, whole.target, compression="zstd", write_page_checksum=True)
+        pq.write_table(pa.Table.from_arrays(arrays, schema=schema), whole.target, **writing(table))
         whole.seal()
         whole.publish()
     except BaseException:
@@ -131,7 +151,7 @@ def read_sequences(path: str | PathLike[str] | Remote) -> Any:
         RecordError: If a file cannot be read, or a newer trustrl wrote it.
         MissingPackageError: If pyarrow is not installed.
     """
-    return _read(storage.place(path), SEQUENCES, "sequences")
+    return read_again(lambda: _read(storage.place(path), SEQUENCES, "sequences"))
 
 
 def read_texts(path: str | PathLike[str] | Remote) -> Any:
@@ -141,7 +161,7 @@ def read_texts(path: str | PathLike[str] | Remote) -> Any:
         RecordError: If a file cannot be read, or a newer trustrl wrote it.
         MissingPackageError: If pyarrow is not installed.
     """
-    return _read(storage.place(path), TEXTS, "texts")
+    return read_again(lambda: _read(storage.place(path), TEXTS, "texts"))
 
 
 def _read(folder: Place, inside: str, table: str) -> Any:
@@ -154,4 +174,6 @@ def _read(folder: Place, inside: str, table: str) -> Any:
     for file in files:
         with opened(file, table) as (parquet, _):
             tables.append(in_todays_schema(whole(parquet, file, table), table, names))
-    return pa.concat_tables(tables) if tables else arrow_schema(table=table).empty_table()
+    if not tables:
+        return arrow_schema(table=table).empty_table()
+    return by_step(pa.concat_tables(tables), files)

@@ -2,7 +2,6 @@
 
 SPOOL/NAME-HASH/rank-0000.TIME-PID/     one recorder. It holds a lock on `.lock` until it ends
     step-00000012.rank-0000.parquet     files that wait, laid out as in the record
-    .take-back                          step whose old files are yet to be deleted in the store
 """
 
 import hashlib
@@ -20,7 +19,6 @@ from trustrl.errors import ConfigError, RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_file, checked_json
-from trustrl.recording.record_files import remove_from
 from trustrl.recording.storage import Remote
 
 try:
@@ -28,7 +26,6 @@ try:
 except ImportError:  # Windows has no such locks, so what an ended process left stays there
     fcntl = None
 
-TAKE_BACK = ".take-back"
 _LOCK = ".lock"
 
 
@@ -91,10 +88,6 @@ def upload_folder(folder: Path, where: Remote, made: set[str]) -> tuple[int, lis
         The number of files, and a message for each damaged one, which stays.
     """
     uploaded, messages = 0, []
-    rank = int(folder.name[len("rank-") :].partition(".")[0])
-    with suppress(FileNotFoundError):
-        remove_from(where, int((folder / TAKE_BACK).read_text()), rank)
-        (folder / TAKE_BACK).unlink()
     files = [file for kind in ("parquet", "json") for file in folder.rglob(f"[!.]*.{kind}") if file.is_file()]
     for file in sorted(files, key=lambda file: (file.stat().st_mtime_ns, file)):
         try:

@@ -287,6 +287,36 @@ def remove(where: Place) -> None:
         where.filesystem.delete_file(where.path)
 
 
+def move(where: Place, folder: Place, name: str) -> None:
+    """Moves a file into another folder of the same store. Does nothing if another process has moved it."""
+    with suppress(FileNotFoundError):
+        if isinstance(where, Path):
+            os.replace(where, folder / name)  # pyright: ignore[reportArgumentType]: both are local
+            return
+        with _os_errors():
+            where.filesystem.move(where.path, cast("Remote", folder / name).path)
+
+
+def size_of(where: Place) -> int:
+    """Returns the bytes of a file."""
+    if isinstance(where, Path):
+        return where.stat().st_size
+    with _os_errors():
+        return where.filesystem.get_file_info(where.path).size or 0
+
+
+def parent(where: Place) -> Place:
+    """Returns the folder that contains a file or folder."""
+    if isinstance(where, Path):
+        return where.parent
+    before, mark, query = where.address.partition("?")
+    return Remote(
+        f"{before.rstrip('/').rpartition('/')[0]}{mark}{query}",
+        where.filesystem,
+        where.path.rstrip("/").rpartition("/")[0],
+    )
+
+
 def remove_empty(folder: Place) -> None:
     """Deletes a local folder if it is empty. An object store has no empty folders."""
     if isinstance(folder, Path):

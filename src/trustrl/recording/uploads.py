@@ -13,14 +13,13 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
 
 from trustrl.errors import TrustRLWarning
-from trustrl.recording.record_files import remove_from
 from trustrl.recording.spool import (
-    TAKE_BACK,
     held,
     impatient,
     new_folder,
@@ -66,7 +65,7 @@ class Uploads:
     """
 
     def __init__(self, where: Remote, *, rank: int, spool: str | None, max_bytes: int) -> None:
-        self._where = impatient(where)
+        self._where = self.store = impatient(where)
         self._rank, self._max_bytes = rank, max_bytes
         self._root = spool
         self._spool = spool_of(where, spool)
@@ -75,15 +74,15 @@ class Uploads:
         """The record's folder. Files written there wait in the spool until they are uploaded."""
 
         self._changed = threading.Condition()
-        self._queue: deque[_Waiting | int] = deque()
-        """Files, and the step from which on the old files of this rank must go first."""
+        self._queue: deque[_Waiting | Callable[[], list[str]]] = deque()
+        """Files, and other work at the store, which returns messages."""
         self._used = 0
         self._made: set[str] = set()
         self._thread: threading.Thread | None = None
         self._num_failed = 0
         self._failing_since = 0.0
         self._news: list[str] = []
-        self._told: list[_Waiting | int] = []
+        self._told: list[_Waiting | Callable[[], list[str]]] = []
         """Jobs that the last `flush` left and named."""
         self._ends = False
         self._process = os.getpid()
@@ -98,22 +97,22 @@ class Uploads:
         """Returns the path at which a file or folder of the record waits."""
         return self._own / where.path.removeprefix(self._where.path).lstrip("/")
 
-    def begin(self, step: int) -> None:
-        """Deletes, in the thread, the files that an earlier process of this rank wrote for this step and later ones.
+    def begin(self) -> None:
+        """Uploads, in the thread, the files that earlier processes of this rank left in the spool."""
+        self._append(self._send_left)
 
-        Files of earlier steps that it left in the spool are uploaded first.
-        """
-        (self._own / TAKE_BACK).write_text(f"{step}\n")
-        self._append(step)
+    def then(self, job: Callable[[], list[str]]) -> None:
+        """Does a job in the thread, after everything before it. It returns messages, which are warned."""
+        self._append(job)
 
     def submit(self, file: Path) -> None:
         """Takes a complete file to upload it later. Does not wait."""
         self._append(_Waiting(file, file.stat().st_size))
 
-    def _append(self, job: _Waiting | int) -> None:
+    def _append(self, job: _Waiting | Callable[[], list[str]]) -> None:
         with self._changed:
             self._queue.append(job)
-            self._used += 0 if isinstance(job, int) else job.size
+            self._used += job.size if isinstance(job, _Waiting) else 0
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="trustrl-uploads", daemon=True)
                 self._thread.start()
@@ -168,38 +167,37 @@ class Uploads:
                     return
                 job = self._queue[0]
             try:
-                self._take_back(job) if isinstance(job, int) else self._put(job)
+                messages = self._put(job) if isinstance(job, _Waiting) else job()
             except Exception as error:
                 self._failed(error)
                 continue
             with self._changed:
                 self._queue.popleft()
+                self._news += messages
                 self._succeeded()
                 self._changed.notify_all()
 
-    def _put(self, waiting: _Waiting) -> None:
+    def _put(self, waiting: _Waiting) -> list[str]:
+        messages = []
         try:
             source = waiting.file.open("rb")
         except FileNotFoundError:
-            with self._changed:
-                self._news.append(f"Another program deleted `{waiting.file}` before its upload. Its rows are lost.")
+            messages = [f"Another program deleted `{waiting.file}` before its upload. Its rows are lost."]
         else:
             with source:
                 upload(source, self._where, waiting.file.relative_to(self._own), self._made)
             waiting.file.unlink(missing_ok=True)
         with self._changed:
             self._used -= waiting.size
+        return messages
 
-    def _take_back(self, step: int) -> None:
+    def _send_left(self) -> list[str]:
+        messages = []
         for folder in sorted(self._spool.glob(f"rank-{self._rank:04d}.*")):
             with held(folder) as is_free:
                 if is_free:
-                    remove_from(folder, step, self._rank)
-                    _, damaged = upload_folder(folder, self._where, self._made)
-                    with self._changed:
-                        self._news += damaged
-        remove_from(self._where, step, self._rank)
-        (self._own / TAKE_BACK).unlink(missing_ok=True)
+                    messages += upload_folder(folder, self._where, self._made)[1]
+        return messages
 
     def _failed(self, error: Exception) -> None:
         with self._changed:

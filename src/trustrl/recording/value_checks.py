@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from trustrl.optional_imports import need
+from trustrl.recording.part_names import PartName
 from trustrl.recording.schema import TABLES
 
 ROUNDING = 1e-3
@@ -84,7 +85,7 @@ RULES = {"tokens": TOKEN_RULES, "sequences": SEQUENCE_RULES, "texts": (_negative
 """Rules by table."""
 
 
-def first_breach(batch: Any, table: str, named: tuple[int, int] | None) -> tuple[str, int] | None:
+def first_breach(batch: Any, table: str, named: PartName | None) -> tuple[str, int] | None:
     """Returns the first rule that rows of a record batch break, and the first such row, or None.
 
     Checks errors alone: a sampler or trainer with a fault may produce the values that other rules are about.
@@ -92,9 +93,9 @@ def first_breach(batch: Any, table: str, named: tuple[int, int] | None) -> tuple
     Args:
         batch: The record batch, with all or some columns of the table.
         table: Name of the table.
-        named: Step and rank of the file's name, or None if it is not named by them.
+        named: Steps and rank of the file's name, or None if it is not the name of a part file.
     """
-    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    pc = need("pyarrow.compute", extra="records")
     for column in TABLES[table]:
         if column.name in batch.schema.names and (nulls := batch.column(column.name).null_count):
             values = batch.column(column.name)
@@ -104,17 +105,30 @@ def first_breach(batch: Any, table: str, named: tuple[int, int] | None) -> tuple
                 return f"have {column.name} in all rows or in none", pc.index(
                     values.is_null(), values[0].is_valid
                 ).as_py()
-    for name, value in zip(("step", "rank"), named or (), strict=False):
-        if name in batch.schema.names:
-            flags = pc.not_equal(batch.column(name), pa.scalar(value, pa.int64()))
-            if pc.any(flags).as_py():
-                return f"have the {name} of its name ({value}) in the column {name}", pc.index(flags, True).as_py()
+    for rule, flags in misplaced(batch, named):
+        if pc.any(flags).as_py():
+            return rule, pc.index(flags, True).as_py()
     for rule in RULES[table]:
         if rule.is_error and set(rule.columns) <= set(batch.schema.names):
             flags = rule.broken(pc, *(batch.column(name) for name in rule.columns))
             if pc.any(flags).as_py():
                 return rule.text, pc.index(flags, True).as_py()
     return None
+
+
+def misplaced(batch: Any, named: PartName | None) -> Iterator[tuple[str, Any]]:
+    """Yields a rule for step and rank, with the rows that do not have the numbers in the file's name."""
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    if named is None:
+        return
+    for name, low, high in (("step", named.first, named.last), ("rank", named.rank, named.rank)):
+        if name in batch.schema.names:
+            column = batch.column(name)
+            value = f"{low}" if low == high else f"{low} to {high}"
+            yield (
+                f"have the {name} of its name ({value}) in the column {name}",
+                pc.or_(pc.less(column, pa.scalar(low, pa.int64())), pc.greater(column, pa.scalar(high, pa.int64()))),
+            )
 
 
 def breaches(batch: Any, table: str) -> Iterator[tuple[Rule, int]]:

@@ -18,6 +18,7 @@ from failures.faults import at_call, calls_in, compiled
 from support.trl_commands import command, environment, run
 from trustrl import config_from_dict, preset
 from trustrl.recording import read
+from trustrl.recording.record_files import named_numbers, parts_in
 from trustrl.runner.directory import RunDirectory
 
 COMPLETE = "trustrl_complete"
@@ -37,7 +38,9 @@ def measured(folder):
 
 
 def files_of_records(folder):
-    return sorted(str(path.relative_to(folder)) for path in (folder / "records").rglob("*"))
+    """The part files that count, by table, step and rank. Names also say which process wrote them."""
+    tables = ("", "sequences", "texts")
+    return [(table, named_numbers(file.name)) for table in tables for file in parts_in(folder / "records", table)]
 
 
 def assert_same(folder, uninterrupted):

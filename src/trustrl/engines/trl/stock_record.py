@@ -71,9 +71,9 @@ def record(
         folder = os.path.join(trainer.args.output_dir, "records")
     rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     recording = Recording.of({"folder": folder, "sample": default_sample(rows), **settings})
-    rank = trainer.accelerator.process_index
+    rank, size = trainer.accelerator.process_index, trainer.accelerator.num_processes
     described = about(trainer, observed=observed is not None) if rank == 0 else None
-    recorder = Recorder(recording, observed, rank=rank, about=described)
+    recorder = Recorder(recording, observed, rank=rank, about=described, world_size=size)
     StockRecord(trainer, recorder, observed).attach()
     return recorder
 

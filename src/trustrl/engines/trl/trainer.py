@@ -168,8 +168,10 @@ class TrustRegionMixin(LossSeamMixin):
         """Returns the recorder of this rank, and prepares the rows of its sequences; None if nothing is recorded."""
         if recording is None:
             return None
-        rank = self.accelerator.process_index
-        recorder = Recorder(recording, self.region, rank=rank, about=about(self) if rank == 0 else None)
+        rank, size = self.accelerator.process_index, self.accelerator.num_processes
+        recorder = Recorder(
+            recording, self.region, rank=rank, about=about(self) if rank == 0 else None, world_size=size
+        )
         self._rows = RolloutRows(self, recorder)
         self.add_callback(RecordEnd(recorder))
         return recorder

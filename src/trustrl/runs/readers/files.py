@@ -11,6 +11,7 @@ from typing import Any
 from trustrl.errors import ConfigError
 from trustrl.files import leads_out, lines_of, open_regular, parsed_json, read_regular, why_not_json
 from trustrl.limits import OverLimit, advice
+from trustrl.recording.part_names import PartName
 
 DEEPEST = 5
 """Levels of folders that are searched."""
@@ -72,7 +73,10 @@ def files_of(path: Path, run: str | None = None) -> Files:
         relative = os.path.relpath(folder, path)
         depth = 0 if relative == "." else relative.count(os.sep) + 1
         folders[:] = sorted(folders) if depth < DEEPEST else []
-        for name in sorted(files):
+        if (parts := [name for name in files if PartName.of(name)]) and depth:
+            continue  # `trustrl.recording` reads token records, however many files they have
+        files = sorted({*files} - {*parts[1:]})  # one tells that the folder is a record
+        for name in files:
             short = name if depth == 0 else f"{relative}/{name}".replace(os.sep, "/")
             if (why := _unfit(Path(folder, name), path)) is None:
                 names.append(short)

@@ -1,13 +1,17 @@
 """Completions and settings from the sequence and text tables and run.json of token records."""
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from heapq import merge
 from typing import Any
 
 from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
-from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, named_numbers, opened, parts_in, whole
+from trustrl.recording.part_names import PartName
+from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, parts_in, whole
 from trustrl.recording.run_file import read_run
 from trustrl.recording.storage import Place
 from trustrl.runs.run import Completion
@@ -35,20 +39,63 @@ def completions(folder: str) -> Iterator[Completion]:
     """
     place, known = storage.place(folder), set[int]()
     first = 0 if settings(folder).get("engine") == "verl" else 1
+    texts = TextFiles(place)
+    ranks: dict[int, list[Place]] = defaultdict(list)
     for file in parts_in(place, SEQUENCES):
+        part = PartName.of(file.name)
+        assert part is not None
+        ranks[part.rank].append(file)
+    # A merged file has many steps of one rank; each rank's files are in order.
+    for row, text in merge(*(_rows(files, texts) for files in ranks.values()), key=lambda pair: pair[0]["step"]):
+        if row["sequence"] not in known:  # otherwise a later step on the same sequence
+            known.add(row["sequence"])
+            yield _completion(row, first, *text)
+
+
+def _rows(files: list[Place], texts: "TextFiles") -> Iterator[tuple[dict[str, Any], tuple[str | None, str | None]]]:
+    """Yields the sequences of one rank, each with its prompt and completion."""
+    for file in files:
         with opened(file, "sequences") as (parquet, _):
             table = in_todays_schema(whole(parquet, file, "sequences"), "sequences", _COLUMNS)
-        texts: dict[int, tuple[str | None, str | None]] = {}
-        for name in need("pyarrow.compute", extra="records").unique(table["text"]).to_pylist():
-            if name is not None:
-                if named_numbers(name) is None:
-                    raise RecordError(f"`{file}` must name files in {TEXTS}/ in the column text, got {name!r:.80}.")
-                texts |= _texts(storage.inside(storage.inside(place, TEXTS), name))
+        held: dict[int, tuple[str | None, str | None]] = {}
+        for named in texts.named(need("pyarrow.compute", extra="records").unique(table["text"]).to_pylist(), file):
+            held |= _texts(named)
         for row in table.to_pylist():
-            if row["sequence"] in known:  # a later step on the same sequence
-                continue
-            known.add(row["sequence"])
-            yield _completion(row, first, *texts.get(row["sequence"], (None, None)))
+            yield row, held.get(row["sequence"], (None, None))
+
+
+class TextFiles:
+    """Text files of a record by the names in the sequence table, which stay as they were when files are merged."""
+
+    def __init__(self, folder: Place) -> None:
+        self._ranks: dict[int, list[tuple[PartName, Place]]] = defaultdict(list)
+        self._folder = folder
+        for file in parts_in(folder, TEXTS):
+            part = PartName.of(file.name)
+            assert part is not None
+            self._ranks[part.rank].append((part, file))
+
+    def named(self, names: Iterable[str | None], sequences: Place) -> list[Place]:
+        """Returns the files that have the texts, each once: those of the rank that include the step.
+
+        Args:
+            names: The names, as the sequence table has them.
+            sequences: The file of that table, for messages.
+
+        Raises:
+            RecordError: If a name is not that of a part file.
+        """
+        return list(dict.fromkeys(self._file(name, sequences) for name in names if name is not None))
+
+    def _file(self, name: str, sequences: Place) -> Place:
+        part = PartName.of(name)
+        if part is None:
+            raise RecordError(f"`{sequences}` must name files in {TEXTS}/ in the column text, got {name!r:.80}.")
+        own = self._ranks[part.rank]
+        index = bisect_right(own, part.first, key=lambda entry: entry[0].first) - 1
+        if index >= 0 and part.last <= own[index][0].last:
+            return own[index][1]
+        return storage.inside(storage.inside(self._folder, TEXTS), name)
 
 
 def _texts(file: Place) -> dict[int, tuple[str | None, str | None]]:

@@ -8,7 +8,9 @@ from typing import Any
 from trustrl.errors import RecordError, TrustRLError
 from trustrl.files import LARGEST_TOML, open_regular, parsed_toml, read_regular
 from trustrl.recording import storage
-from trustrl.recording.record_files import RECORDS, named_numbers, parts_in
+from trustrl.recording.part_names import PartName
+from trustrl.recording.record_files import RECORDS, sifted_in
+from trustrl.recording.writers import SUPERSEDED, Sifted
 from trustrl.runs.part import Part, counted
 from trustrl.runs.readers import record_tables
 from trustrl.runs.readers.files import Fault, Files, json_object, last_lines
@@ -104,15 +106,19 @@ def _ending(folder: Path, *, finished: bool) -> tuple[Status, str]:
 
 def records_in(files: Files) -> list[Part]:
     """Returns the folders of token records: the folder itself, or `records` inside it."""
-    here = any(named_numbers(name) for name in files.names)  # another trainer's folder may have other Parquet files
+    here = any(PartName.of(name) for name in files.names)  # another trainer's folder may have other Parquet files
     folders = [*([files.root] if here else []), storage.inside(files.root, RECORDS)]
-    counts = {folder: len(parts_in(folder)) for folder in folders}
-    return [_records(str(folder), files.short(folder), num) for folder, num in counts.items() if num]
+    sifted = {folder: sifted_in(folder)[1] for folder in folders}
+    return [_records(str(folder), files.short(folder), parts) for folder, parts in sifted.items() if parts.visible]
 
 
-def _records(folder: str, short: str, num_files: int) -> Part:
+def _records(folder: str, short: str, parts: Sifted) -> Part:
+    replaced = len(parts.superseded) + len(storage.entries(storage.place(folder) / SUPERSEDED, "step-*.parquet"))
+    more = f"; {counted(replaced, 'file')} that a later process replaced left out" * bool(replaced)
     part = Part(
-        source="token records", records=(folder,), found=[f"token records in {short}, {counted(num_files, 'file')}"]
+        source="token records",
+        records=(folder,),
+        found=[f"token records in {short}, {counted(len(parts.visible), 'file')}{more}"],
     )
     try:
         part.settings = record_tables.settings(folder)

@@ -80,9 +80,8 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
         return ShownCompletions([], len(candidates))
     chosen = _chosen(candidates)
     wanted = {candidate.at for candidate in chosen if candidate.at is not None}
-    read = {
-        index: completion for index, completion in enumerate(run.completions() if wanted else ()) if index in wanted
-    }
+    until = max(wanted, default=-1) + 1
+    read = {index: completion for index, completion in enumerate(islice(run.completions(), until)) if index in wanted}
     fitting: dict[int | None, SequenceScore] = {}
     for candidate in chosen:
         if candidate.score is not None and candidate.score.tokens <= max_shown:

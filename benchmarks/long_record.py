@@ -1,0 +1,136 @@
+"""Records of long runs on many ranks: files on disk, and the cost of opening them.
+
+python benchmarks/long_record.py --ranks 64 --steps 10000 FOLDER
+
+The recorder writes one rank, step by step, and merges as in a run. The other ranks are copies of its files with their own
+rank and sequences. Then report, explain and watch open the folder in processes of their own. Prints one JSON object.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+import trustrl
+from trustrl.recording import Recorder, Recording, SequenceRows
+from trustrl.recording.compaction import TABLE_FOLDERS
+from trustrl.recording.part_names import PartName
+from trustrl.recording.schema import writing
+from trustrl.recording.storage import WholeFile
+
+REGION = trustrl.preset("dppo-binary-tv")
+SEQUENCES, LENGTH = 2, 4
+
+
+def recorded(folder: Path, steps: int) -> dict[str, float]:
+    """Records one rank. Returns CPU seconds, and the largest number of files while it ran."""
+    recorder = Recorder(Recording(folder=folder, sample=1.0, ring_steps=2, triggers=()), REGION, rank=0)
+    draw = torch.Generator().manual_seed(0)
+    behavior = -torch.rand(SEQUENCES, LENGTH, generator=draw) - 0.1
+    rollout = trustrl.RolloutTokens(
+        behavior_logp=behavior, advantage=torch.tensor([1.0, -1.0]), token_ids=torch.arange(8).reshape(2, 4),
+        in_loss=torch.ones(SEQUENCES, LENGTH, dtype=torch.bool),
+    )  # fmt: skip
+    policy = trustrl.PolicyTokens(logp=behavior + 0.1 * torch.randn(SEQUENCES, LENGTH, generator=draw))
+    out = trustrl.policy_loss(policy, rollout, REGION, reduction=trustrl.TokenSum())
+    most = 0
+    began = time.process_time()
+    for step in range(steps):
+        ids = torch.arange(SEQUENCES * step, SEQUENCES * (step + 1))
+        rows = SequenceRows(
+            sequence=ids.tolist(), group=[0, 0], reward=[1.0, 0.0], completion_tokens=[LENGTH] * 2,
+            prompt=["2 + 2 ="] * 2, completion=[" 4", " 5"],
+        )  # fmt: skip
+        recorder.add_sequences(rows, step=step)
+        recorder.add(out, policy, rollout, sequences=ids, step=step)
+        recorder.end_step(step, None)
+        if step % 100 == 99:
+            most = max(most, files_in(folder))
+    if recorder._writer is not None and (error := recorder._writer.wait()):
+        raise error
+    return {"cpu_seconds": round(time.process_time() - began, 1), "most_files": most}
+
+
+def files_in(folder: Path) -> int:
+    """Returns the number of part files."""
+    return sum(1 for _ in folder.rglob("step-*.parquet"))
+
+
+def copied(folder: Path, rank: int, steps: int) -> None:
+    """Writes the files of rank 0 again for another rank."""
+    offset = rank * steps * SEQUENCES
+    for inside in TABLE_FOLDERS.values():
+        for file in (folder / inside).glob("step-*.rank-0000.parquet"):
+            part = PartName.of(file.name)
+            assert part is not None
+            with pq.ParquetFile(file) as parquet:
+                table, extra = parquet.read(), parquet.metadata.metadata
+            columns: dict[str, Any] = {name: table[name] for name in table.column_names}
+            columns["sequence"] = pa.compute.add(columns["sequence"], offset)
+            if "rank" in columns:
+                columns["rank"] = pa.array([rank] * len(table), pa.int32())
+            if "text" in columns:
+                columns["text"] = pa.compute.replace_substring(columns["text"], "rank-0000", f"rank-{rank:04d}")
+            schema = table.schema
+            whole = WholeFile(folder / inside / str(part._replace(rank=rank)))
+            with pq.ParquetWriter(whole.target, schema, **writing(inside or "tokens")) as writer:
+                writer.write_table(pa.table(list(columns.values()), schema=schema), row_group_size=65_536)
+                keys = {key.decode(): extra[key] for key in (b"trustrl.step", b"trustrl.parts") if key in extra}
+                writer.add_key_value_metadata(keys)
+            whole.seal()
+            whole.publish()
+
+
+def measured(command: list[str]) -> dict[str, Any]:
+    """Returns exit code, CPU seconds and peak resident memory of a command."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    said = process.stderr.read().decode()
+    _, status, used = os.wait4(process.pid, 0)
+    return {
+        "exit": os.waitstatus_to_exitcode(status), "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
+        "peak_mb": round(used.ru_maxrss / 1024), "said": said[-300:],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Makes the record, if the folder is empty, and measures the tools."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = options.folder / "records"
+    results: dict[str, Any] = {"ranks": options.ranks, "steps": options.steps, "load": os.getloadavg()[0]}
+    if not folder.exists():
+        results["one_rank"] = recorded(folder, options.steps)
+        for rank in range(1, options.ranks):
+            copied(folder, rank, options.steps)
+    results["files_without_merging"] = 3 * options.ranks * options.steps
+    results["files"] = files_in(folder)
+    results["mb"] = round(sum(file.stat().st_size for file in folder.rglob("*")) / 2**20)
+    trustrl_command = [sys.executable, "-m", "trustrl.cli"]
+    page = str(options.folder / "page.html")
+    for name, arguments in {
+        "help": ["--help"],
+        "report": ["report", str(options.folder), "--out", page],
+        "explain": ["explain", str(options.folder)],
+    }.items():
+        results[name] = measured([*trustrl_command, *arguments])
+    call = f"live_reports([{str(options.folder)!r}], every=1.0, with_page=False)"
+    once = f"from trustrl.tools.report.live_view import live_reports; next({call})"
+    results["watch"] = measured([sys.executable, "-c", once])
+    print(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""One process's turn at recording a rank: claims the rank, sets aside what it replaces, and merges files as it goes.
+
+The order makes every kill harmless. The claim comes first and stops an earlier process. Then merged files that reach
+beyond the first step are copied up to it. Then the claim takes effect, which is one write, and readers switch. Moving
+the replaced files comes last; readers leave them out with or without it.
+"""
+
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from trustrl.errors import RecordError, TrustRLWarning
+from trustrl.recording import storage
+from trustrl.recording.compaction import BLOCKS, TABLE_FOLDERS, compact_rank, merged
+from trustrl.recording.part_names import PartName, about_numbers, dump_step
+from trustrl.recording.storage import Place
+from trustrl.recording.writers import (
+    SUPERSEDED,
+    Claim,
+    Claims,
+    check_claim,
+    claim_files,
+    claim_numbers,
+    claimed_ranks,
+    listed,
+    new_claim,
+    put_in_effect,
+)  # fmt: skip
+
+
+class RankWriter:
+    """The claim of this process on one rank, from its first step on."""
+
+    def __init__(self, folder: Place, claim: Claim, *, ring_steps: int) -> None:
+        self.claim = claim
+        self.num_replaced = 0
+        """Number of files set aside, if the rank has none left: the process started from scratch."""
+
+        self._folder = folder
+        self._ring_steps = ring_steps
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[int] | None = None
+        self._asked: Future[None] | None = None
+        self._blocks = claim.from_step // BLOCKS[0]
+        """Number of blocks, counted from step 0, that are merged or being merged."""
+
+    @classmethod
+    def begin(cls, folder: Place, claim: Claim, *, ring_steps: int = 0) -> "RankWriter":
+        """Claims a rank from a step on, and retires ranks that the run no longer has.
+
+        Args:
+            folder: The local folder of the record. For a store, use `reserve` and `set_aside`.
+            claim: The rank, its first step, the run and its number of ranks. The attempt is chosen here.
+            ring_steps: The number of steps that a dump may contain. Later ones are not merged yet.
+
+        Raises:
+            OSError: If the folder cannot be read or written to.
+            RecordError: If a file in it is damaged.
+        """
+        own = reserve(folder, claim)
+        _remove_unfinished(folder, own)
+        _retire_others(folder, claim)
+        own, moved = _take_effect(folder, own)
+        writer = cls(folder, own, ring_steps=ring_steps)
+        if moved and not listed(folder, own.rank):
+            writer.num_replaced = moved
+        return writer
+
+    def replaced_all(self) -> str:
+        """Returns the warning for a process that left no file of the record."""
+        return _replaced_all(self._folder, self.claim, self.num_replaced)
+
+    def check(self) -> None:
+        """Checks that no other process has claimed the rank since. A store answers in a thread, for the next call.
+
+        Raises:
+            TakenOver: If one has. It names the process.
+        """
+        if isinstance(self._folder, Path):
+            check_claim(self._folder, self.claim)
+            return
+        if self._asked is not None and self._asked.done():
+            answer, self._asked = self._asked, None
+            with suppress(OSError):  # files of two attempts never mix, so a late answer does no harm
+                answer.result()
+        if self._asked is None:
+            self._asked = self._thread().submit(check_claim, self._folder, self.claim)
+
+    def ended(self, step: int) -> None:
+        """Merges the files of blocks that have ended, in a thread. A store is left as it is: it has no limit on files.
+
+        Warns if the last merge failed, and stops merging.
+        """
+        if not isinstance(self._folder, Path):
+            return
+        if self._running is not None:
+            if not self._running.done():
+                return
+            error = self._running.exception()
+            self._running = None
+            if error is not None:
+                self._blocks = 2**62  # no more
+                warnings.warn(
+                    f"Cannot merge record files in `{self._folder}`: {str(error).rstrip('.')}. Recording continues "
+                    "without; run `trustrl records compact` on the folder later.",
+                    TrustRLWarning,
+                    stacklevel=4,
+                )
+                return
+        blocks = (step + 1 - self._ring_steps) // BLOCKS[0]
+        if blocks > self._blocks:
+            self._blocks = blocks
+            self._running = self._thread().submit(self._compact, blocks * BLOCKS[0])
+
+    def _thread(self) -> ThreadPoolExecutor:
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="trustrl-records")
+        return self._pool
+
+    def _compact(self, before: int) -> int:
+        claims = Claims.of(self._folder, self.claim.rank)
+        return compact_rank(self._folder, self.claim.rank, before=before, claims=claims, check=self.check)
+
+    def wait(self) -> BaseException | None:
+        """Waits for a merge that is under way, and returns its error if it failed."""
+        return None if self._running is None else self._running.exception()
+
+
+def reserve(folder: Place, claim: Claim) -> Claim:
+    """Takes the next number of a rank. An earlier process of the rank stops; readers follow it until `put_in_effect`.
+
+    Raises:
+        OSError: If the folder cannot be read or written to.
+    """
+    own = None
+    while own is None:  # another process may have the number
+        own = new_claim(folder, _next(folder, claim))
+    return own
+
+
+def set_aside(folder: Place, claim: Claim) -> list[str]:
+    """Retires the ranks that the run no longer has and moves the files that a claim in effect replaces.
+
+    Returns:
+        A message if this process leaves no file of the record, or if a damaged claim leaves the files where they are.
+    """
+    try:
+        _retire_others(folder, claim)
+        moved = _move_superseded(folder, claim.rank)
+    except RecordError as error:
+        return [str(error)]
+    everything = moved and claim.rank == 0 and claim.run is None and not listed(folder, claim.rank)
+    return [_replaced_all(folder, claim, moved)] if everything else []
+
+
+def _replaced_all(folder: Place, claim: Claim, moved: int) -> str:
+    return (
+        f"`{folder}` had a whole record from step {claim.from_step} on: its files ({moved} of rank {claim.rank}) are "
+        f"now in {SUPERSEDED}/, where readers ignore them. If they are of another run, give each run its own folder."
+    )
+
+
+def _retire_others(folder: Place, claim: Claim) -> None:
+    if claim.world_size is not None:
+        ranks = claimed_ranks(folder) | {part.rank for part in listed(folder)}
+        for rank in sorted(rank for rank in ranks if rank >= max(claim.world_size, claim.rank + 1)):
+            _retire(folder, rank, claim)
+
+
+def _next(folder: Place, claim: Claim) -> Claim:
+    """Returns the claim with the number after all that exist. Files without a claim are those of an attempt too."""
+    attempts = [attempt for rank, attempt in map(claim_numbers, claim_files(folder, claim.rank)) if rank == claim.rank]
+    places = [_table(folder, inside) for inside in TABLE_FOLDERS.values()]
+    for where in (*places, *storage.entries(folder, "dump-*")):
+        attempts += [part.attempt for part in listed(where, claim.rank)]
+    return replace(claim, attempt=max(attempts, default=0) + 1)
+
+
+def _table(folder: Place, inside: str) -> Place:
+    return folder / inside if inside else folder
+
+
+def _remove_unfinished(folder: Place, claim: Claim) -> None:
+    """Deletes temporary files that a killed process of this rank left behind. Only local folders have any."""
+    if isinstance(folder, Path):
+        for path in folder.rglob(f".*rank-{claim.rank:04d}.*.tmp"):
+            if not path.name.startswith(f".{claim.name}"):
+                path.unlink(missing_ok=True)
+
+
+def _retire(folder: Place, rank: int, claim: Claim) -> None:
+    """Claims a rank that the run no longer has, so that its files from that step on count no more."""
+    latest = Claims.of(folder, rank).latest(rank)
+    if latest is not None and latest.retired and latest.in_effect and latest.from_step <= claim.from_step:
+        return
+    own = new_claim(folder, _next(folder, replace(claim, rank=rank, retired=True)))
+    if own is not None:  # otherwise another rank is doing the same
+        _take_effect(folder, own)
+
+
+def _take_effect(folder: Place, claim: Claim) -> tuple[Claim, int]:
+    """Lets readers follow a claim, and moves the files that it replaces. Returns the number of these."""
+    if not claim.in_effect:
+        before = Claims.of(folder, claim.rank)
+        for table, inside in TABLE_FOLDERS.items():
+            where = _table(folder, inside)
+            for part in before.sift(listed(where, claim.rank)).visible:
+                if part.first < claim.from_step <= part.last:
+                    rest = PartName(part.first, claim.from_step - 1, claim.rank, claim.attempt)
+                    if not merged(where, [part], rest, table, until=claim.from_step):
+                        raise RecordError(f"`{where / str(part)}` must be a file that this trustrl can copy")
+        claim = put_in_effect(folder, claim)
+    return claim, _move_superseded(folder, claim.rank)
+
+
+def _move_superseded(folder: Place, rank: int) -> int:
+    claims = Claims.of(folder, rank)
+    moves: list[tuple[Place, Place]] = []
+    for inside in TABLE_FOLDERS.values():
+        files = listed(_table(folder, inside), rank)
+        target = _table(folder / SUPERSEDED, inside)
+        moves += [(files[part], target) for part in claims.sift(files).superseded]
+    dumps = storage.entries(folder, "dump-*")
+    for dump in dumps:
+        if (step := dump_step(dump.name)) is not None:
+            about = {
+                PartName(step, step, rank, numbers[1]): file
+                for file in storage.entries(dump, f"trigger.rank-{rank:04d}*.json")
+                if (numbers := about_numbers(file.name))
+            }
+            for files in (listed(dump, rank), about):
+                replaced = claims.sift(files, step=step).superseded
+                moves += [(files[part], folder / SUPERSEDED / dump.name) for part in replaced]
+    for target in dict.fromkeys(target for _, target in moves):
+        storage.make_folder(target)
+    for file, target in moves:
+        storage.move(file, target, file.name)
+    for dump in dumps:
+        storage.remove_empty(dump)
+    return len(moves)
