@@ -240,46 +240,39 @@ def _conflicts(requirements: Iterable[Requirement]) -> Iterator[Finding]:
                 )
 
 
-def _missing(requirements: Iterable[Requirement]) -> list[Finding]:
+def _missing(requirements: Iterable[Requirement]) -> Iterator[Finding]:
     lacking: dict[str, list[str]] = {}
     for wanted in requirements:
         if wanted.extra in NEEDED_FOR and version_of(wanted.package) is None:
             lacking.setdefault(wanted.extra, []).append(wanted.package)
-    return [
-        Finding(
+    for extra, packages in lacking.items():
+        yield Finding(
             "note",
             f"extra `{extra}` is incomplete, missing {', '.join(packages)}",
             f"Required for {NEEDED_FOR[extra]}.",
             f'Run `pip install "trustrl[{extra}]"` to add it.',
         )
-        for extra, packages in lacking.items()
-    ]
 
 
-def _torch_build() -> list[Finding]:
+def _torch_build() -> Iterator[Finding]:
     """Checks that the torch build matches the hardware. Reads torch/version.py, since importing torch takes seconds."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     if file is None or not file.is_file():
-        return []
+        return
     build = re.search(r"^(cuda|hip)\b[^=]*= ['\"]([\w.]+)['\"]", file.read_text(encoding="utf-8"), re.M)
     has_device = any(Path(device).exists() for device in DEVICES)
     if build and not has_device:
-        return [
-            Finding(
-                "warning",
-                f"torch is built for {build[1]} {build[2]}, but this machine has no GPU",
-                "It works on the CPU, but its GPU libraries take gigabytes of disk and memory.",
-                "Run `pip install torch --index-url https://download.pytorch.org/whl/cpu` on machines without a GPU.",
-            )
-        ]
+        yield Finding(
+            "warning",
+            f"torch is built for {build[1]} {build[2]}, but this machine has no GPU",
+            "It works on the CPU, but its GPU libraries take gigabytes of disk and memory.",
+            "Run `pip install torch --index-url https://download.pytorch.org/whl/cpu` on machines without a GPU.",
+        )
     if not build and has_device:
-        return [
-            Finding(
-                "warning",
-                "torch is built for the CPU, but this machine has a GPU",
-                "Training will not use the GPU.",
-                "Install the build for your GPU: https://pytorch.org/get-started.",
-            )
-        ]
-    return []
+        yield Finding(
+            "warning",
+            "torch is built for the CPU, but this machine has a GPU",
+            "Training will not use the GPU.",
+            "Install the build for your GPU: https://pytorch.org/get-started.",
+        )

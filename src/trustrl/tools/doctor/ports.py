@@ -27,27 +27,24 @@ class Socket(NamedTuple):
     """Either ray or vllm."""
 
 
-def check(proc: Path = Path("/proc")) -> list[Finding]:
-    """Returns one finding per socket that other machines can reach."""
+def check(proc: Path = Path("/proc")) -> Iterator[Finding]:
+    """Yields one finding per socket that other machines can reach."""
     if not (proc / "net" / "tcp").exists():
-        return [
-            Finding(
-                "note", "ports were not checked", "The check reads /proc, which only Linux has.",
-                "List the sockets that ray and vllm listen on with a tool of your system.",
-            )
-        ]  # fmt: skip
-    findings = []
+        yield Finding(
+            "note", "ports were not checked", "The check reads /proc, which only Linux has.",
+            "List the sockets that ray and vllm listen on with a tool of your system.",
+        )  # fmt: skip
+        return
     for socket in exposed(proc):
         where = f"{socket.program} (process {socket.pid}) listens on {socket.address} port {socket.port}"
         if socket.program == "ray" and socket.port in (DASHBOARD, CLIENT):
             why = "Anyone who can reach it can run code on this machine as your user."
             do = "Start Ray with dashboard_host=127.0.0.1, set RAY_AUTH_MODE=token, or close the port in the firewall."
-            findings.append(Finding("error", where, why, do))
+            yield Finding("error", where, why, do)
         else:
             why = "Machines on the same network can reach it, and it does not authenticate clients by default."
             do = "On a single machine, bind it to 127.0.0.1. On a cluster, keep it inside a private network."
-            findings.append(Finding("warning", where, why, do))
-    return findings
+            yield Finding("warning", where, why, do)
 
 
 def exposed(proc: Path) -> list[Socket]:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +26,24 @@ def state(folder: Path | None = None) -> dict[str, Any]:
     }
 
 
-def check(folder: Path | None = None) -> list[Finding]:
-    """Reports an error if the cache is not writable, and a warning if the disk is nearly full."""
-    root = folder or cache.root()
-    nearest = _nearest(root)
-    findings = []
+def check(folder: Path | None = None) -> Iterator[Finding]:
+    """Yields an error if the cache is not writable, and a warning if the disk is nearly full."""
+    nearest = _nearest(folder or cache.root())
     if not os.access(nearest, os.W_OK | os.X_OK) or not nearest.is_dir():
-        findings.append(
-            Finding(
-                "error",
-                f"{nearest} is not writable",
-                "trustrl stores models in TRUSTRL_CACHE, or in ~/.cache/trustrl by default.",
-                "Set TRUSTRL_CACHE to a folder that you can write to.",
-            )
+        yield Finding(
+            "error",
+            f"{nearest} is not writable",
+            "trustrl stores models in TRUSTRL_CACHE, or in ~/.cache/trustrl by default.",
+            "Set TRUSTRL_CACHE to a folder that you can write to.",
         )
     free = shutil.disk_usage(nearest).free
     if free < LITTLE:
-        findings.append(
-            Finding(
-                "warning",
-                f"only {free / 2**30:.1f} GB free at {nearest}",
-                "Checkpoints and models take gigabytes, and a run fails when it cannot write.",
-                "Free some space, or set TRUSTRL_CACHE and --out to another disk.",
-            )
+        yield Finding(
+            "warning",
+            f"only {free / 2**30:.1f} GB free at {nearest}",
+            "Checkpoints and models take gigabytes, and a run fails when it cannot write.",
+            "Free some space, or set TRUSTRL_CACHE and --out to another disk.",
         )
-    return findings
 
 
 def _nearest(folder: Path) -> Path:
