@@ -7,7 +7,7 @@ Seams:    `ActorRolloutRefWorker.actor_worker_cls`, an attribute intended for th
           `megatron_pass`, which call verl's for every other pass
 Borrowed: everything else. verl's own `ppo_loss` runs with its KL and entropy terms, its metrics, and its reduction, and
           finds the region's loss in its registry; `LossContext` passes the data that verl does not pass to a loss
-Inert:    if `loss_mode` does not name a region. With `TRUSTRL_RECORD`, the tokens are recorded; see `stock_record`
+Inert:    if `loss_mode` does not name a region. With `TRUSTRL_RECORD`, the tokens are recorded; see `batch_rows`
 """
 
 import functools
@@ -34,7 +34,7 @@ from trustrl.engines.common.replica_watch import ReplicaWatch
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, StepCheck, check_first_loss
 from trustrl.engines.common.step_sums import StepSums, on_host, share_of_one_rank
-from trustrl.engines.verl import anchors, batch_rows, first_update, stock_record
+from trustrl.engines.verl import anchors, batch_rows, first_update
 from trustrl.engines.verl.batch_rows import SEQUENCE, name_sequences
 from trustrl.engines.verl.losses import LossContext, active, clip_metrics
 from trustrl.engines.verl.response_layout import every_response_token, taken
@@ -52,7 +52,7 @@ class RegionWorker(TrainingWorker):
     _metrics: Choice = "core"
     _vocabulary: VocabularyPass | None = None
     _recorder: Recorder | None = None
-    _stock: stock_record.StockRecord | None = None
+    _stock: batch_rows.StockRecord | None = None
     """Records a loss of verl's own; None if a region trains or nothing is recorded."""
 
     _reuses_first_pass = True
@@ -144,7 +144,7 @@ class RegionWorker(TrainingWorker):
         self._recorder = self._recorder_of(settings, policy_loss, observed)
         if self._recorder is None:
             return loss_fn
-        self._stock = stock_record.StockRecord(self._recorder, observed)
+        self._stock = batch_rows.StockRecord(self._recorder, observed)
         return functools.partial(self._stock.loss, loss_fn)
 
     @functools.wraps(TrainingWorker.train_mini_batch)
