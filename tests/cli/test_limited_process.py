@@ -68,8 +68,8 @@ def test_memory_is_limited_in_the_child_and_the_message_says_how_to_raise_it(tmp
     code, out, err = ended(body, main=grab, words=words)
     assert (code, out) == (1, "")
     assert err == (
-        "error: Reading takes more memory than the 1,700,000,000 bytes allowed. Set TRUSTRL_READ_LIMITS=2 to read it all "
-        "the same.\n"
+        f"error: Reading takes more memory than the {1_700_000_000 + 2**24 * os.cpu_count():,} bytes allowed. Set "
+        "TRUSTRL_READ_LIMITS=2 to read it all the same.\n"
     )
 
 

@@ -14,8 +14,9 @@ from typing import NoReturn
 from trustrl import limits
 from trustrl.terminal import complain
 
-MEMORY = 1_700_000_000
-"""Bytes of private memory of a process. Loaded libraries come on top: with torch about 300 million."""
+MEMORY, PER_CPU = 1_700_000_000, 2 * 2**23
+"""Bytes of private memory of a process, and further ones for each CPU: torch and arrow start a thread on each, whose
+stack counts in full. Loaded libraries come on top: with torch about 300 million."""
 
 SECONDS, BYTES_PER_SECOND = 60, 1_000_000
 """CPU seconds of a command, and the bytes of its input that add a further one. The slowest reader, of TensorBoard
@@ -47,16 +48,17 @@ def run_in_child(words: Sequence[str]) -> None:
     child = os.fork()
     if child:
         _wait(child, passed_on - before, seconds)
-    _limit(parent, int(MEMORY * factor), seconds)
+    _limit(parent, _memory(), seconds)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def out_of_memory() -> str:
     """Returns the message of a command that could not allocate memory."""
-    return (
-        f"Reading takes more memory than the {int(MEMORY * limits.factor()):,} bytes allowed. "
-        f"{limits.advice(2 * limits.factor())}."
-    )
+    return f"Reading takes more memory than the {_memory():,} bytes allowed. {limits.advice(2 * limits.factor())}."
+
+
+def _memory() -> int:
+    return int(MEMORY * limits.factor()) + PER_CPU * (os.cpu_count() or 1)
 
 
 def _limit(parent: int, memory: int, seconds: int | None) -> None:
