@@ -195,7 +195,7 @@ class Recorder:
                 no trigger.
 
         Returns:
-            The directory of the dump, if one was written.
+            The directory of the dump, if one was written. In an object store, `flush` waits until it is there.
         """
         self._absorb()
         self._end_files(step)
