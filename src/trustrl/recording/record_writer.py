@@ -31,11 +31,15 @@ class PartWriter:
         metadata = schema.metadata("tokens") | {schema.REGION_KEY: json.dumps(region).encode()}
         self._schema = schema.arrow_schema(metadata)
         pq = need("pyarrow.parquet", extra="records")
-        self._file = pq.ParquetWriter(
-            self._whole.target, self._schema, compression="zstd",
-            use_dictionary=_DICTIONARY, use_byte_stream_split=_SPLIT,
-            write_statistics=["step", "update", "rank", "sequence"], write_page_checksum=True,
-        )  # fmt: skip
+        try:
+            self._file = pq.ParquetWriter(
+                self._whole.target, self._schema, compression="zstd",
+                use_dictionary=_DICTIONARY, use_byte_stream_split=_SPLIT,
+                write_statistics=["step", "update", "rank", "sequence"], write_page_checksum=True,
+            )  # fmt: skip
+        except OSError:
+            self._whole.abandon()
+            raise
         self._waiting: list[Any] = []
         self._num_waiting = 0
         self.num_rows = 0
