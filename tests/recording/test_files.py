@@ -370,6 +370,19 @@ def test_a_full_disk_costs_the_steps_until_it_has_room_and_counts_their_tokens(t
     assert [step for step, _ in made.ring.steps()] == [0, 1, 2, 3]
 
 
+def test_a_file_that_cannot_be_begun_leaves_nothing(tmp_path, monkeypatch):
+    made = recorder(tmp_path)
+
+    def full(target, *_, **__):
+        target.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter", full)
+    with pytest.warns(trustrl.errors.TrustRLWarning, match="No space left on device"):
+        batches.give(made, batches.batch(), step=0)
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
 def test_a_dump_that_finds_no_room_says_so_and_recording_goes_on(tmp_path, monkeypatch):
     made = recorder(tmp_path, ring_steps=2, triggers=(trustrl.recording.NonFinite(at_most_every=1),))
     bad = batches.batch(at={(0, 0): float("nan")})

@@ -259,6 +259,16 @@ def test_spools_of_records_in_different_stores_are_apart(tmp_path):
     assert name(plain + "a:1") != name(plain.replace("run/", "run2/") + "a:1")
 
 
+def test_a_usual_spool_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(spool, "gettempdir", lambda: str(tmp_path))
+    where = storage.place("memory://run/records")
+    assert spool.spool_of(where).parent.parent == tmp_path
+    assert spool.spool_of(where).parent.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(spool, "_user", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="got another user's. Set recording.spool"):
+        spool.spool_of(where)
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

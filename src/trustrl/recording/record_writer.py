@@ -32,7 +32,11 @@ class PartWriter:
         }
         self._schema = schema.arrow_schema(metadata)
         pq = need("pyarrow.parquet", extra="records")
-        self._file = pq.ParquetWriter(self._whole.target, self._schema, **schema.writing("tokens"))
+        try:
+            self._file = pq.ParquetWriter(self._whole.target, self._schema, **schema.writing("tokens"))
+        except OSError:
+            self._whole.abandon()
+            raise
         self._waiting: list[Any] = []
         self._num_waiting = 0
         self.num_rows = 0

@@ -233,7 +233,7 @@ class Recorder:
                 no trigger.
 
         Returns:
-            The directory of the dump, if one was written.
+            The directory of the dump, if one was written. In an object store, `flush` waits until it is there.
         """
         if self._stopped:
             return []

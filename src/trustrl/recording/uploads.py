@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakSet
@@ -30,8 +31,9 @@ from trustrl.recording.spool import (
 )  # fmt: skip
 from trustrl.recording.storage import Remote
 
-FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-"""Seconds before the first retry and between the last ones. Each retry waits twice as long, less a random half."""
+FIRST_WAIT, LONGEST_WAIT, AWAITED_WAIT = 1.0, 60.0, 4.0
+"""Seconds before the first retry, at most, and at most at the end of a run. Each wait is twice the last, less up to half
+of it at random."""
 
 OUTAGE = 3
 """Number of failed attempts in a row from which the store counts as failing."""
@@ -81,6 +83,8 @@ class Uploads:
         self._thread: threading.Thread | None = None
         self._num_failed = 0
         self._failing_since = 0.0
+        self._is_awaited = False
+        """True while `flush` waits. Retries are then at most `AWAITED_WAIT` apart."""
         self._news: list[str] = []
         self._told: list[_Waiting | Callable[[], list[str]]] = []
         """Jobs that the last `flush` left and named."""
@@ -113,9 +117,14 @@ class Uploads:
         with self._changed:
             self._queue.append(job)
             self._used += job.size if isinstance(job, _Waiting) else 0
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="trustrl-uploads", daemon=True)
-                self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        if self._thread is None and self._queue:
+            thread = threading.Thread(target=self._run, name="trustrl-uploads", daemon=True)
+            with suppress(RuntimeError):  # the system allows no more threads now; the next file tries again
+                thread.start()
+                self._thread = thread
 
     def say(self) -> None:
         """Warns about outages that began or ended since the last call."""
@@ -130,9 +139,12 @@ class Uploads:
             return  # a forked process has no thread
         last = time.monotonic() + seconds
         with self._changed:
+            self._is_awaited = True
+            self._start()
             self._changed.notify_all()  # ends the wait before a retry
             while self._queue and (rest := last - time.monotonic()) > 0:
                 self._changed.wait(rest)
+            self._is_awaited = False
             pending = list(self._queue)
         self.say()
         left = [job for job in pending if isinstance(job, _Waiting)]
@@ -209,14 +221,15 @@ class Uploads:
                     f"Cannot upload records to `{self._where}`: {str(error).rstrip('.')}. They wait in `{self._own}` "
                     f"until the store takes them again, at most {self._max_bytes:,} bytes; training continues."
                 )
-            wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(self._num_failed - 1, 30))
+            longest = AWAITED_WAIT if self._is_awaited else LONGEST_WAIT
+            wait = min(longest, FIRST_WAIT * 2.0 ** min(self._num_failed - 1, 30))
             self._changed.wait(wait * random.uniform(0.5, 1.0))  # ranks must not return all at once
 
     def _succeeded(self) -> None:
         if self._num_failed >= OUTAGE:
             self._news.append(
                 f"`{self._where}` takes records again after {time.monotonic() - self._failing_since:,.0f} s. "
-                f"{len(self._queue) + 1:,} files waited and none of them was lost."
+                f"{len(self._queue) + 1:,} files waited for that and are uploaded now."
             )
         self._num_failed = 0
 
