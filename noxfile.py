@@ -199,7 +199,7 @@ def failures(session: nox.Session) -> None:
     install_engine(session, "trl")
     session.env["PYTHONPATH"] = "studies/10-runs-survive"
     rows = session.run("python", "-m", "failures", "list", silent=True).split()
-    here = [name for name in rows if name.startswith(("trl-", "compare-"))]
+    here = [name for name in rows if name.startswith(("trl-", "compare-", "power"))]
     session.run("python", "-m", "failures", "run", *(session.posargs or ("--only", *here)))
     session.run("python", "-m", "failures", "page")
 

@@ -5,6 +5,7 @@ that the values take. A file that breaks a bound raises an `OSError` or a `Value
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -211,16 +212,58 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write_json(file: Path, data: Any) -> None:
+def write_json(file: Path, data: Any, *, synced: bool = False) -> None:
     """Writes a JSON file atomically."""
-    write_whole(file, json.dumps(data, indent=1) + "\n")
+    write_whole(file, json.dumps(data, indent=1) + "\n", synced=synced)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Writes a file atomically."""
+def write_whole(file: Path, text: str, *, synced: bool = False) -> None:
+    """Writes a file atomically.
+
+    Args:
+        file: The file to create or replace.
+        text: Its content.
+        synced: Waits until content and name have reached the disk. Without it, a power failure may leave an empty file.
+    """
     scratch = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        scratch.write_text(text, encoding="utf-8")
+        with scratch.open("w", encoding="utf-8") as opened:
+            opened.write(text)
+            if synced:
+                opened.flush()
+                os.fsync(opened.fileno())
         os.replace(scratch, file)
     finally:
         scratch.unlink(missing_ok=True)  # exists only after a failure
+    if synced:
+        sync(file.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, have reached the disk."""
+    if os.name != "posix":
+        return  # other systems can only sync a file that is open for writing
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def hashed(file: Path) -> dict[str, Any]:
+    """Returns the bytes and the SHA-256 of a regular file. Does not follow a link.
+
+    Raises:
+        OSError: If the file cannot be read, or is not a regular file.
+    """
+    with open(file, "rb", opener=regular_alone) as opened:
+        return {"bytes": os.fstat(opened.fileno()).st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def regular_alone(path: str, flags: int) -> int:
+    """Opens a regular file. Neither follows a link nor waits for a FIFO."""
+    handle = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return handle

@@ -13,13 +13,15 @@ DATA = json.loads(page.DATA.read_text())
 
 def made(tmp_path, data):
     (tmp_path / "data.json").write_text(json.dumps(data))
-    shutil.copy(page.PAGE, tmp_path / "page.md")
-    page.write(tmp_path / "data.json", tmp_path / "page.md")
+    for name, file in (("page.md", page.PAGE), ("guide.md", page.GUIDE)):
+        shutil.copy(file, tmp_path / name)
+    page.write(tmp_path / "data.json", tmp_path / "page.md", tmp_path / "guide.md")
     return (tmp_path / "page.md").read_text()
 
 
 def test_the_page_is_made_from_the_data(tmp_path):
     assert made(tmp_path, DATA) == page.PAGE.read_text()
+    assert (tmp_path / "guide.md").read_text() == page.GUIDE.read_text()
 
 
 def test_a_row_without_a_run_says_so(tmp_path):
@@ -28,7 +30,16 @@ def test_a_row_without_a_run_says_so(tmp_path):
 
 
 def test_no_row_of_the_data_is_missing_from_the_page():
-    assert DATA.keys() <= page.ROWS.keys()
+    assert DATA.keys() <= {*page.ROWS, "power"}
+
+
+def test_a_thousand_power_failures_lost_nothing_that_a_checkpoint_covers_and_nothing_silently():
+    power = DATA["power"]
+    assert sum(power["honest"].values()) >= 1000
+    assert power["honest"].keys() <= {"exact", "finished"}
+    assert "silent" not in power["lying"]
+    assert len(power["resumed"]) >= 24
+    assert [case for case in power["resumed"] if case["different"]] == []
 
 
 def killed():

@@ -212,7 +212,7 @@ def test_the_signature_is_hmac_sha256_of_canonical_json(tmp_path):
     made = checkpoint(tmp_path)
     written = json.loads((made / MANIFEST).read_text())
     signature = written.pop("hmac")
-    assert written.keys() == {"version", "name", "run", "key", "files"}
+    assert written.keys() == {"version", "name", "run", "key", "files", "run_files"}
     assert (
         written["files"]["optimizer.pt"]["sha256"] == hashlib.sha256((made / "optimizer.pt").read_bytes()).hexdigest()
     )

@@ -11,6 +11,7 @@ import pytest
 from support.recipes import small
 from trustrl.errors import ConfigError, EngineError, RecordError
 from trustrl.files import write_whole
+from trustrl.runner.commit_points import take_back
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.recipe import load
 from trustrl.runner.run_recipe import run
@@ -28,7 +29,7 @@ class FakeEngine:
         saved = sorted(int(one.name) for one in directory.checkpoints.glob("*"))
         done = saved[-1] if saved else 0
         self.began_at.append(done)
-        directory.forget_after(done)
+        take_back(directory, directory.checkpoints / str(done) if done else None, done, None, progress.log)
         if not directory.rows("evaluation"):
             directory.append("evaluation", {"step": 0, "accuracy": 0.25})
         for step in range(done + 1, recipe.schedule.steps + 1):
@@ -118,7 +119,7 @@ def test_half_a_line_at_the_end_of_the_metrics_is_left_out(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
     assert directory.rows() == [{"step": 1}]
-    directory.forget_after(1)
+    take_back(directory, tmp_path / "checkpoint of release 0.1.0", 1, None, print)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 

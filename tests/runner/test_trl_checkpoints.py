@@ -45,7 +45,8 @@ def checkpoint(folder, step, *, seal=OURS, without=(), state=None):
 
 def last(folder, log=None, **more):
     folder.chmod(0o755)
-    return trl_run.last_checkpoint(small(), RunDirectory(folder, **more), log or Log(), OURS)
+    survey = trl_run.survey_of(small(), RunDirectory(folder, **more), log or Log(), OURS)
+    return survey.step, survey.chosen
 
 
 def names_in(folder):

@@ -1,6 +1,7 @@
 """verl's log as our metrics file, with a process that only writes what verl would log."""
 
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from support.recipes import small
 from trustrl.errors import ConfigError, EngineError, MissingPackageError
+from trustrl.recording.record_files import part_name
 from trustrl.runner import verl_run
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import MANIFEST, Seal, is_marked, write_manifest
@@ -48,15 +50,21 @@ for batch in range(done + 1, batches + 1):
 """
 
 
+SAVES_FIRST = (
+    FAKE_VERL.replace("    write(batch, data)\n", "") + "    if batch != dies_after:\n        write(batch, data)\n"
+)
+"""As verl does: the log of a batch comes after its checkpoint. It ends before it has logged batch `dies_after`."""
+
+
 @pytest.fixture
 def fake_verl(monkeypatch):
     """Sets after how many batches the process that stands in for verl ends with an error."""
 
-    def install(dies_after=99, every=2):
+    def install(dies_after=99, every=2, program=FAKE_VERL):
         monkeypatch.setattr(verl_run, "require_packages", lambda recipe: None)
         monkeypatch.setattr(verl_run, "_write_data", lambda recipe, folder: None)
         monkeypatch.setattr(verl_run.models, "path", lambda name: name)
-        monkeypatch.setattr(verl_run, "command", lambda *_: [sys.executable, "-c", FAKE_VERL, f"{dies_after}/{every}"])
+        monkeypatch.setattr(verl_run, "command", lambda *_: [sys.executable, "-c", program, f"{dies_after}/{every}"])
 
     return install
 
@@ -187,6 +195,53 @@ def test_a_fake_verl_s_newest_checkpoint_is_set_aside_if_the_run_was_killed_befo
     assert "global_step_3 is not used: it was not complete when the run stopped" in said
     assert "resuming after step 4" in said
     assert "set-aside-global_step_3" in names_in(died)
+
+
+def test_a_checkpoint_of_a_fake_verl_whose_metrics_were_never_logged_is_not_complete(fake_verl, tmp_path, capsys):
+    """Otherwise the resumed run would lack the rows of that batch."""
+    fake_verl(3, every=1, program=SAVES_FIRST)
+    with pytest.raises(EngineError, match="out of luck"):
+        run(RECIPE, tmp_path)
+    assert [is_marked(tmp_path / "checkpoints" / f"global_step_{batch}") for batch in (1, 2, 3)] == [True, True, False]
+    fake_verl(every=1, program=SAVES_FIRST)
+    resume(tmp_path)
+    assert "resuming after step 4" in capsys.readouterr().err
+
+
+def test_a_fake_verl_goes_on_from_the_checkpoint_before_lost_rows_and_records(died, capsys):
+    metrics = died / "metrics.jsonl"
+    metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:2]))
+    resume(died)
+    said = capsys.readouterr().err
+    assert "global_step_3 is not used: metrics.jsonl has" in said
+    assert "lost are the rows of step 6" in said
+    assert "resuming after step 4" in said
+
+
+def test_a_fake_verl_is_not_started_if_rows_before_every_checkpoint_are_lost_unless_that_is_accepted(died, capsys):
+    (died / "evaluation.jsonl").unlink()
+    (died / "verl.log").unlink()
+    before = names_in(died)
+    with pytest.raises(EngineError, match=r"evaluation\.jsonl is missing: lost are the rows of step 0.*--accept-loss"):
+        run(RECIPE, died, resume=True)
+    assert names_in(died) == before
+    assert not (died / "verl.log").exists(), "verl was not started"
+    resume(died, accept_loss=True)
+    assert "resuming after step 6" in capsys.readouterr().err
+    assert "rows of step 0" in RunDirectory(died).result()["lost"][0]
+
+
+def test_a_commit_of_a_fake_verl_covers_the_batches_that_its_record_counts(fake_verl, tmp_path):
+    (tmp_path / "records").mkdir()
+    for batch in range(1, 5):
+        (tmp_path / "records" / part_name(batch, 0)).write_text(f"batch {batch}")
+    fake_verl(every=2)
+    run(RECIPE, tmp_path)
+    commits = [json.loads(line) for line in (tmp_path / "commits.jsonl").read_text().splitlines()]
+    assert [(commit["step"], list(commit["files"])) for commit in commits[:2]] == [
+        (4, [part_name(1, 0), part_name(2, 0)]),
+        (8, [part_name(3, 0), part_name(4, 0)]),
+    ]
 
 
 @pytest.fixture

@@ -14,6 +14,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="Run directory (default: runs/<recipe name>)")
     parser.add_argument("--resume", action="store_true", help="Resume from the last checkpoint, if one exists")
     add_trust(parser)
+    parser.add_argument(
+        "--accept-loss", action="store_true",
+        help="Resume although metrics, evaluations or records before the checkpoint are lost. result.json names them",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +28,10 @@ def run(options: argparse.Namespace) -> int:
     recipe = load(options.recipe, options.settings)
     folder = options.out or Path("runs") / recipe.name
     complain(f"{recipe.name}: training in {folder}")
-    result = run_recipe(recipe, folder, resume=options.resume, trust_checkpoint=options.trust_checkpoint)
+    result = run_recipe(
+        recipe, folder, resume=options.resume, trust_checkpoint=options.trust_checkpoint,
+        accept_loss=options.accept_loss,
+    )  # fmt: skip
     if result:  # only rank 0 has a result
         say_json(result)
         complain(_drawn(folder, recipe.schedule.updates_per_batch))

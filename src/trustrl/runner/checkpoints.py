@@ -98,9 +98,11 @@ class Survey:
     """Search for the newest intact checkpoint of a run. Keeps the rejected ones with the reason.
 
     Args:
-        found: The checkpoints by step, newest first.
+        checkpoints: The checkpoints by step, newest first.
         complete: Returns True if the engine completed the checkpoint.
         fault: Returns the fault of a completed checkpoint, or None.
+        loss: Returns what the run has lost before the commit point of an intact checkpoint, or None.
+        accept_loss: If there is no better one, chooses the newest intact checkpoint in spite of a loss.
     """
 
     def __init__(
@@ -108,15 +110,26 @@ class Survey:
         checkpoints: Mapping[int, Path],
         complete: Callable[[Path], bool],
         fault: Callable[[Path], str | None],
+        loss: Callable[[Path], str | None] = lambda checkpoint: None,
+        *,
+        accept_loss: bool = False,
     ) -> None:
         self.step, self.chosen = 0, None
         self.rejected: dict[Path, str] = {}
+        self.losses: dict[Path, str] = {}
         for step, checkpoint in checkpoints.items():
             wrong = fault(checkpoint) if complete(checkpoint) else INTERRUPTED
+            if wrong is None and (lost := loss(checkpoint)):
+                wrong = self.losses[checkpoint] = lost
             if wrong is None:
                 self.step, self.chosen = step, checkpoint
                 return
             self.rejected[checkpoint] = wrong
+        if accept_loss and self.losses:
+            self.chosen = next(iter(self.losses))
+            newer = list(checkpoints.values()).index(self.chosen)
+            self.step = list(checkpoints)[newer]
+            self.rejected = dict(list(self.rejected.items())[:newer])
 
     def refuse_if_none_is_left(self) -> None:
         """Raises if the run completed checkpoints and none of them is intact. Renames nothing.
@@ -127,9 +140,10 @@ class Survey:
         damaged = {checkpoint: wrong for checkpoint, wrong in self.rejected.items() if wrong != INTERRUPTED}
         if self.chosen is None and damaged:
             reasons = "; ".join(f"{checkpoint}: {wrong}" for checkpoint, wrong in damaged.items())
+            without = "To continue without what the run has lost, add --accept-loss. " if self.losses else ""
             raise EngineError(
-                f"No intact checkpoint is left to resume from. {reasons}. Restore the files from a copy. To start "
-                "again from step 0, choose another --out, or move these checkpoints out of the run's directory."
+                f"No intact checkpoint is left to resume from. {reasons}. Restore the files from a copy. {without}To "
+                "start again from step 0, choose another --out, or move these checkpoints out of the run's directory."
             )
 
     def set_aside(self, log: Callable[[str], None]) -> None:

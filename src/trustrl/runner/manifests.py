@@ -1,14 +1,12 @@
 """Manifest of a checkpoint: its files with sizes and SHA-256, signed with the key of this installation.
 
 The manifest is written last, after the files have reached the disk. Before a resume it answers two questions: did this
-installation write the checkpoint for this run, and is every file unchanged since?
+installation write the checkpoint for this run, and is every file unchanged since? It is also the commit point of the
+run: it lists how much of the run's own files belongs to the checkpoint (`commit_points`).
 """
 
-import errno
-import hashlib
 import json
 import os
-import stat
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
-from trustrl.files import safetensors_header
+from trustrl.files import hashed, regular_alone, safetensors_header, sync
 from trustrl.runner.signing import VARIABLE, Key, key_file
 
 MANIFEST = "trustrl_complete"
 """Name of the manifest in a checkpoint. It is written last, because a kill may come during a save."""
 
-VERSION = 1
+VERSION = 2
+"""Version that lists the run's files too. Version 1 lists the checkpoint alone."""
+
 MAX_BYTES = 1 << 28
 """Size limit of a manifest, for about a million files."""
 
-FIELDS = {"version": int, "name": str, "run": (str, type(None)), "key": str, "files": dict, "hmac": str}
+FIELDS = {
+    "version": int, "name": str, "run": (str, type(None)), "key": str, "files": dict, "run_files": dict, "hmac": str,
+}  # fmt: skip
 PICKLES = (".pt", ".pth")
 THREADS = min(16, os.cpu_count() or 1)
 """Files that are hashed at once."""
@@ -47,14 +49,21 @@ def is_marked(checkpoint: Path) -> bool:
     return (checkpoint / MANIFEST).is_file()
 
 
-def write_manifest(checkpoint: Path, seal: Seal) -> None:
-    """Lists and signs the files of a complete checkpoint, after all of them have reached the disk."""
+def write_manifest(checkpoint: Path, seal: Seal, run_files: Mapping[str, Any] | None = None) -> None:
+    """Lists and signs the files of a complete checkpoint, after all of them have reached the disk.
+
+    Args:
+        checkpoint: The checkpoint.
+        seal: The author.
+        run_files: Bytes and SHA-256 of the run's own files up to this checkpoint, which have reached the disk.
+    """
     paths = dict(sorted(_files(checkpoint)))
     with ThreadPoolExecutor(THREADS) as pool:
-        files = dict(zip(paths, pool.map(_synced_and_hashed, paths.values()), strict=True))
+        files = dict(zip(paths, pool.map(synced_and_hashed, paths.values()), strict=True))
     for folder, _, _ in os.walk(checkpoint):
-        _sync(Path(folder))
+        sync(Path(folder))
     content = {"version": VERSION, "name": checkpoint.name, "run": seal.run, "key": seal.key.name, "files": files}
+    content["run_files"] = dict(run_files or {})
     scratch = checkpoint / f".{MANIFEST}.{os.getpid()}"
     with scratch.open("w", encoding="utf-8") as file:
         json.dump({**content, "hmac": seal.key.signature(content)}, file, indent=1)
@@ -62,7 +71,13 @@ def write_manifest(checkpoint: Path, seal: Seal) -> None:
         os.fsync(file.fileno())
     os.replace(scratch, checkpoint / MANIFEST)
     for folder in (checkpoint, checkpoint.parent):
-        _sync(folder)
+        sync(folder)
+
+
+def run_files_of(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Returns the entries of the run's own files in an intact manifest. Empty before version 2."""
+    manifest = _parsed(_read_manifest(checkpoint / MANIFEST))
+    return {} if manifest is None else manifest.get("run_files", {})
 
 
 def fault_of(checkpoint: Path, seal: Seal | None) -> str | None:
@@ -137,7 +152,7 @@ def _refusal(checkpoint: Path, got: str, advice: str = "If you trust its author,
 def _read_manifest(file: Path) -> bytes:
     """Returns the manifest's content. Empty if there is none, or if trustrl 0.1.0 left its empty mark."""
     try:
-        with open(file, "rb", opener=_regular) as opened:
+        with open(file, "rb", opener=regular_alone) as opened:
             return opened.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return b""
@@ -151,11 +166,15 @@ def _parsed(written: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(manifest, dict) or not FIELDS.keys() >= manifest.keys() >= {"version", "name", "files"}:
         return None
-    sound = all(isinstance(value, FIELDS[name]) for name, value in manifest.items()) and manifest["version"] == VERSION
-    return manifest if sound and all(_is_entry(entry) for entry in manifest["files"].values()) else None
+    sound = all(isinstance(value, FIELDS[name]) for name, value in manifest.items())
+    if not sound or not 1 <= manifest["version"] <= VERSION or ("run_files" in manifest) != (manifest["version"] > 1):
+        return None
+    entries = (*manifest["files"].values(), *manifest.get("run_files", {}).values())
+    return manifest if all(is_entry(entry) for entry in entries) else None
 
 
-def _is_entry(entry: Any) -> bool:
+def is_entry(entry: Any) -> bool:
+    """Returns True if this is the bytes and the SHA-256 of a file."""
     return (
         isinstance(entry, dict)
         and entry.keys() == {"bytes", "sha256"}
@@ -175,8 +194,8 @@ def _difference(name: str, manifest: Mapping[str, Any], paths: Mapping[str, Path
         if size != listed["bytes"]:
             return f"{shown(file)} has {size:,} bytes, but its manifest lists {listed['bytes']:,}"
     with ThreadPoolExecutor(THREADS) as pool:
-        hashed = zip(files, pool.map(_sized_and_hashed, (paths[file] for file in files)), strict=True)
-        changed = next((file for file, now in hashed if now != files[file]), None)
+        current = zip(files, pool.map(hashed, (paths[file] for file in files)), strict=True)
+        changed = next((file for file, now in current if now != files[file]), None)
     return None if changed is None else f"{shown(changed)} has changed since it was written"
 
 
@@ -195,34 +214,10 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
     return ((name, folder / name) for name in _entries(folder) if (folder / name).is_file())
 
 
-def _regular(path: str, flags: int) -> int:
-    """Opens a regular file. Neither follows a link nor waits for a FIFO."""
-    handle = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-    return handle
-
-
-def _sized_and_hashed(path: Path) -> dict[str, Any]:
-    with open(path, "rb", opener=_regular) as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _synced_and_hashed(path: Path) -> dict[str, Any]:
-    _sync(path)
-    return _sized_and_hashed(path)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or a directory has reached the disk."""
-    if os.name != "posix":
-        return  # other systems can only sync a file that is open for writing
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def synced_and_hashed(path: Path) -> dict[str, Any]:
+    """Returns the bytes and the SHA-256 of a file after it has reached the disk."""
+    sync(path)
+    return hashed(path)
 
 
 def _format_fault(name: str, path: Path) -> str | None:

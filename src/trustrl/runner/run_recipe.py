@@ -34,6 +34,7 @@ def run(
     *,
     resume: bool = False,
     trust_checkpoint: bool = False,
+    accept_loss: bool = False,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Runs a recipe in a new run directory, or resumes it.
@@ -43,6 +44,7 @@ def run(
         folder: The run directory. Created if missing.
         resume: Resumes from the last checkpoint if the directory contains a run. A finished run is left unchanged.
         trust_checkpoint: Loads a checkpoint that others wrote, own or can write to. Loading one can execute code.
+        accept_loss: Resumes although rows or record files before the checkpoint are lost. result.json names them.
         engine: Replaces the engine that the recipe names.
 
     Returns:
@@ -51,10 +53,11 @@ def run(
     Raises:
         ConfigError: If the directory contains another run or is in use, if others wrote its checkpoint or can write to
             it, if there is no key to sign checkpoints with, or if the engine cannot execute the recipe.
-        EngineError: If the engine failed, the disk is full, or all checkpoints of the run are damaged.
+        EngineError: If the engine failed, the disk is full, all checkpoints of the run are damaged, or the run has lost
+            files before all of them.
         MissingPackageError: If the engine, the sampler or tomli-w is not installed.
     """
-    directory = RunDirectory(folder, trust_checkpoint)
+    directory = RunDirectory(folder, trust_checkpoint, accept_loss)
     if resume and directory.finished:
         return directory.result()
     plan(recipe, folder)  # raises before anything is written or loaded
@@ -66,7 +69,7 @@ def run(
             return {}
         require("tomli_w", advice='Run `pip install "trustrl[run]"`.')  # for recipe.toml
         with directory.held(), _full_disk_named(folder):
-            directory.begin(recipe, resume=resume)
+            directory.begin(recipe, resume=resume, log=progress.log)
             train(recipe, directory, progress)
             directory.finish(_result(recipe, directory, time.monotonic() - began))
     return directory.result()

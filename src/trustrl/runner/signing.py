@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError
+from trustrl.files import sync
 
 VARIABLE = "TRUSTRL_KEY_FILE"
 """Environment variable with the path of the key, for machines that share runs."""
@@ -89,6 +90,7 @@ def _created(file: Path) -> bool:
             return False
         except OSError:  # a file system without hard links
             _write_new(file, secret)
+        sync(file.parent)  # a key that a power failure loses makes its checkpoints a stranger's
         return True
     except FileExistsError:
         return False

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trustrl.errors import ConfigError, TrustRLError
 from trustrl.optional_imports import need, require
 from trustrl.runner import trackers
 from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign, rotate
+from trustrl.runner.commit_points import Committer, loss_before, take_back
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.plan import launcher
@@ -68,20 +70,26 @@ def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bo
     need("transformers.utils.logging", extra="trl").disable_progress_bar()  # `progress` replaces it
     args = _arguments(recipe, directory)  # transformers joins the ranks here
     seal, (done, checkpoint) = _agreed(recipe, directory, progress, main)
-    if main:
-        directory.forget_after(done)
     if done and main:
         progress.log(f"resuming after step {done}")
+    committer = Committer(directory, recipe.engine.ranks) if main else None
     if done >= recipe.schedule.steps:  # the run was killed between its last checkpoint and its result
-        if main:
+        if committer is not None:
             _evaluate(recipe, directory, progress, done, _loaded(str(checkpoint)))
+            _commit(committer, done)
         return
-    trainer = _trainer(recipe, directory, progress, args, seal)
+    trainer = _trainer(recipe, directory, progress, args, seal, committer)
     if main and not directory.rows("evaluation"):
         _evaluate(recipe, directory, progress, 0, trainer.model)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    if main:
+    if committer is not None:
         _evaluate(recipe, directory, progress, recipe.schedule.steps, trainer.model)
+        _commit(committer, recipe.schedule.steps)
+
+
+def _commit(committer: Committer, step: int) -> dict[str, dict[str, Any]]:
+    """Commits the run's files. The record counts the updates that are done, so its step 0 is step 1 of the metrics."""
+    return committer.commit(step, recorded=step - 1)
 
 
 def _agreed(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bool) -> tuple[Seal | None, Any]:
@@ -93,7 +101,10 @@ def _agreed(recipe: Recipe, directory: RunDirectory, progress: Progress, main: b
     if main:
         try:
             seal = Seal(load_key(progress.log), directory.run_id)
-            message = [last_checkpoint(recipe, directory, progress, seal)]
+            survey = survey_of(recipe, directory, progress, seal)
+            loss = None if survey.chosen is None else survey.losses.get(survey.chosen)
+            take_back(directory, survey.chosen, survey.step, loss, progress.log)
+            message = [(survey.step, survey.chosen)]
         except TrustRLError as error:
             message = [error]
     if recipe.engine.ranks > 1:
@@ -103,12 +114,12 @@ def _agreed(recipe: Recipe, directory: RunDirectory, progress: Progress, main: b
     return seal, message[0]
 
 
-def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress, seal: Seal) -> tuple[int, Path | None]:
-    """Returns the step and path of the newest intact checkpoint, or (0, None) if the run has not saved one.
+def survey_of(recipe: Recipe, directory: RunDirectory, progress: Progress, seal: Seal) -> Survey:
+    """Chooses the newest intact checkpoint, and renames newer ones. Chooses none if the run has not saved one.
 
     Raises:
         ConfigError: If others wrote the checkpoint, own it or can write to it.
-        EngineError: If all checkpoints of the run are damaged.
+        EngineError: If all checkpoints of the run are damaged, or the run has lost files before all of them.
     """
 
     def fault(checkpoint: Path) -> str | None:
@@ -117,10 +128,13 @@ def last_checkpoint(recipe: Recipe, directory: RunDirectory, progress: Progress,
         wrong = fault_of(checkpoint, None if directory.trust_checkpoints else seal)
         return wrong or _missing(checkpoint, recipe.engine.ranks) or _step_fault(checkpoint)
 
-    survey = Survey(checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault)
+    survey = Survey(
+        checkpoints_in(directory.checkpoints, PREFIX), is_marked, fault,
+        partial(loss_before, directory), accept_loss=directory.accept_loss,
+    )  # fmt: skip
     survey.refuse_if_none_is_left()
     survey.set_aside(progress.log)
-    return survey.step, survey.chosen
+    return survey
 
 
 def _missing(checkpoint: Path, ranks: int) -> str | None:
@@ -166,7 +180,14 @@ def _arguments(recipe: Recipe, directory: RunDirectory) -> Any:
         raise ConfigError(f"TRL refuses the recipe's settings: {error}") from None
 
 
-def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, args: Any, seal: Seal | None) -> Any:
+def _trainer(
+    recipe: Recipe,
+    directory: RunDirectory,
+    progress: Progress,
+    args: Any,
+    seal: Seal | None,
+    committer: Committer | None,
+) -> Any:
     from transformers.trainer_callback import PrinterCallback
 
     from trustrl.engines.trl import TrustRegionGRPOTrainer
@@ -182,7 +203,7 @@ def _trainer(recipe: Recipe, directory: RunDirectory, progress: Progress, args: 
         args=args,
         train_dataset=task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat),
         processing_class=_tokenizer(folder),
-        callbacks=[*([_watcher(recipe, directory, progress)] if seal else []), _keeper(keep, seal)],
+        callbacks=[*([_watcher(recipe, directory, progress)] if seal else []), _keeper(keep, seal, committer)],
         region=recipe.region,
         recording=recipe.recording(directory.path),
         **trainer_arguments(recipe),
@@ -225,7 +246,7 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
     return Watcher()
 
 
-def _keeper(keep: int | None, seal: Seal | None) -> Any:
+def _keeper(keep: int | None, seal: Seal | None, committer: Committer | None) -> Any:
     from transformers.trainer_callback import TrainerCallback
 
     distributed = need("torch.distributed", extra="trl")
@@ -236,9 +257,10 @@ def _keeper(keep: int | None, seal: Seal | None) -> Any:
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if distributed.is_available() and distributed.is_initialized():
                 distributed.barrier()
-            if seal is not None:
+            if seal is not None and committer is not None:
                 folder = Path(args.output_dir)
-                write_manifest(folder / f"{PREFIX}{state.global_step}", seal)
+                run_files = _commit(committer, state.global_step)
+                write_manifest(folder / f"{PREFIX}{state.global_step}", seal, run_files)
                 if keep is not None and keep > 0:
                     rotate(folder, PREFIX, keep, protected=state.best_model_checkpoint)
 

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trustrl.files import write_whole
 from trustrl.optional_imports import require
 from trustrl.runner import trackers
 from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign
+from trustrl.runner.commit_points import Committer, loss_before, take_back
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.processes import Progress, ends_with_its_parent
@@ -62,10 +64,13 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     folder = directory.path.resolve()
     model = models.path(recipe.model.name)
     seal = Seal(load_key(progress.log), directory.run_id)
-    batches, checkpoint = last_checkpoint(directory, progress, seal)
-    done = batches * recipe.schedule.updates_per_batch
+    survey = survey_of(directory, progress, seal)
+    batches, checkpoint, updates = survey.step, survey.chosen, recipe.schedule.updates_per_batch
+    done = batches * updates
     _write_data(recipe, folder)
-    directory.forget_after(done)
+    loss = None if checkpoint is None else survey.losses.get(checkpoint)
+    take_back(directory, checkpoint, done, loss, progress.log)
+    committer = Committer(directory, recipe.engine.ranks)
     if done:
         progress.log(f"resuming after step {done}")
     log = folder / f"verl-{time.time_ns()}.jsonl"  # verl truncates the file it is given
@@ -77,7 +82,10 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
             env=environment, cwd=folder, start_new_session=True, preexec_fn=ends_with_its_parent,
         )  # fmt: skip
         try:
-            _follow(process, log, recipe, directory, progress, lambda: _mark(directory.checkpoints, batches, seal))
+            _follow(
+                process, log, recipe, directory, progress,
+                lambda logged: _mark(directory.checkpoints, range(batches + 1, logged + 1), seal, committer, updates),
+            )  # fmt: skip
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -88,6 +96,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         raise EngineError(
             f"verl must exit without an error, got code {process.returncode}. The end of its log:\n" + "\n".join(last)
         )
+    committer.commit(recipe.schedule.steps, recorded=recipe.schedule.steps // updates)
 
 
 def _write_data(recipe: Recipe, folder: Path) -> None:
@@ -102,15 +111,15 @@ def _write_data(recipe: Recipe, folder: Path) -> None:
             )  # fmt: skip
 
 
-def last_checkpoint(directory: RunDirectory, progress: Progress, seal: Seal) -> tuple[int, Path | None]:
-    """Returns the batches and path of the newest intact checkpoint, or (0, None) if the run has not saved one.
+def survey_of(directory: RunDirectory, progress: Progress, seal: Seal) -> Survey:
+    """Chooses the newest intact checkpoint, and renames newer ones. Chooses none if the run has not saved one.
 
     verl records the number of its newest complete checkpoint. Then `_mark` writes the manifest. trustrl 0.1.0 wrote
     none, so in its runs verl's number decides which checkpoints are complete.
 
     Raises:
         ConfigError: If others wrote the checkpoint, own it or can write to it.
-        EngineError: If all checkpoints of the run are damaged.
+        EngineError: If all checkpoints of the run are damaged, or the run has lost files before all of them.
     """
     folder = directory.checkpoints
     saved, trusted = _saved_batches(folder), directory.trust_checkpoints
@@ -130,13 +139,16 @@ def last_checkpoint(directory: RunDirectory, progress: Progress, seal: Seal) -> 
     checkpoints = checkpoints_in(folder, PREFIX)
     if saved > 0:
         checkpoints.setdefault(saved, folder / f"{PREFIX}{saved}")  # a deleted checkpoint is a fault too
-    survey = Survey(dict(sorted(checkpoints.items(), reverse=True)), complete, fault)
+    survey = Survey(
+        dict(sorted(checkpoints.items(), reverse=True)), complete, fault,
+        partial(loss_before, directory), accept_loss=directory.accept_loss,
+    )  # fmt: skip
     survey.refuse_if_none_is_left()
     if survey.rejected:
         # Before renaming, because the next checkpoint that verl saves there is not complete yet.
         write_whole(folder / TRACKER, str(survey.step))
         survey.set_aside(progress.log)
-    return survey.step, survey.chosen
+    return survey
 
 
 def resumption(checkpoint: Path | None) -> list[str]:
@@ -175,19 +187,32 @@ def _refuse_files_elsewhere(checkpoint: Path) -> None:
                 )
 
 
-def _mark(folder: Path, began_at: int, seal: Seal) -> None:
-    """Writes the manifests of the checkpoints that verl has completed in this process, and of no others."""
+def _mark(folder: Path, batches: range, seal: Seal, committer: Committer, updates: int) -> None:
+    """Writes the manifests of the checkpoints that verl has completed in this process, and of no others.
+
+    verl logs a batch after it has saved its checkpoint. A checkpoint is marked once its batch is in the metrics.
+
+    Args:
+        folder: Folder of the checkpoints.
+        batches: Batches whose metrics this process has written.
+        seal: The author.
+        committer: Writer of commit points.
+        updates: Updates for each batch.
+    """
     saved = _saved_batches(folder)
-    for batches, checkpoint in checkpoints_in(folder, PREFIX).items():
-        if began_at < batches <= saved and not is_marked(checkpoint) and all((checkpoint / x).exists() for x in NEEDED):
+    for batch, checkpoint in sorted(checkpoints_in(folder, PREFIX).items()):
+        complete = batch in batches and batch <= saved and all((checkpoint / name).exists() for name in NEEDED)
+        if complete and not is_marked(checkpoint):
+            run_files = committer.commit(batch * updates, recorded=batch)
             with suppress(FileNotFoundError):  # verl has just deleted it
-                write_manifest(checkpoint, seal)
+                write_manifest(checkpoint, seal, run_files)
 
 
 def _follow(
-    process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress, mark: Callable[[], None]
+    process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress, mark: Callable[[int], None]
 ) -> None:
-    read, began = 0, time.monotonic()
+    """Translates verl's log until verl ends. Calls `mark` with the last batch that verl has logged."""
+    read, logged, began = 0, 0, time.monotonic()
     stepped, patience = began, QUIET_SECONDS
     while True:
         ended = process.poll() is not None
@@ -197,7 +222,8 @@ def _follow(
         for line in whole.splitlines():
             entry = json.loads(line)
             _translate(entry["step"], entry["data"], recipe, directory, progress, time.monotonic() - began)
-        mark()
+            logged = max(logged, entry["step"])
+        mark(logged)
         if ended:
             return
         quiet = time.monotonic() - stepped

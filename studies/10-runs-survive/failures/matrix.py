@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from failures import faults, forked, long_run, trl_kills, trl_rows, verl_rows, vllm_rows
+from failures import faults, forked, long_run, power_rows, trl_kills, trl_rows, verl_rows, vllm_rows
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "docs/data/failures.json"
@@ -68,6 +68,7 @@ def rows(scratch: Path) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "trl-clock", lambda: {"cases": [trl_rows.clock(world(), change) for change in ("-2d", "+30d")]}
     yield "trl-two-processes", lambda: trl_rows.two_processes(world())
     yield "compare-killed", lambda: trl_rows.comparison(world())
+    yield "power", lambda: power_rows.power_failures(world())
     for victim in verl_rows.VICTIMS:
         yield f"verl-{victim}", lambda victim=victim: {"cases": [verl().killed(victim)]}
     yield "verl-spilled", lambda: {"cases": [verl().spilled()]}

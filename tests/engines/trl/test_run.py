@@ -108,12 +108,12 @@ def killed_when(settings, folder, reached):
 
 def killed_after(settings, folder, rows, seconds):
     """A run that is killed so many seconds after it has written so many rows of metrics and evaluations."""
-    directory, file = RunDirectory(folder), folder / "metrics.jsonl"
-    before = file.stat().st_ino if file.exists() else None
+    directory, file = RunDirectory(folder), folder / "environment.json"
+    before = file.read_text() if file.exists() else None
 
     def reached():
-        if not file.exists() or file.stat().st_ino == before:
-            return False  # a run that is resumed begins with a file of its own: the rows it goes on from
+        if not file.exists() or (attempt := file.read_text()) == before or "resumed_after" not in json.loads(attempt):
+            return False  # a run that is resumed first takes back the rows behind its checkpoint
         if len(directory.rows()) + len(directory.rows("evaluation")) < rows:
             return False
         time.sleep(seconds)
