@@ -34,7 +34,7 @@ def made(tmp_path):
     made = RunDirectory(tmp_path / "run")
     made.checkpoints.mkdir(parents=True)
     made.append("evaluation", {"step": 0, "accuracy": 0.25})
-    steps_of(made, 1, 8, Committer(made, ranks=1))
+    steps_of(made, 1, 8, Committer(made))
     return made
 
 
@@ -51,7 +51,7 @@ def test_a_commit_lists_the_steps_and_files_since_the_last_one_and_hashes_no_oth
     read = []
     original = commit_points.synced_and_hashed
     monkeypatch.setattr(commit_points, "synced_and_hashed", lambda path: (read.append(path.name), original(path))[1])
-    steps_of(made, 9, 10, Committer(made, ranks=1))
+    steps_of(made, 9, 10, Committer(made))
     assert read == [part_name(8, 0), part_name(9, 0)]
     last = json.loads((made.path / "commits.jsonl").read_text().splitlines()[-1])
     assert last["metrics.jsonl"]["steps"] == [9, 10]
@@ -77,7 +77,7 @@ def test_rows_of_later_steps_are_not_part_of_a_commit(made):
         made.append("metrics", {"step": step})
     with (made.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12')
-    entries = Committer(made, ranks=1).commit(10, 9)
+    entries = Committer(made).commit(10, 9)
     covered = (made.path / "metrics.jsonl").read_bytes()[: entries["metrics.jsonl"]["bytes"]]
     assert [json.loads(line)["step"] for line in covered.splitlines()] == list(range(1, 11))
 
@@ -107,7 +107,7 @@ def test_a_changed_row_is_located_between_two_commits(made):
 def test_many_lost_record_files_are_counted(made):
     for step in range(8):
         (made.path / "records" / part_name(step, 0)).unlink()
-    steps_of(made, 9, 12, Committer(made, ranks=1))
+    steps_of(made, 9, 12, Committer(made))
     for step in range(8, 11):
         (made.path / "records" / part_name(step, 0)).write_bytes(b"")
     said = loss_before(made, at(made, 12))
@@ -138,7 +138,7 @@ def test_a_resumed_run_commits_on_from_where_it_was(made):
     take_back(made, at(made, 4), 4, None, print)
     for step in (6, 8):
         at(made, step).rename(made.checkpoints / f"set-aside-checkpoint-{step}")
-    steps_of(made, 5, 8, Committer(made, ranks=1))
+    steps_of(made, 5, 8, Committer(made))
     assert loss_before(made, at(made, 8)) is None
     lines = [json.loads(line)["step"] for line in (made.path / "commits.jsonl").read_text().splitlines()]
     assert lines == [2, 4, 6, 8]
@@ -160,7 +160,7 @@ def test_an_accepted_loss_is_in_the_result_and_the_next_checkpoint_covers_what_i
     said = []
     take_back(made, at(made, 8), 8, survey.losses[at(made, 8)], said.append)
     assert said[0].startswith("warning: continuing without what is lost: metrics.jsonl has ")
-    steps_of(made, 9, 10, Committer(made, ranks=1))
+    steps_of(made, 9, 10, Committer(made))
     assert loss_before(made, at(made, 10)) is None
     made.finish({"name": "x"})
     (lost,) = made.result()["lost"]
@@ -186,7 +186,7 @@ def test_a_manifest_without_the_run_s_files_is_accepted_with_a_warning(made):
     assert "checkpoint-10 does not list the run's files, because an older trustrl wrote it" in said[0]
     assert "up to step 7 could not be checked" in said[0]
     assert [row["step"] for row in made.rows()] == list(range(1, 8))
-    Committer(made, ranks=1).commit(7, 6)
+    Committer(made).commit(7, 6)
     (commit,) = [json.loads(line) for line in (made.path / "commits.jsonl").read_text().splitlines()]
     assert len(commit["files"]) == 7, "the next commit lists all files of the record"
 
@@ -194,7 +194,7 @@ def test_a_manifest_without_the_run_s_files_is_accepted_with_a_warning(made):
 def test_files_reach_the_disk_before_the_manifest_that_covers_them(made, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
-    steps_of(made, 9, 10, Committer(made, ranks=1))
+    steps_of(made, 9, 10, Committer(made))
     end = next(index for index, path in enumerate(synced) if "checkpoint-10" in path)
     wanted = [
         "metrics.jsonl",

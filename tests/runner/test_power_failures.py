@@ -26,7 +26,7 @@ RECIPE = small("schedule.checkpoint_every=2", "evaluation.count=16")
 
 def fake_engine(recipe, directory, progress):
     """Writes what TRL and its adapter would write, by the same functions."""
-    seal, committer = Seal(load_key(progress.log), directory.run_id), Committer(directory, recipe.engine.ranks)
+    seal, committer = Seal(load_key(progress.log), directory.run_id), Committer(directory)
     directory.append("evaluation", {"step": 0, "accuracy": 0.25})
     for step in range(1, recipe.schedule.steps + 1):
         for inside in ("", SEQUENCES, TEXTS):

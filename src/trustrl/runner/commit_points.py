@@ -18,7 +18,7 @@ from typing import Any
 
 from trustrl.files import LARGEST, lines_of, open_regular, parsed_json, sync, write_whole
 from trustrl.recording.committed_files import fault_of_file, files_of_steps
-from trustrl.recording.record_files import RECORDS, RUN
+from trustrl.recording.record_files import RECORDS, RUN, FileGone, read_again
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import THREADS, is_entry, run_files_of, shown, synced_and_hashed
 
@@ -36,14 +36,9 @@ NAMED = 8
 class Committer:
     """Writer of commit points. Create it after `take_back`."""
 
-    def __init__(self, directory: RunDirectory, ranks: int) -> None:
-        """Reads the commits so far.
-
-        Args:
-            directory: The run.
-            ranks: Number of processes that may record.
-        """
-        self._directory, self._ranks = directory, ranks
+    def __init__(self, directory: RunDirectory) -> None:
+        """Reads the commits so far."""
+        self._directory = directory
         self._rows = {name: _Prefix(directory.path / name) for name in ROWS}
         self._commits = _Prefix(directory.path / COMMITS)
         last = parsed_json(self._commits.extend_by_all() or b"{}")
@@ -62,19 +57,29 @@ class Committer:
         entry: dict[str, Any] = {"step": step, "recorded": recorded}
         for name, prefix in self._rows.items():
             entry[name] = {"steps": prefix.extend(step), **prefix.entry}
-        files = files_of_steps(folder / RECORDS, range(self._next, recorded + 1), self._ranks)
-        with ThreadPoolExecutor(THREADS) as pool:
-            entry["files"] = dict(zip(files, pool.map(synced_and_hashed, files.values()), strict=True))
+        files = read_again(lambda: _record_files(folder / RECORDS, range(self._next, recorded + 1)))
+        entry["files"] = {name: listed for name, (_, listed) in files.items()}
         self._next = max(self._next, recorded + 1)
         with (folder / COMMITS).open("a", encoding="utf-8") as opened:
             opened.write(json.dumps(entry) + "\n")
         self._commits.extend_by_all()
         grown = (prefix.file for prefix in (*self._rows.values(), self._commits))
-        folders = {path.parent for path in files.values()} | {folder / RECORDS, folder}
+        folders = {path.parent for path, _ in files.values()} | {folder / RECORDS, folder}
         for path in (*grown, folder / RECORDS / RUN, *folders):
             if path.exists():
                 sync(path)
         return {prefix.file.name: prefix.entry for prefix in (*self._rows.values(), self._commits)}
+
+
+def _record_files(folder: Path, steps: range) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Returns the record files of these steps, brought to the disk, each with its bytes and SHA-256."""
+    files = files_of_steps(folder, steps)
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            listed = list(pool.map(synced_and_hashed, files.values()))
+    except FileNotFoundError as error:
+        raise FileGone(f"`{error.filename}` was merged into another file") from error
+    return {name: (files[name], entry) for name, entry in zip(files, listed, strict=True)}
 
 
 class _Prefix:

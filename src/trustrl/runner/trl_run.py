@@ -72,7 +72,7 @@ def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bo
     seal, (done, checkpoint) = _agreed(recipe, directory, progress, main)
     if done and main:
         progress.log(f"resuming after step {done}")
-    committer = Committer(directory, recipe.engine.ranks) if main else None
+    committer = Committer(directory) if main else None
     if done >= recipe.schedule.steps:  # the run was killed between its last checkpoint and its result
         if committer is not None:
             _evaluate(recipe, directory, progress, done, _loaded(str(checkpoint)))

@@ -70,7 +70,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     _write_data(recipe, folder)
     loss = None if checkpoint is None else survey.losses.get(checkpoint)
     take_back(directory, checkpoint, done, loss, progress.log)
-    committer = Committer(directory, recipe.engine.ranks)
+    committer = Committer(directory)
     if done:
         progress.log(f"resuming after step {done}")
     log = folder / f"verl-{time.time_ns()}.jsonl"  # verl truncates the file it is given
