@@ -49,10 +49,9 @@ def table(rows: list[dict]) -> str:
     """Returns the measurements as a table in Markdown."""
     lines = ["| input | on disk, kB | peak, MB | CPU, s | what is said |", "|---|---:|---:|---:|---|"]
     for row in rows:
-        said = (
-            re.sub(r"^.*?(?=[\w./-]+: )", "", row["sentence"], count=1) if ": " in row["sentence"] else row["sentence"]
-        )
-        said = said if len(said) <= 160 else f"{said[:160]}…"
+        words = re.search(FILES[row["name"]][1], row["sentence"])
+        said = row["sentence"][words.start() :] if words else row["sentence"]
+        said = said if len(said) <= 120 else f"{said[:120]}…"
         cells = (f"{row['bytes'] / 1000:,.0f}", f"{row['peak'] / 1e6:,.0f}", f"{row['cpu']:.1f}")
         lines.append(f"| {row['name']} | {' | '.join(cells)} | {said.replace('|', ' ').replace('<', '&lt;')} |")
     return "\n".join(lines)

