@@ -140,7 +140,7 @@ def reserve(folder: Place, claim: Claim) -> Claim:
 
 
 def set_aside(folder: Place, claim: Claim) -> list[str]:
-    """Retires the ranks that the run no longer has and moves the files that a claim in effect replaces.
+    """Moves the files that a claim in effect replaces, also those of ranks that the run no longer has.
 
     Returns:
         A message if this process leaves no file of the record, or if a damaged claim leaves the files where they are.

@@ -93,8 +93,17 @@ def sifted_in(
         files[part] = file
     step = dump_step(folder.name)
     if claims is None:
-        claims = Claims.of(folder if step is None else storage.parent(folder)) if files else Claims()
+        claims = Claims.of(folder if step is None else _parent(folder)) if files else Claims()
     return files, claims.sift(files, step=step)
+
+
+def _parent(dump: Place) -> Place:
+    """Returns the folder of the record that a dump is in."""
+    if isinstance(dump, Path):
+        return dump.parent
+    before, mark, query = dump.address.partition("?")
+    address = f"{before.rstrip('/').rpartition('/')[0]}{mark}{query}"
+    return Remote(address, dump.filesystem, dump.path.rstrip("/").rpartition("/")[0])
 
 
 def named_numbers(name: str) -> tuple[int, int] | None:

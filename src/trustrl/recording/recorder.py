@@ -24,6 +24,7 @@ from trustrl.recording.part_names import about_name, dump_name
 from trustrl.recording.rank_writer import RankWriter, reserve, set_aside
 from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.recording_settings import OF, Facts, Recording, Trigger
+from trustrl.recording.ring import Ring
 from trustrl.recording.run_file import run_description, stated_run, write_run
 from trustrl.recording.sequence_tables import SequenceRows, write_sequences
 from trustrl.recording.storage import Place, Remote
@@ -31,46 +32,6 @@ from trustrl.recording.token_rows import HostCopy, Rows, copied_to_host, is_samp
 from trustrl.recording.uploads import FLUSH_SECONDS, Uploads
 from trustrl.recording.writers import Claim, TakenOver, check_run, put_in_effect, run_name
 from trustrl.regions.loading import config_to_dict
-
-
-class Ring:
-    """The last steps in full, in host memory.
-
-    Holds at most `num_steps` steps and `max_bytes` bytes, and drops the oldest step first.
-    """
-
-    def __init__(self, *, num_steps: int, max_bytes: int) -> None:
-        self._num_steps = num_steps
-        self._max_bytes = max_bytes
-        self._steps: deque[tuple[int, list[Rows]]] = deque()
-        self.nbytes = 0
-        self.left_off: dict[int, int] = {}
-        """Number of tokens by step that did not fit even after every older step was dropped."""
-
-    def add(self, rows: Rows) -> None:
-        """Adds one micro-batch of the newest step, or of a new one."""
-        if not self._num_steps:
-            return
-        if not self._steps or self._steps[-1][0] != rows.step:
-            self._steps.append((rows.step, []))
-        while len(self._steps) > self._num_steps:
-            self._drop_oldest()
-        while len(self._steps) > 1 and self.nbytes + rows.nbytes > self._max_bytes:
-            self._drop_oldest()
-        if self.nbytes + rows.nbytes > self._max_bytes:
-            self.left_off[rows.step] = self.left_off.get(rows.step, 0) + len(rows)
-            return
-        self._steps[-1][1].append(rows)
-        self.nbytes += rows.nbytes
-
-    def steps(self) -> list[tuple[int, list[Rows]]]:
-        """Returns the steps still held, oldest first."""
-        return list(self._steps)
-
-    def _drop_oldest(self) -> None:
-        step, parts = self._steps.popleft()
-        self.nbytes -= sum(part.nbytes for part in parts)
-        self.left_off.pop(step, None)
 
 
 def facts_of(step: int, sums: Sums) -> Facts:

@@ -305,18 +305,6 @@ def size_of(where: Place) -> int:
         return where.filesystem.get_file_info(where.path).size or 0
 
 
-def parent(where: Place) -> Place:
-    """Returns the folder that contains a file or folder."""
-    if isinstance(where, Path):
-        return where.parent
-    before, mark, query = where.address.partition("?")
-    return Remote(
-        f"{before.rstrip('/').rpartition('/')[0]}{mark}{query}",
-        where.filesystem,
-        where.path.rstrip("/").rpartition("/")[0],
-    )
-
-
 def remove_empty(folder: Place) -> None:
     """Deletes a local folder if it is empty. An object store has no empty folders."""
     if isinstance(folder, Path):
