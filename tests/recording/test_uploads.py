@@ -265,7 +265,7 @@ def test_a_usual_spool_of_another_user_is_refused(tmp_path, monkeypatch):
     assert spool.spool_of(where).parent.parent == tmp_path
     assert spool.spool_of(where).parent.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr(spool, "_user", lambda: os.getuid() + 1)
-    with pytest.raises(ConfigError, match="got another user's. Set recording.spool"):
+    with pytest.raises(ConfigError, match=r"got another user's\. Set recording\.spool"):
         spool.spool_of(where)
 
 

@@ -122,7 +122,11 @@ class Recorder:
         storage.make_folder(self._folder)
         remove_unfinished(self._folder, rank)
         if rank == 0 or about is not None:
-            shown = {name: value for name, value in config_to_dict(settings).items() if name not in ("kind", "folder", "spool")}
+            shown = {
+                name: value
+                for name, value in config_to_dict(settings).items()
+                if name not in ("kind", "folder", "spool")
+            }
             write_run(self._folder, run_description(about, region=self._region, recording=shown))
         self._uploads: Uploads | None = None
         if isinstance(self._folder, Remote):

@@ -33,8 +33,8 @@ from trustrl.recording.spool import (
 from trustrl.recording.storage import Remote
 
 FIRST_WAIT, LONGEST_WAIT, AWAITED_WAIT = 1.0, 60.0, 4.0
-"""Seconds before the first retry, at most, and at most at the end of a run. Each wait is twice the last, less up to half
-of it at random."""
+"""Seconds before the first retry, at most, and at most at the end of a run. Each wait is twice the last one, less up to
+half of it at random."""
 
 OUTAGE = 3
 """Number of failed attempts in a row from which the store counts as failing."""
