@@ -2,8 +2,8 @@
 
 python benchmarks/long_record.py --ranks 64 --steps 10000 FOLDER
 
-The recorder writes one rank, step by step, and merges as in a run. The other ranks are copies of its files with their own
-rank and sequences. Then report, explain and watch open the folder in processes of their own. Prints one JSON object.
+The recorder writes one rank, step by step, and merges as in a run. The other ranks are copies of its files with their
+own rank and sequences. Then report, explain and watch open the folder, each in a process. Prints one JSON object.
 """
 
 import argparse
