@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
@@ -74,11 +75,11 @@ def copied(folder: Path, rank: int, steps: int) -> None:
             with pq.ParquetFile(file) as parquet:
                 table, extra = parquet.read(), parquet.metadata.metadata
             columns: dict[str, Any] = {name: table[name] for name in table.column_names}
-            columns["sequence"] = pa.compute.add(columns["sequence"], offset)
+            columns["sequence"] = pc.add(columns["sequence"], offset)
             if "rank" in columns:
                 columns["rank"] = pa.array([rank] * len(table), pa.int32())
             if "text" in columns:
-                columns["text"] = pa.compute.replace_substring(columns["text"], "rank-0000", f"rank-{rank:04d}")
+                columns["text"] = pc.replace_substring(columns["text"], "rank-0000", f"rank-{rank:04d}")
             schema = table.schema
             whole = WholeFile(folder / inside / str(part._replace(rank=rank)))
             with pq.ParquetWriter(whole.target, schema, **writing(inside or "tokens")) as writer:
