@@ -3,8 +3,7 @@
 python benchmarks/long_record.py --ranks 64 --steps 10000 FOLDER
 
 The recorder writes one rank, step by step, and merges as in a run. The other ranks are copies of its files with their
-own rank and sequences. Then report, explain and watch open the folder in processes of their own. Prints one object as
-JSON.
+own rank and sequences. Then report, explain and watch open the folder, each in a process. Prints one JSON object.
 """
 
 import argparse
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
@@ -75,11 +75,11 @@ def copied(folder: Path, rank: int, steps: int) -> None:
             with pq.ParquetFile(file) as parquet:
                 table, extra = parquet.read(), parquet.metadata.metadata
             columns: dict[str, Any] = {name: table[name] for name in table.column_names}
-            columns["sequence"] = pa.compute.add(columns["sequence"], offset)
+            columns["sequence"] = pc.add(columns["sequence"], offset)
             if "rank" in columns:
                 columns["rank"] = pa.array([rank] * len(table), pa.int32())
             if "text" in columns:
-                columns["text"] = pa.compute.replace_substring(columns["text"], "rank-0000", f"rank-{rank:04d}")
+                columns["text"] = pc.replace_substring(columns["text"], "rank-0000", f"rank-{rank:04d}")
             schema = table.schema
             whole = WholeFile(folder / inside / str(part._replace(rank=rank)))
             with pq.ParquetWriter(whole.target, schema, **writing(inside or "tokens")) as writer:

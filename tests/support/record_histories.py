@@ -115,7 +115,9 @@ class History:
             action()
             self.check()
         checked = check_record(self.folder)
-        assert checked.is_valid, [finding for finding in checked.findings if finding.level == "error"][:3]
+        errors = [finding for finding in checked.findings if finding.level == "error"]
+        empty = not self._seen() and all("got none" in finding.text for finding in errors)  # all of it is superseded
+        assert checked.is_valid or empty, errors[:3]
         self.counts["superseded files"] += checked.superseded
         return self.counts
 

@@ -6,7 +6,7 @@ kill in between, readers take the merged file, and the next compaction deletes t
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from os import PathLike
@@ -32,7 +32,7 @@ from trustrl.recording.schema import (
     writing,
 )  # fmt: skip
 from trustrl.recording.storage import Place, Remote, WholeFile
-from trustrl.recording.writers import Claims, Sifted, listed
+from trustrl.recording.writers import Claims, listed
 
 BLOCKS = (32, 1024)
 """Steps in a merged file. Files of the first size are merged again into files of the second."""
@@ -73,17 +73,18 @@ def compact_rank(
     deleted = 0
     for table, inside in TABLE_FOLDERS.items():
         where = folder / inside if inside else folder
+        deleted += _delete_covered(where, rank, table, claims, check)
         for size in BLOCKS:
             files = listed(where, rank)
-            sifted = claims.sift(files)
-            deleted += _delete(where, sifted, files, table, check)
-            visible = [part for part in sifted.visible if part.first not in alone]
+            visible = [part for part in claims.sift(files).visible if part.first not in alone]
             for parts in _blocks(visible, size, before, alone):
                 target = PartName(parts[0].first, parts[-1].last, rank, max(part.attempt for part in parts))
-                if sum(storage.size_of(files[part]) for part in parts) <= LARGEST:
-                    merged(where, parts, target, table)
-        files = listed(where, rank)
-        deleted += _delete(where, claims.sift(files), files, table, check)
+                fits = sum(storage.size_of(files[part]) for part in parts) <= LARGEST
+                if fits and merged(where, parts, target, table):
+                    check()
+                    for part in parts:
+                        storage.remove(files[part])
+                    deleted += len(parts)
     return deleted
 
 
@@ -105,8 +106,10 @@ def _dumped(folder: Place, rank: int) -> set[int]:
     return {part.first for dump in storage.entries(folder, "dump-*") for part in listed(dump, rank)}
 
 
-def _delete(where: Place, sifted: Sifted, files: Mapping[PartName, Any], table: str, check: Callable[[], None]) -> int:
-    """Deletes files whose rows are in a merged file, by what that file says itself."""
+def _delete_covered(where: Place, rank: int, table: str, claims: Claims, check: Callable[[], None]) -> int:
+    """Deletes files that a killed process merged and did not delete, by what the merged file says itself."""
+    files = listed(where, rank)
+    sifted = claims.sift(files)
     deleted = 0
     for cover in sifted.visible if sifted.covered else ():
         covered = [part for part in sifted.covered if cover.covers(part)]
