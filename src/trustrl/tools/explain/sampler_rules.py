@@ -209,8 +209,8 @@ def _recorded_gaps(run: Run) -> Gaps:
     sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     try:
         for folder in run.records:
-            rows = read_sequences(folder).select(["sequence", "replica"]).to_pydict()
-            names = {key: name for key, name in zip(*rows.values(), strict=True) if name is not None}
+            rows = read_sequences(folder).select(["sequence", "replica"]).drop_null().to_pydict()
+            names = dict(zip(*rows.values(), strict=True))
             for file in part_files(folder)[-REPLICA_FILES:] if names else ():
                 part = read(file)
                 if not {"behavior_logp", "sampler_version"} <= {*part}:
