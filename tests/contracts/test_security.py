@@ -148,7 +148,9 @@ CALLS = {"TCPStore", "create_server", "start_server", "start_unix_server", "crea
 REACHES = {
     "engines/vllm/clients.py": "the vLLM server that the user names",
     "engines/vllm/gloo_channel.py": "the weight channel, on loopback",
+    "recording/spool.py": "the same, from an address",
     "recording/storage.py": "the object store that the user names",
+    "recording/writers.py": "asks this machine for its name",
     "runner/processes.py": "looks for a free port on loopback",
     "tools/audit/mapreduce.py": "Ray, with --ray",
     "trustrl_verl_cpu/plugin.py": "torch's store for verl's ranks, on loopback",

@@ -31,6 +31,7 @@ from trustrl.recording.run_file import installed
 from trustrl.runner.git_commit import commit
 from trustrl.runner.recipe import Recipe, load
 from trustrl.runs.run_directory import StoredRun
+from trustrl.terminal import complain
 
 try:
     import fcntl
@@ -87,7 +88,7 @@ class RunDirectory(StoredRun):
         finally:
             os.close(lock)
 
-    def begin(self, recipe: Recipe, *, resume: bool, log: Callable[[str], None]) -> None:
+    def begin(self, recipe: Recipe, *, resume: bool, log: Callable[[str], None] = complain) -> None:
         """Creates the directory, or prepares it to be resumed. Logs what changed since the last attempt.
 
         Raises:

@@ -53,7 +53,7 @@ class StoredRun:
         with _reading(file) as opened:
             for number, line in enumerate(lines_of(opened), 1):
                 if line.endswith(b"\n"):
-                    rows.append(_row(f"{file}, line {number},", line, NEEDED[name]))
+                    rows.append(_row(f"{file}, line {number},", line[:-1], NEEDED[name]))
                     meter.add(200 + sum(150 + len(key) for key in rows[-1]))
         return rows
 

@@ -20,7 +20,7 @@ from trustrl.tools.report.token_sample import SEED, SequenceScore, TokenSample, 
 MAX_SEQUENCES = 200
 """Maximum completions of one run on a page."""
 
-MAX_CANDIDATES = 200_000
+MAX_CANDIDATES = 50_000
 """Maximum completions to choose from. Later ones are not read."""
 
 MAX_GROUP = 64

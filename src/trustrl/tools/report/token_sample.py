@@ -45,7 +45,7 @@ MEANINGS = {
 }
 
 SEED = 0
-MAX_ROWS = 3_000_000
+MAX_ROWS = 1_000_000
 """Maximum rows to read for one run. Longer runs are read every second, third, … file."""
 
 MOST_STOPPED = 20
