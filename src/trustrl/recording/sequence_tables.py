@@ -144,14 +144,18 @@ def _value(raw: Any) -> Any:
     return raw
 
 
-def read_sequences(path: str | PathLike[str] | Remote) -> Any:
+def read_sequences(path: str | PathLike[str] | Remote, *, newest: int | None = None) -> Any:
     """Returns the sequences of a record folder as a `pyarrow.Table`, by step and rank. Empty if it has none.
+
+    Args:
+        path: The folder, or its address.
+        newest: The number of files to read, those of the last steps. None reads all.
 
     Raises:
         RecordError: If a file cannot be read, or a newer trustrl wrote it.
         MissingPackageError: If pyarrow is not installed.
     """
-    return read_again(lambda: _read(storage.place(path), SEQUENCES, "sequences"))
+    return read_again(lambda: _read(storage.place(path), SEQUENCES, "sequences", newest))
 
 
 def read_texts(path: str | PathLike[str] | Remote) -> Any:
@@ -164,10 +168,10 @@ def read_texts(path: str | PathLike[str] | Remote) -> Any:
     return read_again(lambda: _read(storage.place(path), TEXTS, "texts"))
 
 
-def _read(folder: Place, inside: str, table: str) -> Any:
+def _read(folder: Place, inside: str, table: str, newest: int | None = None) -> Any:
     pa, names = need("pyarrow", extra="records"), [column.name for column in TABLES[table]]
     try:
-        files = parts_in(folder, inside)
+        files = parts_in(folder, inside)[-newest if newest else None :]
     except OSError as error:
         raise RecordError(f"Cannot read `{folder}`: {str(error).rstrip('.')}.") from error
     tables = []

@@ -45,7 +45,7 @@ STALE, LARGEST = "trustrl/stale_replicas", "trustrl/replica_gap_max"
 """Metrics that engines log: the number of replicas that stand out, and the largest mean gap of a replica."""
 
 REPLICA_FILES = 512
-"""Number of record files to read, newest first: a replica that is stale at the end of a run is in them."""
+"""Number of files to read of each table, newest first: a replica that is stale at the end of a run is in them."""
 
 ACTION = (
     "Restart the replica, or send the weights to it again, and resume from a checkpoint before that step. Set "
@@ -209,7 +209,7 @@ def _recorded_gaps(run: Run) -> Gaps:
     sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     try:
         for folder in run.records:
-            rows = read_sequences(folder).select(["sequence", "replica"]).drop_null().to_pydict()
+            rows = read_sequences(folder, newest=REPLICA_FILES).select(["sequence", "replica"]).drop_null().to_pydict()
             names = dict(zip(*rows.values(), strict=True))
             for file in part_files(folder)[-REPLICA_FILES:] if names else ():
                 part = read(file)
