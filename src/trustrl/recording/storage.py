@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from shutil import copyfileobj
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import IO, Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -33,6 +33,7 @@ _WITHOUT_FOLDERS = ("s3", "gcs", "abfs")
 """Filesystems of pyarrow in which a name may contain a slash without a folder. They need no request to create one."""
 
 
+@runtime_checkable
 class Spool(Protocol):
     """Local folder in which files for a store wait for their upload; see `trustrl.recording.spool`."""
 
