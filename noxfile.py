@@ -77,7 +77,7 @@ def tests(session: nox.Session) -> None:
     session.env["OMP_NUM_THREADS"] = "1"  # two workers with two threads each would fight over two cores
     if not session.posargs:
         session.run("pytest", "-q", "-n", "2", "--no-header", *SHAPES)
-    session.run("pytest", "-n", "2", *(session.posargs or ("-m", "not compiled")))
+    session.run("pytest", "-n", "2", *(session.posargs or ("-m", "not compiled and not long")))
 
 
 @nox.session(python="3.11")
@@ -589,6 +589,7 @@ def fuzz(session: nox.Session) -> None:
     )
     if not session.posargs:
         session.run("python", "-m", "fuzz.repaired", "--cases", "20000", "--out", "docs/data/fuzz_repaired.json")
+        session.run("pytest", "tests/runs/test_limits.py", "-m", "long")
 
 
 @nox.session(python="3.11")

@@ -52,7 +52,16 @@ def run(*command, folder, **more):
     return process.returncode, said, used
 
 
-@pytest.mark.parametrize("name", FILES)
+QUICK = (
+    "repeated rows (Parquet)", "repeated tokens (record)", "expanded tensor (.pt)", "many objects (JSON)",
+    "endless view (SQLite)", "generated column (SQLite)", "huge lengths (W&B)", "giant field (CSV)",
+)  # fmt: skip
+"""Files that every run of the tests reads; `nox -s fuzz` reads all."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in FILES]
+)
 def test_a_reader_counts_before_it_decodes(name, tmp_path):
     """From Python, without the child process of the command line."""
     write, words = FILES[name]
