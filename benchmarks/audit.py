@@ -23,7 +23,7 @@ import torch
 
 import trustrl
 from trustrl.recording import read
-from trustrl.recording.record_files import part_name
+from trustrl.recording.part_names import PartName
 from trustrl.recording.record_writer import PartWriter
 from trustrl.recording.sequence_tables import write_sequences
 from trustrl.recording.token_rows import Rows
@@ -110,7 +110,8 @@ def main() -> None:
                 if step < options.distinct:
                     write(source, folder, step, rows)
                 else:
-                    os.link(folder / part_name(step % options.distinct, 0), folder / part_name(step, 0))
+                    first = step % options.distinct
+                    os.link(folder / str(PartName(first, first, 0)), folder / str(PartName(step, step, 0)))
                 written += rows
             size = sum(file.stat().st_size for file in folder.iterdir())
             one = measured([*run, str(folder), *VERBS[options.verb], "--workers", str(options.workers)])

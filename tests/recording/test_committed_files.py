@@ -2,10 +2,10 @@
 
 import pytest
 
+from support.record_names import part_name
 from trustrl.files import hashed
 from trustrl.recording.committed_files import fault_of_file, files_of_steps
 from trustrl.recording.rank_writer import RankWriter
-from trustrl.recording.record_files import part_name
 from trustrl.recording.writers import Claim
 
 pq = pytest.importorskip("pyarrow.parquet")

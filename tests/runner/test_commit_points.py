@@ -7,7 +7,7 @@ import pytest
 
 from support.checkpoint_folders import OURS, checkpoint
 from support.recipes import small
-from trustrl.recording.record_files import part_name
+from support.record_names import part_name
 from trustrl.runner import commit_points, directory
 from trustrl.runner.checkpoints import Survey
 from trustrl.runner.commit_points import Committer, loss_before, take_back

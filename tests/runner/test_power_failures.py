@@ -10,7 +10,8 @@ from failures.crash_states import Disk, crashes, lies_outside_checkpoints, recor
 
 from support.checkpoint_folders import safetensors
 from support.recipes import small
-from trustrl.recording.record_files import SEQUENCES, TEXTS, part_name
+from support.record_names import part_name
+from trustrl.recording.record_files import SEQUENCES, TEXTS
 from trustrl.recording.storage import make_folder, write_text
 from trustrl.runner import manifests
 from trustrl.runner.checkpoints import only_the_owner_writes, rotate

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from support.recipes import small
+from support.record_names import part_name
 from trustrl.errors import ConfigError, EngineError, MissingPackageError
-from trustrl.recording.record_files import part_name
 from trustrl.runner import verl_run
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import MANIFEST, Seal, is_marked, write_manifest

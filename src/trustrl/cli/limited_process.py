@@ -14,7 +14,7 @@ from typing import NoReturn
 from trustrl import limits
 from trustrl.terminal import complain
 
-MEMORY, PER_CPU = 1_700_000_000, 2 * 2**23
+MEMORY, PER_CPU = 1_700_000_000, 2**24
 """Bytes of private memory of a process, and further ones for each CPU: torch and arrow start a thread on each, whose
 stack counts in full. Loaded libraries come on top: with torch about 300 million."""
 
@@ -73,9 +73,8 @@ def _limit(parent: int, memory: int, seconds: int | None) -> None:
             hard = resource.getrlimit(kind)[1]
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(kind, (limit, hard))
-    os.environ.setdefault(
-        "ARROW_DEFAULT_MEMORY_POOL", "system"
-    )  # arrow's own reserves a gigabyte that it may never use
+    # Arrow's own pool reserves a gigabyte that it may never use.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
 def _size(words: Sequence[str]) -> int | None:
@@ -133,10 +132,5 @@ def _wait(child: int, signals: set[signal.Signals], seconds: int | None) -> NoRe
             f"error: The process that read the files ended by {signal.Signals(-code).name}. A file may be damaged, or "
             f"take more memory than allowed. {limits.advice(2 * limits.factor())}."
         )
-    os._exit(
-        code
-        if code >= 0
-        else 1
-        if -code in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL)
-        else 128 - code
-    )
+    ended_by_limit = -code in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGABRT, signal.SIGKILL)
+    os._exit(code if code >= 0 else 1 if ended_by_limit else 128 - code)

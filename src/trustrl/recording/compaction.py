@@ -5,7 +5,6 @@ kill in between, readers take the merged file, and the next compaction deletes t
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError, RecordError
-from trustrl.files import parsed_json
+from trustrl.files import parsed_json, sync
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.part_names import PartName
@@ -149,9 +148,11 @@ def merged(where: Place, parts: Sequence[PartName], target: PartName, table: str
                     rows.add(parquet, part, until)
             rows.close(target)
         whole.seal()
-        _flush(whole.target)
+        if isinstance(whole.target, Path):
+            sync(whole.target)
         whole.publish()
-        _flush(where)
+        if isinstance(where, Path):
+            sync(where)
     except _Unlike:
         whole.abandon()
         return False
@@ -159,16 +160,6 @@ def merged(where: Place, parts: Sequence[PartName], target: PartName, table: str
         whole.abandon()
         raise
     return True
-
-
-def _flush(path: Any) -> None:
-    """Waits until a local file or folder is on the disk. Nothing to do for a store."""
-    if isinstance(path, Path):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 class _Rows:

@@ -53,11 +53,6 @@ def read_again(load: Callable[[], Result]) -> Result:
     return load()
 
 
-def part_name(step: int, rank: int) -> str:
-    """Returns the file name for one step on one rank, as the first process of the rank writes it."""
-    return str(PartName(step, step, rank))
-
-
 def parts_in(folder: SamePlace, inside: str = "") -> list[SamePlace]:
     """Returns the part files directly in a directory that count, by step and rank. Dumps are subdirectories.
 
@@ -104,12 +99,6 @@ def _parent(dump: Place) -> Place:
     before, mark, query = dump.address.partition("?")
     address = f"{before.rstrip('/').rpartition('/')[0]}{mark}{query}"
     return Remote(address, dump.filesystem, dump.path.rstrip("/").rpartition("/")[0])
-
-
-def named_numbers(name: str) -> tuple[int, int] | None:
-    """Returns the first step and the rank in the name of a part file, or None if it is not such a name."""
-    part = PartName.of(name)
-    return None if part is None else (part.first, part.rank)
 
 
 def part_files(path: str | PathLike[str] | Remote) -> list[Place]:

@@ -18,7 +18,8 @@ from failures.faults import at_call, calls_in, compiled
 from support.trl_commands import command, environment, run
 from trustrl import config_from_dict, preset
 from trustrl.recording import read
-from trustrl.recording.record_files import named_numbers, parts_in
+from trustrl.recording.part_names import PartName
+from trustrl.recording.record_files import parts_in
 from trustrl.runner.directory import RunDirectory
 
 COMPLETE = "trustrl_complete"
@@ -40,7 +41,8 @@ def measured(folder):
 def files_of_records(folder):
     """The part files that count, by table, step and rank. Names also say which process wrote them."""
     tables = ("", "sequences", "texts")
-    return [(table, named_numbers(file.name)) for table in tables for file in parts_in(folder / "records", table)]
+    parts = ((table, PartName.of(file.name)) for table in tables for file in parts_in(folder / "records", table))
+    return [(table, (part.first, part.rank)) for table, part in parts]
 
 
 def assert_same(folder, uninterrupted):
