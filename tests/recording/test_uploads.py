@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import contextmanager
@@ -209,44 +210,60 @@ SCRIPT = """
 import sys, warnings
 from support import recording_batches as batches
 from trustrl.recording import Recorder, Recording, uploads
-uploads.FLUSH_SECONDS = 1.0
-address, spool, port = sys.argv[1:]
+uploads.FLUSH_SECONDS = float(sys.argv[4])
+address, spool, port = sys.argv[1:4]
 recorder = Recorder(Recording(folder=address, sample=1.0, spool=spool), batches.REGION, rank=0)
 batches.give(recorder, batches.batch(), step=0)
 recorder.flush(30.0)
 import urllib.request
 urllib.request.urlopen(port)
-batches.give(recorder, batches.batch(seed=1), step=1)
+for step in (1, 2):
+    batches.give(recorder, batches.batch(seed=step), step=step)
 print("trained")
 """
 
 
-@pytest.mark.parametrize("mode", ["down", "hang"])
-def test_a_process_ends_in_time_while_the_store_fails_and_says_what_waits(server, tmp_path, mode, monkeypatch):
+def run_script(server, spool, monkeypatch, *, mode, seconds=1.0, until=None):
+    """Runs the script, which asks for the outage itself, so that no clock decides. It ends `until` seconds later."""
     from support.failing_s3 import _Handler
 
-    address, before = server.address("run/records"), _Handler._answer
+    before = _Handler._answer
 
-    def turned(self):  # the script asks for the outage, so that no clock decides
+    def turned(self):
         if self.path == "/turn":
             server.turn(mode)
+            if until is not None:
+                threading.Timer(until, server.turn, ("up",)).start()
             return self._reply(200, b"")
         return before(self)
 
     monkeypatch.setattr(_Handler, "do_GET", turned)
     port = f"http://127.0.0.1:{server._http.server_port}/turn"
-    began = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-W", "always", "-c", SCRIPT, address, str(tmp_path / "spool"), port],
+        [sys.executable, "-W", "always", "-c", SCRIPT, server.address("run/records"), str(spool), port, str(seconds)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
-        capture_output=True, text=True, check=False, timeout=150,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout) == (0, "trained\n"), ended.stderr
-    assert "lacks 1 files of this record" in ended.stderr
+    return ended.stderr
+
+
+def test_a_process_that_exits_during_a_short_outage_uploads_what_it_recorded_last(server, tmp_path, monkeypatch):
+    said = run_script(server, tmp_path / "spool", monkeypatch, mode="down", seconds=60.0, until=2.0)
+    assert "lacks" not in said, said
+    assert set(read(server.address("run/records"))["step"].tolist()) == {0, 1, 2}
+    assert not list((tmp_path / "spool").rglob("*.parquet"))
+
+
+@pytest.mark.parametrize("mode", ["down", "hang"])
+def test_a_process_ends_in_time_while_the_store_fails_and_says_what_waits(server, tmp_path, mode, monkeypatch):
+    address = server.address("run/records")
+    began = time.monotonic()
+    assert "lacks 2 files of this record" in run_script(server, tmp_path / "spool", monkeypatch, mode=mode)
     assert time.monotonic() - began < 120
     server.turn("up")
     assert main(["records", "upload", address, "--spool", str(tmp_path / "spool")]) == 0
-    assert set(read(address)["step"].tolist()) == {0, 1}
+    assert set(read(address)["step"].tolist()) == {0, 1, 2}
 
 
 def test_spools_of_records_in_different_stores_are_apart(tmp_path):

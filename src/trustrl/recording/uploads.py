@@ -90,6 +90,11 @@ class Uploads:
         """Jobs that the last `flush` left and named."""
         self._ends = False
         self._process = os.getpid()
+        if not _OPEN:
+            # After `impatient` has imported pyarrow, whose own exit closes its connections: what is registered last
+            # runs first.
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
         _OPEN.add(self)
 
     def check_room(self) -> None:
@@ -237,9 +242,8 @@ class Uploads:
 _OPEN: "WeakSet[Uploads]" = WeakSet()
 
 
-@atexit.register
 def _end_all() -> None:
-    """Ends the uploads of this process. Registered after pyarrow's own exit, which waits for running requests."""
+    """Ends the uploads of this process at its exit."""
     last = time.monotonic() + FLUSH_SECONDS
     for uploads in list(_OPEN):
         uploads.end(max(0.0, last - time.monotonic()))
