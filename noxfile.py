@@ -94,7 +94,7 @@ def compiled(session: nox.Session) -> None:
         return
     # On both workers: the test in each file that starts a process for the interpreter would keep one for minutes.
     session.run("pytest", "-n", "2", *INTERPRETED, env={"TRITON_INTERPRET": "1"})
-    others = ("-m", "compiled", "-k", "not under_the_interpreter")
+    others = ("-m", "compiled and not long", "-k", "not under_the_interpreter")
     session.run("pytest", "-n", "2", *others, "tests/contracts", "tests/core", "tests/kernels")
 
 
@@ -172,7 +172,7 @@ def trl(session: nox.Session) -> None:
     probe = ("tests/tools/probe", "tests/cli/test_probe.py")  # with a network of transformers on both sides
     tests = ("tests/engines/trl", "tests/world", "tests/tools/dashboards", *probe, guide)
     # A comparison and the runs to kill are trained once for all tests of their file.
-    session.run("pytest", "-n", "2", "--dist", "loadgroup", *tests, *session.posargs)
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", "-m", "not long", *tests, *session.posargs)
     fused = other_release(session, "trl", "1.15.0")  # the oldest for Top-K, TROLL and exact regions
     session.run("pytest", "-n", "2", "tests/engines/trl/test_seam.py", env={"PYTHONPATH": fused})
     parity = [f"tests/engines/trl/test_parity.py::{name}" for name in TRL_PARITY]
@@ -212,6 +212,44 @@ def trl_vllm(session: nox.Session) -> None:
     session.run(
         "pytest", "-n", "2", "--dist", "loadgroup", "tests/engines/vllm", "tests/engines/trl_vllm", *session.posargs
     )
+    session.run("pytest", "tests/engines/contract", "-m", "not long")
+
+
+@nox.session(python="3.11")
+def contract(session: nox.Session) -> None:
+    """Runs every row of the sampler contract on vLLM and writes its page. Not in CI: four engines start one by one."""
+    install_engine(session, "trl-vllm")
+    results = Path("build/contract").resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    session.env["TRUSTRL_CONTRACT_RESULTS"] = str(results)
+    session.run("pytest", "tests/engines/contract", *session.posargs)
+    session.run("python", "scripts/sampler_contract.py", *map(str, sorted(results.glob("*.json"))))
+
+
+@nox.session(python="3.11")
+def sglang(session: nox.Session) -> None:
+    """Tests a real SGLang as the sampler on the CPU, alone, in TRL and in verl's `main_ppo`.
+
+    Not in CI: it starts slowly.
+    """
+    install_sglang(session)
+    guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/sglang.md]"
+    session.run("pytest", "tests/engines/sglang", "tests/engines/contract", guide, *session.posargs)
+
+
+@nox.session(python="3.11")
+def sglang_oldest(session: nox.Session) -> None:
+    """Tests the sampler contract on SGLang 0.5.12, which verl 0.9.1 pins. Not in CI."""
+    install_sglang(session)
+    install_pinned(session, "sglang-oldest")
+    session.run("pytest", "tests/engines/contract/test_sglang.py", *session.posargs)
+
+
+def install_sglang(session: nox.Session) -> None:
+    """Installs SGLang with stubs of its kernels."""
+    install_engine(session, "sglang")
+    stubs = str(Path("tests/support/sglang_on_cpu").resolve())
+    session.env.update({"PYTHONPATH": stubs, "SGLANG_USE_CPU_ENGINE": "1"})
 
 
 @nox.session(python="3.11")
@@ -237,6 +275,13 @@ def verl_long(session: nox.Session) -> None:
     """
     install_engine(session, "verl")
     test_verl(session, "-m", "long")
+
+
+@nox.session(python="3.11")
+def slurm(session: nox.Session) -> None:
+    """Tests the launch file for Slurm on two nodes on this machine. Not in CI: needs slurm-wlm, munge and root."""
+    install_engine(session, "verl")
+    session.run("pytest", "tests/launch", *session.posargs)
 
 
 @nox.session(python="3.11")
@@ -320,7 +365,7 @@ def skyrl(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
-@nox.parametrize("engine", ["TRL", "verl", "Megatron", "VeOmni", "ms-swift", "OpenRLHF"])
+@nox.parametrize("engine", ["TRL", "verl", "Megatron", "VeOmni", "ms-swift", "OpenRLHF", "SkyRL"])
 def precision(session: nox.Session, engine: str) -> None:
     """Compares policies with themselves in every layout and precision, and writes docs/reference/precision.md.
 
@@ -331,7 +376,9 @@ def precision(session: nox.Session, engine: str) -> None:
     if engine == "OpenRLHF":
         folders.append(install_openrlhf(session))
     else:
-        install_engine(session, {"TRL": "trl", "ms-swift": "swift"}.get(engine, "verl"))
+        install_engine(session, {"TRL": "trl", "ms-swift": "swift", "SkyRL": "skyrl"}.get(engine, "verl"))
+    if engine == "SkyRL":
+        folders.append("tests/engines/skyrl/python311")
     if engine in ("Megatron", "VeOmni"):
         install_pinned(session, f"verl-{engine.lower()}")
     rows = f"build/precision/{engine}.json"
@@ -403,14 +450,14 @@ def install_openrlhf(session: nox.Session) -> str:
 
 @nox.session(python="3.11")
 def prime_rl(session: nox.Session) -> None:
-    """Tests regions in prime-rl's own loss. Not in CI: TRUSTRL_PRIME_RL names a checkout, which PyPI does not have."""
+    """Tests regions in prime-rl's own trainer. Not in CI: TRUSTRL_PRIME_RL names a checkout of prime-rl."""
     checkout = os.environ.get("TRUSTRL_PRIME_RL")
     if not checkout:
         session.skip("TRUSTRL_PRIME_RL must be the path of a checkout of prime-rl, and it is not set.")
-    install_core(session, "test")
+    install_engine(session, "trl")  # transformers and accelerate
     install_pinned(session, "prime-rl")
     sources = [str(Path(checkout).resolve() / folder) for folder in ("src", "packages/prime-rl-configs/src")]
-    session.env.update({"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"})
+    session.env.update({"PYTHONPATH": os.pathsep.join(sources), "TORCHDYNAMO_DISABLE": "1"})
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/prime-rl.md]"
     session.run("pytest", "tests/engines/prime_rl", guide, *session.posargs)
 
@@ -548,7 +595,7 @@ def results(session: nox.Session) -> None:
 
 RESULTS = {
     "01-which-region-wins": ("answers.py", "clipping.py page"),
-    "02-which-learns-most": ("world_table.py page", "second_study.py draw", "second_study.py page", "flowchart.py"),
+    "02-which-learns-most": ("world_table.py page", "second_study.py draw", "second_study.py page", "claims.py"),
     "03-which-tokens-masked": (
         "smollm2_masks.py draw", "smollm2_masks.py page", "smollm2_clipping.py draw", "smollm2_clipping.py page",
         "why.py draw",

@@ -28,9 +28,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trustrl.world import models
-from trustrl.world.models import cache
-from trustrl.world.models.smollm2 import REQUIREMENT
+from trustrl.world import cache, models
+from trustrl.world.models.smollm2 import WHEEL
 
 FILE = "smollm2-hidden-1.safetensors"  # increase the number when the recipe changes
 TOKENS, LENGTH = 1024, 256  # per corpus, per sequence
@@ -71,7 +70,8 @@ def make(path: Path, progress: bool) -> None:
                 perturb(model)
             out[f"{moved}head"] = model.lm_head.weight.clone()
             out |= {f"{name}_{moved}hidden": hidden(model, rows) for name, rows in corpora.items()}
-        save_file(out, Path(scratch, FILE), {"wheel": REQUIREMENT, "python": sys.version, "torch": torch.__version__})
+        versions = {"wheel": WHEEL.requirement, "python": sys.version, "torch": torch.__version__}
+        save_file(out, Path(scratch, FILE), versions)
         os.replace(Path(scratch, FILE), path)
     say(f"wrote {path}, {path.stat().st_size / 1e6:.0f} MB")
 

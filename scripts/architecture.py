@@ -125,7 +125,7 @@ def imports(source: Path = ROOT / "src/trustrl") -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for file in sorted(source.rglob("*.py")):
         row = _row(file.relative_to(source).with_suffix("").parts)
-        if row.rpartition(".")[2] != "__init__":  # they only name where everything is
+        if row.rpartition(".")[2] not in ("__init__", "__main__"):  # they only name where everything is
             graph.setdefault(row, set()).update(_imported(file))
     return {row: (names & set(graph)) - {row} for row, names in graph.items()}
 

@@ -32,6 +32,32 @@ def engines() -> str:
     return "\n".join(lines)
 
 
+def samplers() -> str:
+    """Returns the table of what ran, by sampler and anchor. Engines and anchors with the same cells share a row."""
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for engine in ENGINES:
+        for sampler in engine.samplers:
+            for anchor, mark in ANCHORS.items():
+                cells = " | ".join(engine.status(kind, sampler, anchor) for kind in COLUMNS)
+                row = rows.setdefault((sampler, cells), {})
+                row.setdefault(f"[{engine.name}]({engine.page})", []).append(mark)
+    lines = [f"| engine | sampler | anchor | {' | '.join(COLUMNS.values())} |", f"|---|---|---|{'---|' * len(COLUMNS)}"]
+    for (sampler, cells), marks in rows.items():
+        for anchors in dict.fromkeys(map(", ".join, marks.values())):
+            names = [name for name, of_engine in marks.items() if ", ".join(of_engine) == anchors]
+            lines.append(f"| {', '.join(names)} | {sampler} | {anchors} | {cells} |")
+    return "\n".join(lines)
+
+
+def trained() -> str:
+    """Returns the list of the engines that took optimizer steps with each kind of region."""
+    lines = []
+    for kind, column in COLUMNS.items():
+        names = [engine.name for engine in ENGINES if engine.trains(kind)]
+        lines.append(f"- {column}: {', '.join(names)} ({len(names)})")
+    return "\n".join(lines)
+
+
 def starts() -> str:
     """Returns the table of the lines that choose a region."""
     rows = [f"| [{engine.name}]({engine.page}) | `{engine.start}` |" for engine in ENGINES]
@@ -39,16 +65,17 @@ def starts() -> str:
 
 
 def presets() -> str:
-    """Returns the table with one row per preset."""
-    lines = ["| preset | reads | log-probs | engines |", "|---|---|---|---|"]
+    """Returns the table of presets. Those that read the same and run on the same engines share a row."""
+    rows: dict[str, list[str]] = {}
     for name in trustrl.presets():
         region = trustrl.preset(name)
         anchors = ", ".join(mark for anchor, mark in ANCHORS.items() if anchor in region.needs().anchors)
-        lines.append(f"| `{name}` | {COLUMNS[kind_of(region)]} | {anchors} | {_listed(region)} |")
-    return "\n".join(lines)
+        rows.setdefault(f"{COLUMNS[kind_of(region)]} | {anchors} | {listed(region)}", []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
+    return "\n".join(["| presets | read | log-probs | engines |", "|---|---|---|---|", *lines])
 
 
-def _listed(region: regions.Region) -> str:
+def listed(region: regions.Region) -> str:
     """Returns the engines of a region, or the exceptions if they are fewer."""
     ran: list[Engine] = [engine for engine in ENGINES if supports(engine, region)]
     left_out = [engine.name for engine in ENGINES if engine not in ran]
@@ -59,7 +86,7 @@ def _listed(region: regions.Region) -> str:
     return ", ".join(engine.name for engine in ran)
 
 
-TABLES = {"engines": engines, "starts": starts, "presets": presets}
+TABLES = {"engines": engines, "samplers": samplers, "trained": trained, "starts": starts, "presets": presets}
 
 
 def page() -> str:

@@ -64,7 +64,7 @@ def _rows(engine: str, package: str, extras: Sequence[str], ours: tuple[str, ...
 
 TOOLS = ("run", "models", "tasks", "records", "ray", "plots")
 OPENRLHF_TOOLS = tuple(extra for extra in TOOLS if extra != "ray")  # it pins Ray 2.55, and our extra begins at 2.56
-AREAL_TOOLS = tuple(extra for extra in TOOLS if extra != "models")  # it holds transformers at 5.3 or below
+WITHOUT_MODELS = tuple(extra for extra in TOOLS if extra != "models")  # for engines below transformers 5.8
 GPU = ["vllm", "sglang", "fsdp", "megatron"]
 
 ENGINES = (
@@ -85,8 +85,10 @@ ENGINES = (
     *_rows("tinker 0.36.0", "tinker==0.36.0", [""], TOOLS, tests="`losses`"),
     *_rows("Trinity-RFT 0.6.0", "trinity-rft==0.6.0", [""], TOOLS, tests="`losses`"),
     *_rows("RLinf 0.3.0", "rlinf==0.3.0", [""], TOOLS, tests="`losses`"),
-    *_rows("AReaL 1.0.4", "areal==1.0.4", [""], AREAL_TOOLS, tests="`losses`"),
+    *_rows("AReaL 1.0.4", "areal==1.0.4", [""], WITHOUT_MODELS, tests="`losses`"),
     *_rows("vLLM 0.32.0", "vllm==0.32.0", [""], TOOLS, tests="`trl_vllm` (CPU build)"),
+    *_rows("SGLang 0.5.23", "sglang==0.5.23", [""], TOOLS, tests="`sglang` (without its kernels)"),
+    *_rows("SGLang 0.5.12", "sglang==0.5.12", [""], WITHOUT_MODELS, tests="`sglang_oldest` (without its kernels)"),
     *_rows("Ray 2.60.0", "ray==2.60.0", ["data"], ("ray", "records"), tests="`verl`"),
     *_rows("Ray 2.56.0", "ray==2.56.0", ["data"], ("ray", "records"), tests="`skyrl`"),
 )

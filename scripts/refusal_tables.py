@@ -1,48 +1,40 @@
-"""Tables of refused settings in docs/engines, written from the rows that the engines check.
+"""docs/reference/refused-settings.md, written from the rows that the engines check.
 
-python scripts/refusal_tables.py    writes them between the markers of each page
+python scripts/refusal_tables.py    writes the page
 """
 
 import importlib
-import importlib.util
 from pathlib import Path
 
-from trustrl.engines.refusals.rows import table
+from trustrl.engines.catalogue import ENGINES
+from trustrl.engines.refusals.rows import Refusal, table
 
-ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "docs/engines"
-ENGINES = ("trl", "verl", "skyrl", "slime", "nemo-rl", "openrlhf", "axolotl", "swift")
-BEGIN, END = "<!-- refused: begin (python scripts/refusal_tables.py) -->", "<!-- refused: end -->"
+PAGE = Path(__file__).parents[1] / "docs/reference/refused-settings.md"
+INTRODUCTION = """# Refused settings
 
-
-def rows(engine: str) -> tuple:
-    """Returns the rows of an engine; none for one that does not declare them."""
-    name = f"trustrl.engines.refusals.{engine.replace('-', '_')}"
-    return importlib.import_module(name).ROWS if importlib.util.find_spec(name) else ()
-
-
-def page(engine: str) -> str:
-    """Returns the text of an engine's page with its table written again.
-
-    Raises:
-        SystemExit: the engine has rows and its page has no markers.
-    """
-    path = PAGES / f"{engine}.md"
-    text, found = path.read_text(), rows(engine)
-    if not found:
-        return text
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{path} must contain {BEGIN!r} and {END!r}, where the table goes.")
-    return f"{before}{BEGIN}\n{table(found)}\n{END}{after}"
+Use this page to find out why an engine's setting does not go with a region. The adapter raises with the same sentence
+before the first step, so you need not read the page first. `python scripts/refusal_tables.py` writes it from the rows
+that the adapters check.
+"""
+MODULES = {"trl": "TRL", "verl": "verl", "skyrl": "SkyRL", "openrlhf": "OpenRLHF", "swift": "ms-swift",
+           "axolotl": "axolotl", "nemo_rl": "NeMo RL", "slime": "slime"}  # fmt: skip
+"""Modules with rows, and the names of their engines. miles is a fork of slime and checks its rows."""
 
 
-def main() -> None:
-    """Writes every page."""
-    for engine in ENGINES:
-        (PAGES / f"{engine}.md").write_text(page(engine))
+def rows(module: str) -> tuple[Refusal, ...]:
+    """Returns the rows of an engine."""
+    return importlib.import_module(f"trustrl.engines.refusals.{module}").ROWS
+
+
+def page() -> str:
+    """Returns the page."""
+    pages = {engine.name: engine.page for engine in ENGINES}
+    sections = [
+        f"## {name}\n\n[Guide](../engines/{pages[name]}).\n\n{table(rows(module))}\n"
+        for module, name in MODULES.items()
+    ]
+    return "\n".join([INTRODUCTION, *sections])
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

@@ -6,6 +6,7 @@ file on the site. It leaves links to files that are not on the site unchanged, a
 
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ PLACES = {
 }
 """Files outside docs/ and their pages on the site."""
 
+REDIRECTS = tomllib.loads((ROOT / "scripts/redirects.toml").read_text())
+"""Removed pages and the places that have their content now, as paths in docs/."""
+
+REDIRECT = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="robots" content="noindex">
+<meta http-equiv="refresh" content="0; url={url}">
+<title>Moved</title>
+<p>This page has moved to <a href="{url}">{url}</a>.
+</html>
+"""
+
 SHORT_CELL = re.compile(r"<td>([^<]{1,10}|[\d.]+ \[[\d., ]+\])</td>")
 LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 
@@ -28,11 +42,11 @@ LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 def on_config(config: Any) -> Any:
     """Adds the algorithms that the menu does not name to it, so that a new region edits no list."""
     menu = next(section["Algorithms"] for section in config.nav if "Algorithms" in section)
-    named = [page for entry in menu for page in entry.values()]
+    named = [page for entry in menu if isinstance(entry, dict) for page in entry.values()]
     others = []
     for page in sorted((ROOT / "docs/algorithms").glob("*.md")):
         place = f"algorithms/{page.name}"
-        if place not in named:
+        if place not in (*named, "algorithms/index.md"):
             heading = page.read_text().partition("\n")[0]
             others.append({heading.removeprefix("# ").partition(":")[0]: place})
     menu[-1:-1] = others  # before the regions left out
@@ -70,3 +84,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Keeps numbers such as 1.7e-01, and a mean with its interval, in one piece: a browser breaks narrow columns."""
     return SHORT_CELL.sub(r'<td class="short">\1</td>', html)
+
+
+def on_post_build(config: Any) -> None:
+    """Writes a page at each removed address that leads to the new one."""
+    for old, new in REDIRECTS.items():
+        page, _, section = new.partition("#")
+        url = os.path.relpath(_address(page), _address(old)) + "/" + (f"#{section}" if section else "")
+        folder = Path(config.site_dir) / _address(old)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "index.html").write_text(REDIRECT.format(url=url))
+
+
+def _address(page: str) -> str:
+    """Returns the folder of a page on the site."""
+    return page.removesuffix(".md").removesuffix("index").rstrip("/") or "."

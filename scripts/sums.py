@@ -25,6 +25,7 @@ EAGER = {
     "exp": "torch.exp({0})", "abs": "{0}.abs()", "where": "torch.where({0}, {1}, {2})", "finite": "{0}.isfinite()",
     "known": "~{0}.isnan()", "clip": "{0}.clamp({1}, {2})", "at_most": "{0}.clamp(max={1})", "inf": "torch.inf",
     "finite_part": "torch.nan_to_num({0}, posinf=0.0)", "only": "{1} * {0}", "inexact": "{0}",
+    "pick": "({1} if {0} else {2})",
 }  # fmt: skip
 TRITON = {
     "exp": "tl.exp({0})", "abs": "tl.abs({0})", "where": "tl.where({0}, {1}, {2})",
@@ -32,6 +33,7 @@ TRITON = {
     "clip": "tl.minimum(tl.maximum({0}, {1}), {2})", "at_most": "tl.minimum({0}, {1})", "inf": 'float("inf")',
     "finite_part": 'tl.where({0} < float("inf"), {0}, 0.0)', "only": "tl.where({0}, {1}, 0.0)",
     "inexact": "tl.full((ROWS,), {0}, tl.float64)",  # a bare 0.3 may become 0.30000001
+    "pick": EAGER["pick"],
 }  # fmt: skip
 SIGNS = {
     ast.BitAnd: "&", ast.BitOr: "|", ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">",
@@ -57,7 +59,8 @@ def translated(expression: str, language: Mapping[str, str], names: Mapping[str,
     def text(node: ast.AST, *, inner: bool = True) -> str:
         match node:
             case ast.Call(func=ast.Name(id=name), args=args) if name in language:
-                return language[name].format(*(text(arg, inner=False) for arg in args))
+                exposed = "({0}" not in language[name]  # an operator or a method binds to a part of the argument
+                return language[name].format(*(text(arg, inner=exposed) for arg in args))
             case ast.Name(id=name) if name in language or name in names or name in table.CONSTANTS:
                 return language.get(name, names.get(name, name))
             case ast.Constant(value=int() | float() as value):
@@ -166,6 +169,7 @@ class KernelCode(EagerCode):
     def __init__(self) -> None:
         """Starts with no line."""
         super().__init__(TRITON, "_{}")
+        self.names |= {column.name: column.name for column in table.COLUMNS if column.kind == "switch"}
         self._sums, self._extremes, self._histograms = slots("count", "sum"), slots("max"), slots("histogram")
         self._stored: set[int] = set()
 
@@ -173,9 +177,9 @@ class KernelCode(EagerCode):
         """Returns the condition that a column is there, known when Triton compiles."""
         return name if COLUMNS[name].kind == "switch" else f"{name} is not None"
 
-    def column(self, name: str) -> str:
-        """Returns the load of a column."""
-        return f"_{name} = {self._load(name)}"
+    def column(self, name: str) -> str | None:
+        """Returns the load of a column. A switch is an argument."""
+        return None if COLUMNS[name].kind == "switch" else f"_{name} = {self._load(name)}"
 
     def either(self, column: str, instead: str) -> str:
         """Returns the load of a column, or the other one where it is absent."""

@@ -58,8 +58,8 @@ def stub() -> str:
     lines.append(f"__all__ = [{', '.join(json.dumps(name) for name in regions.__all__)}]")
     lines += [f"from {module} import {_exported(names)}" for module, names in regions.OTHERS.items()]
     for module in regions.catalogue():
-        names = sorted([*(region.__name__ for region in regions.classes(module)), *regions.losses(module)])
-        lines.append(f"from {module.__name__} import {_exported(names)}")
+        if names := sorted([*(region.__name__ for region in regions.classes(module)), *regions.losses(module)]):
+            lines.append(f"from {module.__name__} import {_exported(names)}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,9 +4,11 @@ python studies/02-which-learns-most/second_study.py draw
 python studies/02-which-learns-most/second_study.py page
 """
 
+import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from pages import command, fill
 
 PAGE = study.DATA.parent / "second-study.md"
+TABLES = PAGE.with_name("second-study-tables.md")
 README = PAGE.parents[2] / "README.md"
 GUIDE = PAGE.parents[1] / "guides/choosing-a-region.md"
 FIGURES = PAGE.parent / "figures"
@@ -47,39 +50,61 @@ def missing(stage: str) -> str:
     return "" if made == planned else f"The stage `{stage}` is not complete: {made} of {planned} runs."
 
 
-def families() -> dict[str, list[verdicts.Answer]]:
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The answers of a registered family on the area, and the same differences in last accuracy."""
+
+    areas: list[verdicts.Answer]
+    lasts: list[verdicts.Answer]
+
+    def table(self) -> str:
+        """Returns every number of the family."""
+        return verdicts.table(self.areas, self.lasts)
+
+    def short(self) -> str:
+        """Returns the differences and the verdicts alone."""
+        lines = [
+            "| question, 16 updates on a rollout | area [95%] | verdict on the area | last accuracy [95%] |",
+            "|---|---|---|---|",
+        ]
+        lines += [
+            f"| {one.question} | {verdicts.shown(one)} | **{one.verdict}** | {verdicts.shown(last)} |"
+            for one, last in zip(self.areas, self.lasts, strict=True)
+        ]
+        return "\n".join(lines)
+
+
+def clip() -> str:
+    """Returns the clip of the tuned PPO, down and up."""
+    ratio = study.chosen(study.read("tune"))["ppo"]["overrides"]["ratio"]
+    return f"{ratio['max_decrease']:g}/{ratio['max_increase']:g}"
+
+
+def answered(runs: Runs, questions: Iterable[tuple[str, str, str]]) -> Family:
+    """Returns a family's answers. Questions name PPO's clip."""
+    named = [(re.sub(r"\bPPO\b", f"PPO {clip()}", question), *arms) for question, *arms in questions]
+    both = (
+        verdicts.answers(verdicts.areas(runs, measure), named) for measure in (verdicts.area, verdicts.last_accuracy)
+    )
+    return Family(*both)
+
+
+def families() -> dict[str, Family]:
     """Returns the answers of each registered family whose runs are complete."""
-    decided = verdicts.areas(study.read("decide"))
+    decided = study.read("decide")
     questions = verdicts.with_better(study.QUESTIONS, study.chosen(study.read("tune")))
-    found = {
-        "primary": verdicts.answers(decided, questions),
-        "secondary": verdicts.answers(decided, study.SECONDARY),
-    }
+    found = {"primary": answered(decided, questions), "secondary": answered(decided, study.SECONDARY)}
     if not missing("anchors"):
-        found["anchors"] = verdicts.answers(verdicts.anchor_areas(), study.ANCHOR_QUESTIONS)
+        found["anchors"] = answered(verdicts.anchor_runs(), study.ANCHOR_QUESTIONS)
     if not missing("cap"):
-        found["cap"] = verdicts.answers(verdicts.areas(study.read("cap")), study.CAP_QUESTIONS)
+        found["cap"] = answered(study.read("cap"), study.CAP_QUESTIONS)
     return found
 
 
-def shown(one: verdicts.Answer) -> str:
-    """Returns the difference with its interval."""
-    return f"{one.mean:+.3f} [{one.low:+.3f}, {one.high:+.3f}]"
-
-
-def verdict(found: Sequence[verdicts.Answer]) -> str:
-    """Returns the answers to the primary questions, one line each."""
-    decided = sum(one.verdict != "undecided" for one in found)
-    lines = [f"**{decided} of the {len(found)} questions are decided.**", ""]
-    lines += [f"- {one.question}: **{one.verdict}**, {shown(one)} in area." for one in found]
-    return "\n".join(lines)
-
-
-def short(found: Sequence[verdicts.Answer]) -> str:
-    """Returns a table for the front page."""
-    lines = ["| question | difference in area [95%] | verdict |", "|---|---|---|"]
-    lines += [f"| {one.question} | {shown(one)} | **{one.verdict}** |" for one in found]
-    return "\n".join(lines)
+def short(found: Iterable[Family]) -> str:
+    """Returns the short tables of some families as one."""
+    head, *rest = (one.short().split("\n") for one in found)
+    return "\n".join(head + [line for lines in rest for line in lines[2:]])
 
 
 def arms(runs: Runs) -> str:
@@ -138,25 +163,45 @@ def grids() -> str:
 
 
 def updates() -> str:
-    """Returns the areas with 1, 4 and 16 updates on a rollout, on the same seeds."""
+    """Returns area and last accuracy with 1, 4 and 16 updates on a rollout, on the same seeds, and the gaps to PPO."""
     seeds, rates = set(study.UPDATE_SEEDS), study.chosen_rates(study.read("updates-tune"))
     found = by_arm([run for run in study.read("decide") + study.read("updates") if run["seed"] in seeds])
-    chosen = study.chosen(study.read("tune"))
-    counts = (*study.UPDATES, 16)
-    lines = ["| arm | " + " | ".join(f"{n} update{'s' * (n > 1)}" for n in counts) + " | 16 − best of 1 and 4 |"]
-    lines.append("|---" * (2 + len(counts)) + "|")
-    for arm in study.UPDATE_ARMS:
-        cells, areas = [], {}
-        for count in counts:
-            made = found[arm if count == 16 else f"{arm}@{count}"]
-            rate = chosen[arm]["lr"] if count == 16 else rates[f"{arm}@{count}"]
-            area, half = interval([run["auc"] for run in made])
-            areas[count] = {run["seed"]: run["auc"] for run in made}
-            cells.append(f"{area:.3f} ± {half:.3f} (lr {rate:g})")
-        fewer = max(study.UPDATES, key=lambda n: statistics.fmean(areas[n].values()))
-        gap, half = interval([areas[16][seed] - areas[fewer][seed] for seed in sorted(seeds)])
-        lines.append(f"| `{arm}` | " + " | ".join(cells) + f" | {gap:+.3f} ± {half:.3f} |")
+    tuned = study.chosen(study.read("tune"))
+    lines = [
+        f"| updates | arm | learning rate | area | last accuracy | area − `ppo` {clip()} | last accuracy − `ppo` "
+        f"{clip()} | area − its own with 4 |",
+        "|---" * 8 + "|",
+    ]
+    for count in (*study.UPDATES, 16):
+        for arm in study.UPDATE_ARMS:
+            name, four, other = (of_updates(one, n) for one, n in ((arm, count), (arm, 4), ("ppo", count)))
+            rate = tuned[arm]["lr"] if count == 16 else rates[name]
+            cells = [plus_minus(map(measure, found[name])) for measure in MEASURES]
+            cells += ["–" if arm == "ppo" else gap(found[name], found[other], measure) for measure in MEASURES]
+            cells.append("–" if count == 4 else gap(found[name], found[four]))
+            lines.append(f"| {count} | `{arm}` | {rate:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+MEASURES = (verdicts.area, verdicts.last_accuracy)
+
+
+def of_updates(arm: str, count: int) -> str:
+    """Returns the name of an arm's runs with a number of updates on a rollout."""
+    return arm if count == 16 else f"{arm}@{count}"
+
+
+def plus_minus(values: Iterable[float]) -> str:
+    """Returns the mean and half of its interval."""
+    mean, half = interval(list(values))
+    return f"{mean:.3f} ± {half:.3f}"
+
+
+def gap(runs: Runs, others: Runs, measure: Callable[[Mapping[str, Any]], float] = verdicts.area) -> str:
+    """Returns the mean difference of two arms on the seeds that both have, with its interval."""
+    ours, theirs = ({run["seed"]: measure(run) for run in one} for one in (runs, others))
+    mean, half = interval([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
 def cap_sizes() -> str:
@@ -191,23 +236,29 @@ def hours() -> str:
 
 
 def page() -> None:
-    """Writes the marked blocks of the page and of the README."""
+    """Writes the marked blocks of the pages and of the README."""
+    import answer_tables
+
     found = families()
-    fill(PAGE, "verdict", verdict(found["primary"]))
+    fill(PAGE, "verdict", short([found["primary"]]))
     for name in ("primary", "secondary"):
-        fill(PAGE, name, verdicts.table(found[name]))
-    fill(PAGE, "settings", settings("tune"))
-    fill(PAGE, "grids", grids())
-    fill(GUIDE, "effects", short([one for answers in found.values() for one in answers]))
-    fill(PAGE, "arms", arms(study.read("decide")))
-    fill(PAGE, "anchors", missing("anchors") or verdicts.table(found["anchors"]))
-    fill(PAGE, "variants", "" if missing("anchors") else arms(study.read("anchors")))
+        fill(TABLES, name, found[name].table())
+    fill(TABLES, "settings", settings("tune"))
+    fill(TABLES, "grids", grids())
+    fill(PAGE, "secondary", short([found["secondary"]]))
+    fill(PAGE, "failures", answer_tables.failures())
+    fill(PAGE, "published", answer_tables.published())
+    fill(TABLES, "arms", arms(study.read("decide")))
+    fill(PAGE, "anchors", missing("anchors") or short([found["anchors"]]))
+    fill(TABLES, "anchors", missing("anchors") or found["anchors"].table())
+    fill(TABLES, "variants", "" if missing("anchors") else arms(study.read("anchors")))
     fill(PAGE, "updates", missing("updates") or updates())
-    fill(PAGE, "cap", missing("cap") or verdicts.table(found["cap"]))
-    fill(PAGE, "capped", "" if missing("cap") else f"{arms(study.read('cap'))}\n\n{settings('cap-tune')}")
+    fill(PAGE, "cap", missing("cap") or short([found["cap"]]))
+    fill(TABLES, "cap", missing("cap") or found["cap"].table())
+    fill(TABLES, "capped", "" if missing("cap") else f"{arms(study.read('cap'))}\n\n{settings('cap-tune')}")
     fill(PAGE, "cap-sizes", missing("cap-size") or cap_sizes())
-    fill(PAGE, "hours", hours())
-    fill(README, "verdicts", short(found["primary"]))
+    fill(TABLES, "hours", hours())
+    fill(README, "verdicts", short([found["primary"]]))
 
 
 def draw() -> None:
@@ -230,7 +281,7 @@ def draw() -> None:
     curves.set_ylabel("held-out accuracy")
     curves.set_title("Mean of 60 seeds, with 95% intervals", fontsize=10)
     curves.legend(frameon=False, fontsize=8)
-    every = [one for answers in families().values() for one in answers]
+    every = [one for family in families().values() for one in family.areas]
     gaps.axvspan(-verdicts.MARGIN, verdicts.MARGIN, color="#dddddd", label=f"margin ±{verdicts.MARGIN:g}")
     gaps.axvline(0, color="#555555", linewidth=0.8)
     for row, one in enumerate(reversed(every)):

@@ -11,7 +11,7 @@ Each command prints Markdown.
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -65,11 +65,23 @@ class Answer:
         return "undecided"
 
 
-def areas(runs: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
-    """Returns the area of each run by arm and seed."""
+def area(run: Mapping[str, Any]) -> float:
+    """Returns the registered metric of a run: the area under held-out accuracy."""
+    return run["auc"]
+
+
+def last_accuracy(run: Mapping[str, Any]) -> float:
+    """Returns the held-out accuracy after the last rollout, which is not registered."""
+    return run["accuracy"][-1]
+
+
+def areas(
+    runs: Iterable[Mapping[str, Any]], measure: Callable[[Mapping[str, Any]], float] = area
+) -> dict[str, dict[int, float]]:
+    """Returns the area, or another measure, of each run by arm and seed."""
     found: dict[str, dict[int, float]] = {}
     for run in runs:
-        found.setdefault(run["name"], {})[run["seed"]] = run["auc"]
+        found.setdefault(run["name"], {})[run["seed"]] = measure(run)
     return found
 
 
@@ -129,24 +141,31 @@ def seeds_needed(sd: float, mean: float, level: float, most: int = 100_000) -> i
     return None
 
 
-def table(found: Sequence[Answer]) -> str:
-    """Returns a Markdown table of answers."""
+def table(found: Sequence[Answer], lasts: Sequence[Answer] | None = None) -> str:
+    """Returns a Markdown table of answers on the area, with the differences in last accuracy if they are given."""
     lines = [
-        "| question | difference | seeds | area [95%] | sd | p, Holm | p of the margin, Holm | Wilcoxon p | verdict | "
-        "seeds to decide |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| question | difference | seeds | area [95%] | "
+        + "last accuracy [95%] | " * (lasts is not None)
+        + "sd | p, Holm | p of the margin, Holm | Wilcoxon p | verdict on the area | seeds to decide |",
+        "|---" * (10 + (lasts is not None)) + "|",
     ]
-    for one in found:
+    for place, one in enumerate(found):
+        last = "" if lasts is None else f"{shown(lasts[place])} | "
         more = "–"
         if one.verdict == "undecided":
             needed = seeds_needed(one.sd, one.mean, LEVEL / len(found))
             more = "more than 100,000" if needed is None else f"about {needed}"
         lines.append(
             f"| {one.question} | `{one.arm}` − `{one.other}` | {one.seeds} | {one.mean:+.4f} [{one.low:+.4f}, "
-            f"{one.high:+.4f}] | {one.sd:.4f} | {one.p:.3g} | {one.p_margin:.3g} | {one.wilcoxon:.3g} | "
+            f"{one.high:+.4f}] | {last}{one.sd:.4f} | {one.p:.3g} | {one.p_margin:.3g} | {one.wilcoxon:.3g} | "
             f"**{one.verdict}** | {more} |"
         )
     return "\n".join(lines)
+
+
+def shown(one: Answer) -> str:
+    """Returns the difference with its interval."""
+    return f"{one.mean:+.3f} [{one.low:+.3f}, {one.high:+.3f}]"
 
 
 def half_interval(values: Any) -> Any:
@@ -193,15 +212,15 @@ def decide() -> str:
     return "\n\n".join(parts)
 
 
-def anchor_areas() -> dict[str, dict[int, float]]:
-    """Returns the areas of variants and of the arms that they vary, on the variants' seeds."""
+def anchor_runs() -> list[dict[str, Any]]:
+    """Returns the runs of variants and of the arms that they vary, on the variants' seeds."""
     seeds = set(study.ANCHOR_SEEDS)
-    return areas(run for run in study.read("decide") + study.read("anchors") if run["seed"] in seeds)
+    return [run for run in study.read("decide") + study.read("anchors") if run["seed"] in seeds]
 
 
 def anchors() -> str:
     """Returns the verdicts of the stage on anchors, a separate family."""
-    found = anchor_areas()
+    found = areas(anchor_runs())
     return "\n\n".join([arms_table(found), table(answers(found, study.ANCHOR_QUESTIONS))])
 
 

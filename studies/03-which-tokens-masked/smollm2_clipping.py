@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 from smollm2_masks import percent, share
-from smollm2_tokens import RESULTS, UPDATES, load, setting
+from smollm2_tokens import RESULTS, UPDATES, load, setting, stopped
 
 import trustrl
 
@@ -25,6 +25,7 @@ REGIONS = {"ppo": "PPO's clip (.2, .28)", "dppo-binary-tv": "DPPO, Binary TV .15
 EDGES = (0.001, 0.01, 0.1, 0.5, 0.9)
 BINS = ("< .001", ".001–.01", ".01–.1", ".1–.5", ".5–.9", "≥ .9")
 RARE = 0.1
+EXACT_BOUND = 0.15
 LISTED = 10
 
 
@@ -39,6 +40,7 @@ def after(data: dict, update: int) -> dict:
     for name in REGIONS:
         out = trustrl.policy_loss(policy, rollout, trustrl.preset(name), reduction=trustrl.TokenSum())
         d[name] = ~out.decision.keep.numpy()
+    d["exact"] = stopped(d["tv_exact"], d["log_pi"] - d["log_mu"], d["advantage"], EXACT_BOUND)
     d["mu"] = np.exp(d["log_mu"])
     return d
 
@@ -113,18 +115,19 @@ def verdict(found: dict) -> str:
 
 def shares(found: dict) -> str:
     lines = [
-        "| updates | region | stopped | share of all | of these μ < .1 | of these μ < .01 |",
-        "|---|---|---|---|---|---|",
+        "| updates | region | stopped | share of all | of these μ < .1 | of these μ < .01 | "
+        f"of these, exact TV > {EXACT_BOUND:g} stops too | of what exact TV > {EXACT_BOUND:g} stops |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for update, d in found.items():
         for name in REGIONS:
-            rare = [percent(share(d["mu"] < bound, d[name])) for bound in (RARE, 0.01)]
-            lines.append(
-                f"| {update} | `{name}` | {d[name].sum()} | {percent(d[name].mean())} | {rare[0]} | {rare[1]} |"
-            )
+            shown = [share(d["mu"] < bound, d[name]) for bound in (RARE, 0.01)]
+            shown += [share(d["exact"], d[name]), share(d[name], d["exact"])]
+            cells = " | ".join(map(percent, [float(d[name].mean()), *shown]))
+            lines.append(f"| {update} | `{name}` | {d[name].sum()} | {cells} |")
     d = found[UPDATES[0]]
     rare = [percent(np.mean(d["mu"] < bound)) for bound in (RARE, 0.01)]
-    return "\n".join([*lines, f"| – | all tokens | {len(d['mu'])} | 100% | {rare[0]} | {rare[1]} |"])
+    return "\n".join([*lines, f"| – | all tokens | {len(d['mu'])} | 100% | {rare[0]} | {rare[1]} | – | – |"])
 
 
 def bins_table(found: dict) -> str:

@@ -23,7 +23,7 @@ from smollm2_tokens import prompts
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
 DATA = RESULTS / "data/smollm2-kept.json"
-PAGE = RESULTS.parent / "concepts/truncated-sampling.md"
+PAGE = RESULTS.parent / "concepts/mismatch-and-staleness.md"
 LIMITS = (256, 1024, 4096)
 
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from trustrl.world import models
-from trustrl.world.models import cache
+from trustrl.world import cache, models
 
 END = "<|end|>"
 PROMPT = 8  # tokens of unseen text that a completion continues

@@ -23,7 +23,7 @@ from pathlib import Path
 from trustrl import regions
 
 DOCS = Path(__file__).parents[2] / "docs"
-DATA, PAGE = DOCS / "data/score-centering.json", DOCS / "algorithms/score-centering.md"
+DATA, PAGE = DOCS / "data/score-centering.json", DOCS / "results/score-centering.md"
 KS = (1, 4, 16, 64, 128, 256)
 SAMPLERS = {"equal": "equal weights", "fp8": "weights in fp8", "noisy": "weights with noise"}
 ADVANTAGES = ("coin", "reward")

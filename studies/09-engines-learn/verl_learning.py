@@ -2,7 +2,7 @@
 
     TRUSTRL_VLLM_PYTHON=<vLLM's environment>/bin/python python studies/09-engines-learn/verl_learning.py run
     python studies/09-engines-learn/verl_learning.py draw     # writes docs/figures/verl-learning.png
-    python studies/09-engines-learn/verl_learning.py table    # prints the table of docs/engines/verl-results.md
+    python studies/09-engines-learn/verl_learning.py table    # prints the table of docs/results/engines.md
 
 One run is 30 training steps of 128 completions with 8 updates each (two epochs of four mini-batches). The sampler uses
 bfloat16, the trainer float32. One run uses two FSDP2 ranks. Runs that docs/data/verl-learning.json already holds are
@@ -151,10 +151,10 @@ def table() -> None:
         steps, before, after = run["steps"], run["held_out"][0], run["held_out"][-1]
         stopped = mean(steps["projected_share" if run["region"] == "troll" else "masked_share"])
         first, last = mean(steps["reward"][:3]), mean(steps["reward"][-3:])
-        a, b, c, d = (f"{x:.2f}".removeprefix("0") for x in (before, after, first, last))
+        a, b, c, d = (f"{x:.2f}" for x in (before, after, first, last))
         print(
             f"| {run['region']} | {run['ranks']} | {run['seed']} | {a} → {b} | {c} → {d} "
-            f"| {100 * stopped:.1f} % | {statistics.median(steps['seconds']):.1f} |"
+            f"| {100 * stopped:.1f}% | {statistics.median(steps['seconds']):.1f} |"
         )
 
 

@@ -93,7 +93,12 @@ def test_two_processes_print_the_same(run_folder, capsys):
         pytest.param(["SILENT"], 1, "this run has no records", id="a run that recorded nothing"),
         pytest.param(["REWARDLESS"], 1, "must have rewards in its sequence table", id="no rewards"),
         pytest.param(["UNANCHORED"], 1, "must have behavior_logp", id="no log-probs of the sampler"),
-        pytest.param(["PROXIMAL"], 1, "pass --anchor proximal", id="the trainer's alone"),
+        pytest.param(
+            ["PROXIMAL", "--anchor", "behavior"],
+            1,
+            "pass --anchor proximal",
+            id="the trainer's alone, and the sampler's asked",
+        ),
         pytest.param(["SAMPLED", "--anchor", "proximal"], 1, "pass --anchor behavior", id="the sampler's alone"),
         pytest.param(["RUN", "--anchor", "policy"], 2, "invalid choice", id="no anchor"),
         pytest.param(["RUN", "--horizon", "5"], 2, "--horizon must be at least 1", id="a horizon below the longest"),

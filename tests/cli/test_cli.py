@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from trustrl.cli import VERBS, main
+import trustrl
+from trustrl.cli import EXAMPLES, VERBS, main, parser_of
+from trustrl.cli.shared_options import regions_of
+from trustrl.runner.recipe import load
 
 ROOT = Path(__file__).parents[2]
 TOUR = str(ROOT / "recipes/tour.toml")
@@ -77,6 +81,42 @@ def test_a_shipped_recipe_goes_by_its_name_from_any_folder(tmp_path, monkeypatch
     assert by_name == by_path
 
 
+def test_regions_are_listed_with_a_line_each_and_explained(capsys):
+    assert main(["regions"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == trustrl.presets()
+    (topk,) = (line for line in lines if line.startswith("dppo-topk-tv "))
+    assert re.search(r"  top K +\d+ engines  Masks a token once TV over the 20", topk)
+    assert main(["regions", "dppo-topk-tv"]) == 0
+    said = capsys.readouterr().out
+    assert "M = 0  iff" in said
+    assert "trustrl.preset('dppo-topk-tv')" in said
+    assert re.search(r"engines: .*TRL.*verl", said)
+    assert main(["regions", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert trustrl.config_from_dict(facts["troll"]["settings"]) == trustrl.preset("troll")
+    assert main(["regions", "trol"]) == 2
+    assert "Did you mean 'troll'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", EXAMPLES)
+def test_every_help_has_an_example_that_its_parser_takes(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    words = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert words.rstrip().endswith(f"Example: trustrl {verb} {EXAMPLES[verb]}".rstrip())
+    arguments = shlex.split(EXAMPLES[verb].partition(" > ")[0])
+    options = parser_of(verb).parse_intermixed_args(arguments)
+    if verb in ("plan", "run", "compare", "select"):
+        load(arguments[0])
+    if "--regions" in arguments:
+        assert list(regions_of(options)) == options.regions.split(",")
+
+
+def test_the_package_is_the_command(capsys):
+    done = subprocess.run([sys.executable, "-m", "trustrl", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == trustrl.__version__
+
+
 def test_recipes_are_listed_with_a_line_each_and_printed_whole(tmp_path, capsys):
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -105,8 +145,8 @@ def test_a_plan_for_people_names_roles_and_settings(capsys):
         pytest.param(["paln"], "Did you mean 'plan'?", id="an unknown verb"),
         pytest.param(["plan"], "RECIPE", id="no recipe"),
         pytest.param(["plan", "nowhere.toml"], "must be a TOML file", id="no file"),
-        pytest.param(["plan", "toru"], "Did you mean 'tour'? Known: mismatch, ", id="no recipe of that name"),
-        pytest.param(["recipes", "toru"], "Did you mean 'tour'? Known: mismatch, ", id="no recipe to print"),
+        pytest.param(["plan", "toru"], "Did you mean 'tour'? Known: dppo-dense, ", id="no recipe of that name"),
+        pytest.param(["recipes", "toru"], "Did you mean 'tour'? Known: dppo-dense, ", id="no recipe to print"),
         pytest.param(["plan", TOUR, "schedule.stps=3"], "Did you mean 'steps'?", id="an unknown key"),
         pytest.param(["plan", TOUR, "region.preset=pppo"], "Did you mean 'ppo'?", id="an unknown region"),
         pytest.param(["plan", TOUR, "--jsn"], "unrecognized arguments", id="an unknown option"),
@@ -133,11 +173,19 @@ def test_only_verbs_that_train_say_how_to_go_on_after_an_interrupt(verb, capsys,
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"trustrl.cli.{verb}.run", interrupted)
-    given = {"plan": [TOUR], "run": [TOUR], "conformance": ["package.module:loss"], "records": ["check", "x"]}
+    given = {
+        "plan": [TOUR],
+        "run": [TOUR],
+        "conformance": ["package.module:loss"],
+        "select": [TOUR, "--out", "x"],
+        "records": ["check", "x"],
+        "reproduce": ["x", "--figure", "dppo-3", "--out", "x.png"],
+    }
     for name in ("report", "watch", "explain", "probe", "audit", "calibrate", "bound"):
         given[name] = ["somewhere"]
     assert main([verb, *given.get(verb, [])]) == 1
     hints = {"run": "run the same command with --resume to continue.", "compare": "run the same command to continue."}
+    hints["select"] = hints["compare"]
     assert capsys.readouterr().err == f"error: Interrupted{'; ' + hints[verb] if verb in hints else '.'}\n"
 
 

@@ -13,15 +13,18 @@ EQUAL = {"frac_reward_zero_std": 1.0, "reward": 0.0}
 def test_a_healthy_run_ends_with_0_and_says_so(tmp_path, capsys):
     assert main(["explain", str(run_folder(tmp_path / "a"))]) == 0
     said = capsys.readouterr()
-    assert said.out.startswith("nothing found\n\nnot checked:\n- ")
+    assert said.out.startswith("nothing found. Checked: non-finite values, ")
+    assert "\n\nnot checked:\n- " in said.out
+    assert said.out.endswith("read:\n- 8 rows of metrics in metrics.jsonl\n- 2 evaluations in evaluation.jsonl\n")
     assert said.err == ""
 
 
 def test_a_finding_ends_with_1_and_its_numbers(tmp_path, capsys):
     assert main(["explain", str(run_folder(tmp_path / "a", rows=steps(8, **EQUAL)))]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("1. no learning signal (confidence 1.00)")
-    assert "frac_reward_zero_std (from step" in said
+    assert said.startswith("1. no learning signal (symptom, confidence 1.00)")
+    assert "- frac_reward_zero_std 1, above 0.9" in said
+    assert "metrics.jsonl, from step 1; healthy" in said
     assert "fix: " in said
 
 
@@ -30,7 +33,8 @@ def test_json_has_every_part_of_a_finding(tmp_path, capsys):
     (found,) = json.loads(capsys.readouterr().out)["findings"]
     assert found["name"] == "no learning signal"
     assert found["numbers"][0]["value"] == 1.0
-    assert {"order", "confidence", "reason", "numbers", "action"} <= set(found)
+    assert found["numbers"][0]["file"] == "metrics.jsonl"
+    assert {"order", "kind", "change", "confidence", "reason", "numbers", "action"} <= set(found)
     assert {"metric", "step", "limit", "side", "what", "healthy"} <= set(found["numbers"][0])
 
 
@@ -47,7 +51,7 @@ def test_several_runs_have_a_heading_each_and_one_finding_is_enough_for_1(tmp_pa
     folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", rows=steps(8, **EQUAL))]
     assert main(["explain", *map(str, folders)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith(f"{folders[0]}\n\nnothing found\n")
+    assert said.startswith(f"{folders[0]}\n\nnothing found. Checked: ")
     assert f"\n{folders[1]}\n\n1. no learning signal" in said
     assert main(["explain", *map(str, folders), "--json"]) == 1
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -65,7 +69,8 @@ def test_a_trl_output_folder_is_explained_from_its_trainer_state(tmp_path, capsy
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 12, "log_history": history}))
     assert main(["explain", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert said.startswith("1. no learning signal (confidence 1.00)")
+    assert said.startswith("1. no learning signal (symptom, confidence 1.00)")
+    assert "checkpoint-12/trainer_state.json, from step 1" in said
     assert "- sampler-trainer mismatch: Does the sampler have stale weights" in said
     assert "- settings: " in said
 

@@ -21,6 +21,8 @@ from trustrl.errors import ConfigError
         (lambda: regions.M2PO(-1.0), "m2po.max_second_moment must be nats squared"),
         (lambda: regions.TROLL(rest="published", support="full"), "troll.rest must be 'bucket' with support='full'"),
         (lambda: regions.PPO(relax_below=1.5), "ppo.relax_below must be a probability"),
+        (lambda: regions.PPO(relax_below=0.1, relax_side="high"), "ppo.relax_side must be one of"),
+        (lambda: regions.PPO(relax_side="increase"), "ppo.relax_below must be given with relax_side='increase'"),
         (lambda: regions.TROLL(level="prompt"), "troll.level must be one of 'token', 'sequence'"),
         (lambda: regions.TIS(level="sequence"), "tis.level must be one of 'token', 'sequence-product'"),
         (lambda: regions.DivergenceGate(divergence=regions.FullKL()), "divergence-gate.divergence must be a BinaryKL"),

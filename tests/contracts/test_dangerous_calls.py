@@ -19,7 +19,8 @@ ALLOWED = {
     ("runner/grid.py", "subprocess"): "a cell of a comparison: this Python with trustrl's own command line",
     ("runner/verl_run.py", "subprocess"): "verl: this Python with the recipe's settings as separate arguments",
     ("trustrl_verl_cpu/vllm_server.py", "subprocess"): "asks the Python that the user named for its versions",
-    ("world/models/smollm2.py", "subprocess"): "pip, for one wheel whose SHA-256 is checked",
+    ("world/rewards/judges.py", "subprocess"): "a reward function: this Python with a module of trustrl",
+    ("world/wheels.py", "subprocess"): "pip, for wheels whose SHA-256 is checked",
 }
 """Where the package starts a process or a program, and which."""
 

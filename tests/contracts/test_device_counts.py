@@ -41,7 +41,7 @@ def test_the_page_has_the_recorded_numbers():
 
 
 def test_every_preset_has_limits():
-    assert limits().keys() - {"torch"} == set(trustrl.presets()), RAISED
+    assert limits().keys() >= set(trustrl.presets()), RAISED
 
 
 @pytest.mark.parametrize("head_gradient", [True, False], ids=["head trained", "head frozen"])

@@ -71,31 +71,6 @@ def test_splits_between_sequences_add_up(name, cuts):
     assert_equal((loss, rates, gradient(policy)), want)
 
 
-def test_a_split_masks_more_and_keeps_the_second_moment_below_its_bound():
-    """Each part fulfils M2PO's bound, so the whole does; no other mask of the whole fulfils it with fewer tokens."""
-    assert PER_CALL == ["m2po"]
-    region, policy, rollout, _, _ = whole("m2po")
-    reduction = trustrl.TokenSum()
-
-    def kept(parts):
-        return torch.cat([trustrl.policy_loss(p, r, region, reduction=reduction).decision.keep for p, r in parts])
-
-    def split(size):
-        return [[mapped(x, lambda t, a=a: t[a : a + size]) for x in (policy, rollout)] for a in range(0, 8, size)]
-
-    log_ratio = (policy.logp - rollout.behavior_logp).detach().double()
-    outward = rollout.in_loss & (rollout.advantage * log_ratio > 0)
-    masked = []
-    for size in (8, 4, 2, 1):
-        keep = kept(split(size))
-        assert keep[~outward].all()
-        assert log_ratio[outward & keep].square().mean() <= region.max_second_moment
-        masked.append(int((~keep).sum()))
-    assert 0 < masked[0] < int(outward.sum())
-    assert masked == sorted(masked)
-    assert masked[0] < masked[-1]
-
-
 TOKEN_LEVEL = [n for n in PRESETS if not trustrl.preset(n).needs().sequences and n not in PER_CALL]
 
 

@@ -66,7 +66,8 @@ def test_every_command_and_every_engine_has_a_row():
         assert re.search(rf"(^|[ ,]){re.escape(engine.name)}([ ,(]|$)", named), engine.name
     folders = {one.stem for one in (ROOT / "src/trustrl/engines").iterdir() if not one.name.startswith("_")}
     modules = {engine.module.rpartition(".")[2] for engine in ENGINES}
-    assert folders - modules == {"catalogue", "common", "refusals", "verl_cpu", "vllm"}
+    assert folders - modules == {"catalogue", "common", "evidence", "refusals", "sglang", "verl_cpu", "vllm"}
+    assert "(`sglang`)" in named
     assert "(`trustrl_verl_cpu`)" in named
     assert "(`vllm`)" in named
 
@@ -94,6 +95,7 @@ def inputs(tmp_path_factory):
 
 
 COMMANDS = {
+    "regions": (["dppo-topk-tv"], 0),
     "recipes": ([], 0),
     "plan": (["tour"], 0),
     "report": (["{run}", "--out", "page.html"], 0),
@@ -105,6 +107,7 @@ COMMANDS = {
     "audit": (["{recorded}"], 0),
     "calibrate": (["{recorded}"], None),
     "bound": (["{recorded}"], 0),
+    "reproduce": (["{run}", "--figure", "dppo-3", "--out", "figure.png"], 0),
     "records": (["check", "{recorded}"], 0),
 }
 """The commands that need no engine, and their exit codes where it is the same everywhere."""
@@ -124,7 +127,7 @@ def test_a_command_touches_nothing_but_its_output(verb, inputs, tmp_path):
 
 
 def test_every_command_is_tried_here_or_with_an_engine():
-    assert VERBS.keys() - COMMANDS.keys() == {"run", "compare", "probe"}  # tests/engines/trl/test_touched.py
+    assert VERBS.keys() - COMMANDS.keys() == {"run", "compare", "probe", "select"}  # tests/engines/trl/test_touched.py
 
 
 def test_conformance_imports_the_module_that_it_is_told_to(inputs, tmp_path):
@@ -152,6 +155,7 @@ REACHES = {
     "recording/storage.py": "the object store that the user names",
     "recording/writers.py": "asks this machine for its name",
     "runner/processes.py": "looks for a free port on loopback",
+    "runner/ray_cluster.py": "the Ray cluster that RAY_ADDRESS names",
     "tools/audit/mapreduce.py": "Ray, with --ray",
     "trustrl_verl_cpu/plugin.py": "torch's store for verl's ranks, on loopback",
 }

@@ -53,6 +53,7 @@ def test_every_metric_equals_its_plain_formula(measured):
         "divergence_upper_mean": ends[1].mean(), "undecided_share": ((ends[0] <= 0.15) & (ends[1] > 0.15)).mean(),
         "entropy": v["H"].mean(), "entropy_stopped": v["H"][stopped].mean(), "entropy_kept": v["H"][~stopped].mean(),
         "mismatch_abs_mean": np.abs(np.log(v["k"])).mean(), "mismatch_max": np.log(v["k"]).max(),
+        "mismatch_gap_abs_mean": np.abs(v["b"] * v["k"] - v["b"]).mean(), "masked_probability_mean": v["b"][stopped].mean(),
         "mismatch_min": np.log(v["k"]).min(), "mismatch_ratio_mean": v["k"].mean(),
         "tokens": n, "sequences": 12, "dropped_share": 0.0, "loss_policy": out.loss.item(),
     }  # fmt: skip

@@ -73,6 +73,11 @@ def test_metrics_read_sums_of_the_table():
     assert {name for name in read if not name.startswith(("extra/", "fault/", "loss/"))} <= known
 
 
+def test_a_method_applies_to_its_whole_argument():
+    assert writer.translated("abs(a - b)", writer.EAGER, {"a": "x", "b": "y"}) == "(x - y).abs()"
+    assert writer.translated("abs(a - b)", writer.TRITON, {"a": "x", "b": "y"}) == "tl.abs(x - y)"
+
+
 @pytest.mark.parametrize(
     "expression", ["__import__('os')", "gap ** 2", "gap if keep else 0", "gap.abs()", "0 < gap < 1", "typo", "'a'"]
 )

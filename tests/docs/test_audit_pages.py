@@ -57,7 +57,7 @@ def test_the_guide_to_the_bound_lists_every_key(tmp_path, capsys):
 
 def test_the_page_of_the_bound_has_the_figures_of_the_enumeration():
     """Of fewer pairs, drawn alike: shares within a tenth, and every 0 is 0."""
-    page = (ROOT / "docs/concepts/improvement-bound.md").read_text()
+    page = (ROOT / "docs/concepts/reductions.md").read_text()
     rows = {name: int(num.replace(",", "")) for name, num in re.findall(r"^\| (.+?) \| ([\d,]+) \|$", page, re.M)}
     found = bound_pairs.counted(200, 0)
     for name, key in {

@@ -13,8 +13,7 @@ from trustrl.core.metrics import CORE, METRICS
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 SECTIONS = [
-    "Paper", "Equation", "Configuration", "Metrics", "Implementation details", "Command", "Results",
-    "Differences from other implementations",
+    "Equation", "When to use it", "Configuration", "Results", "In code", "In other libraries", "Reference",
 ]  # fmt: skip
 
 
@@ -29,7 +28,7 @@ def blocks(page):
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=ids(p for p in PAGES if blocks(p)))
 def test_every_block_runs(page):
     if page.parent.name == "engines":  # runs in that engine's environment
-        pytest.importorskip(page.stem.removesuffix("-results").replace("-", "_"))
+        pytest.importorskip(page.stem.replace("-", "_"))
     warnings.filterwarnings("ignore", ".* masked no token in the first batch")  # a page's runs are a few steps long
     namespace = {"__name__": "docs"}
     for block in blocks(page):
@@ -74,18 +73,18 @@ def test_every_public_name_has_one_row_with_a_reason():
     assert all(len(what) > 10 and len(why) > 5 for _, what, why in rows)
 
 
-ALGORITHMS = sorted((ROOT / "docs/algorithms").glob("*.md"))
+ALGORITHMS = [ROOT / f"docs/algorithms/{name}.md" for name in ("dppo", "troll", "ppo")]  # the others are generated
 
 
 @pytest.mark.parametrize("page", ALGORITHMS, ids=ids(ALGORITHMS))
 def test_algorithm_pages_share_one_order(page):
     assert re.findall(r"^## (.+)$", page.read_text(), re.M) == SECTIONS
+    assert len(page.read_text().split()) <= 1200
 
 
 def test_every_preset_has_a_page():
-    text = "\n".join(page.read_text() for page in ALGORITHMS)
-    for name in trustrl.presets():
-        assert f"`{name}`" in text or f'"{name}"' in text, name
+    text = (ROOT / "docs/algorithms/index.md").read_text()
+    assert [name for name in trustrl.presets() if f"`{name}`" not in text] == []
 
 
 def test_the_metric_page_lists_the_core_metrics():

@@ -35,6 +35,43 @@ def test_an_engine_has_an_adapter_a_page_and_tests(engine):
     assert engine.session in sessions
 
 
+LEAST = {"sampled": 6, "topk": 7, "exact": 2, "projection": 7}
+"""Engines that take optimizer steps with each kind of region. They may only become more."""
+
+
+def test_no_engine_stops_training_a_kind_of_region():
+    for kind, least in LEAST.items():
+        assert sum(engine.trains(kind) for engine in ENGINES) >= least, kind
+
+
+@every
+def test_every_cell_of_the_table_has_a_test(engine):
+    for row in engine.evidence:
+        file, _, name = row.test.partition("::")
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, row.test
+        assert row.kinds <= engine.kinds
+        assert row.anchors <= engine.anchors
+
+
+@every
+def test_every_kind_that_an_engine_supports_has_run_in_it(engine):
+    assert set().union(*(row.kinds for row in engine.evidence)) == engine.kinds
+
+
+def test_a_cell_is_trains_called_refused_or_not_run():
+    engines = {engine.name: engine for engine in ENGINES}
+    openrlhf, swift, slime = engines["OpenRLHF"], engines["ms-swift"], engines["slime"]
+    assert openrlhf.status("topk", "vLLM", "proximal") == "trains"
+    assert openrlhf.status("topk", "vLLM", "behavior") == "refused"
+    assert openrlhf.status("sampled", "vLLM", "proximal") == "not run"
+    assert swift.status("topk", "trainer", "behavior") == "trains"
+    assert swift.status("exact", "trainer", "proximal") == "refused"
+    assert slime.status("sampled", "recorded batch", "behavior") == "called"
+    assert engines["TRL"].status("exact", "vLLM", "behavior") == "refused"
+    assert (openrlhf.tested, slime.tested) == ("run", "called")
+
+
 @every
 def test_the_newest_release_is_the_one_that_is_installed(engine):
     if not re.fullmatch(r"[\d.]+", engine.versions[0]):
@@ -52,7 +89,10 @@ def test_presets_of_each_kind_are_told_apart():
     assert {name: kind_of(trustrl.preset(name)) for name in kinds} == kinds
     skyrl = next(engine for engine in ENGINES if engine.name == "SkyRL")
     assert supports(skyrl, trustrl.preset("minirl"))
-    assert not supports(skyrl, trustrl.preset("troll"))
+    assert supports(skyrl, trustrl.preset("troll"))
+    assert not supports(skyrl, trustrl.preset("dppo-topk-tv"))
+    assert supports(skyrl, trustrl.preset("dppo-topk-tv", anchor="proximal"))
+    assert not supports(skyrl, trustrl.preset("dppo-full-tv", anchor="proximal"))
 
 
 def test_an_engine_is_not_listed_for_a_region_that_it_refuses():

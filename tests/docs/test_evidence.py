@@ -114,7 +114,7 @@ def made_again(path, setting, arm, seed):
 
 @pytest.mark.parametrize(
     ("setting", "arm", "first"),
-    [("stale", "ipo", "1. too many updates per batch (confidence"), ("mismatch", "ppo", "nothing found")],
+    [("stale", "ipo", "1. too many updates per batch (cause, confidence"), ("mismatch", "ppo", "nothing found")],
 )
 def test_explain_names_the_cause_of_a_collected_collapse_and_none_of_a_healthy_run(
     tmp_path, capsys, setting, arm, first

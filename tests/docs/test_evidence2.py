@@ -45,6 +45,7 @@ def test_a_planted_effect_is_found_with_its_sign():
     assert found[0].low < 0.05 < found[0].high
 
 
+@pytest.mark.long
 def test_arms_without_an_effect_are_equal_within_the_margin_or_undecided_and_rarely_ahead():
     said = [one.verdict for seed in range(200) for one in verdicts.answers(planted(seed, b=0.0, c=0.0), QUESTIONS)]
     assert said.count("equal within 0.02") > 0.8 * len(said)
@@ -55,6 +56,7 @@ def test_arms_without_an_effect_are_equal_within_the_margin_or_undecided_and_rar
     assert sum(one.verdict == "equal within 0.02" for family in noisy for one in family) == 0
 
 
+@pytest.mark.long
 def test_an_effect_of_the_margin_is_called_equal_in_at_most_5_percent_of_studies():
     said = [verdicts.answers(planted(seed, b=0.02), QUESTIONS[:1])[0].verdict for seed in range(300)]
     assert said.count("equal within 0.02") <= 0.05 * 300 + 3 * (300 * 0.05 * 0.95) ** 0.5
@@ -68,6 +70,7 @@ def test_a_question_about_an_arm_without_runs_is_left_out_of_the_family():
     )
 
 
+@pytest.mark.long
 def test_the_predicted_power_is_the_share_of_simulated_studies_that_decide():
     sd, seeds = 0.06, 60
     random = np.random.default_rng(0)
@@ -226,6 +229,7 @@ def competent():
     return synonym_world.pretrain((300, 1), progress=False)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_the_evaluation_agrees_with_dynamic_programming(monkeypatch, competent):
     policy, rules = competent, synonym_world.grammar()
@@ -262,6 +266,7 @@ def test_answers_of_a_corpus_without_errors_are_right_and_one_other_concept_make
     assert not rules.right(rules.train, last).all(1).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("requested", [0.0, 0.04])
 def test_the_mismatch_is_the_requested_one_and_0_is_none(monkeypatch, requested, competent):
     monkeypatch.setattr(synonym_world, "start", lambda: copy.deepcopy(competent))
@@ -301,7 +306,7 @@ def test_the_page_of_the_world_is_what_its_command_writes(tmp_path, monkeypatch)
 def test_the_pages_of_the_study_are_what_their_command_writes(tmp_path, monkeypatch):
     import second_study
 
-    names = ("PAGE", "README", "GUIDE")
+    names = ("PAGE", "TABLES", "README")
     originals = {name: getattr(second_study, name) for name in names}
     for name, page in originals.items():
         copied = tmp_path / page.name
@@ -310,6 +315,30 @@ def test_the_pages_of_the_study_are_what_their_command_writes(tmp_path, monkeypa
     second_study.page()
     for name, page in originals.items():
         assert getattr(second_study, name).read_text() == page.read_text(), page.name
+
+
+@pytest.mark.parametrize(("block", "function"), [("presets", "presets"), ("answers", "gains"), ("claims", "table")])
+def test_the_tables_of_the_answer_page_are_what_their_command_writes(block, function):
+    import claims
+
+    text = claims.GUIDE.read_text()
+    shown = text.partition(f"<!-- begin {block} -->\n")[2].partition(f"\n<!-- end {block} -->")[0]
+    assert shown == getattr(claims, function)()
+
+
+def test_failed_runs_and_the_published_clip_follow_from_the_raw_files():
+    data, page = ROOT / "docs/results/data", (ROOT / "docs/results/second-study.md").read_text()
+    runs = {stage: [json.loads(line) for line in (data / f"evidence2-{stage}.jsonl").open()] for stage in study.STAGES}
+    every = [run["accuracy"][-1] < run["accuracy"][0] for stage in runs.values() for run in stage]
+    assert f"In all stages {sum(every)} of {len(every):,} registered runs" in page
+    binary = [run for run in runs["tune"] if run["name"] == "dppo-binary-tv" and run["lr"] == 0.01]
+    failed = sum(run["accuracy"][-1] < run["accuracy"][0] for run in binary)
+    assert f"| `dppo-binary-tv` | {failed} of {len(binary)} |" in page
+    clip = [run for run in runs["tune"] if run["overrides"].get("ratio") == {"max_decrease": 0.2, "max_increase": 0.28}]
+    best = {run["seed"]: run["auc"] for run in clip if run["lr"] == 0.0056}
+    wide = [run for run in runs["tune"] if run["overrides"].get("ratio") == {"max_decrease": 0.8, "max_increase": 1.12}]
+    gaps = [run["auc"] - best[run["seed"]] for run in wide if run["lr"] == 0.0032 and run["seed"] in best]
+    assert f"| `ppo` 0.8/1.12 | {len(gaps)} | {np.mean(gaps):+.3f} [" in page
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 from trustrl.cli import main, parser_of
 from trustrl.recording import Recording
 from trustrl.regions.loading import config_to_dict
-from trustrl.runner.recipe import RECORD_KEYS
+from trustrl.runner.evaluation_tables import EvaluationSet
+from trustrl.runner.recipe import DATA_TABLES, RECORD_KEYS
 from trustrl.runner.recipe_files import file_of
 from trustrl.runner.recipe_tables import TABLES
 
@@ -24,12 +25,13 @@ def default(field):
         return "`{}`"
     if field.default is MISSING:
         return "–"
-    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"  # a tuple is a list in TOML
 
 
 def test_the_reference_lists_every_key_with_its_default():
     listed = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", REFERENCE.read_text(), re.M))
-    keys = {f"{name}.{one.name}": default(one) for name, table in TABLES.items() for one in fields(table)}
+    tables = TABLES | DATA_TABLES | {"evaluation.sets": EvaluationSet}
+    keys = {f"{name}.{field.name}": default(field) for name, table in tables.items() for field in fields(table)}
     recording = config_to_dict(Recording(folder="anywhere"))
     keys |= {f"records.{key}": f"`{json.dumps(recording[key])}`" for key in RECORD_KEYS}
     assert listed == {"name": "–", **keys}
@@ -65,6 +67,6 @@ def test_the_guide_shows_the_plan_that_the_command_prints(capsys, monkeypatch):
 
 
 def test_the_guide_lists_every_shipped_recipe():
-    text = GUIDE.read_text()
+    text = GUIDE.read_text() + (ROOT / "docs/guides/papers.md").read_text()
     for file in (ROOT / "recipes").glob("*.toml"):
         assert f"`{file.stem}`" in text, file.stem

@@ -7,10 +7,13 @@ may refuse or leave out with a sentence what the other reads. It must not differ
 """
 
 import argparse
+import contextlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
+import os
 import random
 import signal
 import sqlite3
@@ -33,8 +36,9 @@ SECONDS = 60
 
 MEMORY = 3_000_000_000
 FAULTS = ("traceback", "hang", "died", "difference")
-EXPECTED = ("same", "said", "refused", "more")
-"""`more`: a protocol buffer is damaged in fields that ours does not read, and the other reader refuses all of it."""
+EXPECTED = ("same", "said", "refused", "more", "aborts")
+"""`more`: a protocol buffer is damaged in fields that ours does not read, and the other reader refuses all of it.
+`aborts`: pyarrow ends the process. The command line reads in a child process, and says that it ended."""
 
 
 class Different(Exception):
@@ -93,7 +97,7 @@ def _compare(ours: Any, theirs: Any, what: str) -> None:
 
 def _events(source: Path, work: Path, draw: random.Random) -> str:
     from trustrl.runs.open_run import open_run
-    from trustrl.runs.readers.tensorboard import crc32c, masked, scalars
+    from trustrl.runs.readers.tensorboard import _event, crc32c, masked, scalars
 
     data, place, records = source.read_bytes(), 0, list[bytes]()
     while place + 12 <= len(data):
@@ -109,39 +113,36 @@ def _events(source: Path, work: Path, draw: random.Random) -> str:
                 header + struct.pack("<I", masked(crc32c(header))) + record + struct.pack("<I", masked(crc32c(record)))
             )
     open_run(work)
-    ours, said = [], 0
-    for item in scalars(file, "f"):
-        if isinstance(item, tuple):
-            ours.append(item)
-        else:
-            said += 1
-    theirs, refused = _tensorboard(records)
-    if theirs is None:
-        return "said" if said else "same"
-    if said == refused:
-        _compare(ours, theirs, "scalars")
-        return "said" if said else "same"
-    return "said" if said > refused else "more"
+    whole = [item for item in scalars(file, "f") if isinstance(item, tuple)]
+    by_record = [list(_event(record, "f", 0)) for record in records]
+    _compare(
+        whole, [item for items in by_record for item in items if isinstance(item, tuple)], "a file and its records"
+    )
+    kinds = {_same_event(record, items) for record, items in zip(records, by_record, strict=True)}
+    return next(kind for kind in ("said", "more", "same") if kind in {*kinds, "same"})
 
 
-def _tensorboard(records: list[bytes]) -> tuple[list[Any] | None, int]:
+def _same_event(record: bytes, ours: list[Any]) -> str:
+    """Compares one event with what tensorboard reads."""
+    said = any(not isinstance(item, tuple) for item in ours)
     try:
         from google.protobuf.message import DecodeError
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError:
-        return None, 0
-    theirs, refused = [], 0
-    for record in records:
-        try:
-            event = Event.FromString(record)
-        except DecodeError:
-            refused += 1
-            continue
-        for value in event.summary.value if event.HasField("summary") and 0 <= event.step < 2**53 else ():
-            content = _scalar(value)
-            if value.tag and content is not None:
-                theirs.append((event.step, value.tag, content))
-    return theirs, refused
+        return "said" if said else "same"
+    try:
+        event = Event.FromString(record)
+    except DecodeError:
+        return "said" if said else "more"
+    if said:
+        return "said"
+    theirs = []
+    for value in event.summary.value if event.HasField("summary") and 0 <= event.step < 2**53 else ():
+        content = _scalar(value)
+        if value.tag and content is not None:
+            theirs.append((event.step, value.tag, content))
+    _compare(ours, theirs, "scalars")
+    return "same"
 
 
 def _scalar(value: Any) -> float | str | None:
@@ -286,6 +287,8 @@ def _record(source: Path, work: Path, draw: random.Random) -> str:
     file = work / source.name
     file.write_bytes(source.read_bytes())
     _changed_pages(file, draw)
+    if _aborts_pyarrow(file):
+        return "aborts"
     try:
         sealed(file)
     except Exception:  # the footer cannot be read any more
@@ -309,6 +312,21 @@ def _record(source: Path, work: Path, draw: random.Random) -> str:
     if tokens != len(theirs):
         raise Different(f"{tokens} tokens, pyarrow reads {len(theirs)}")
     return "same"
+
+
+def _aborts_pyarrow(file: Path) -> bool:
+    """Returns True if pyarrow ends the process that looks at the file's footer."""
+    import pyarrow.parquet as pq
+
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        with contextlib.suppress(BaseException):
+            metadata = pq.read_metadata(file)
+            for group, column in itertools.product(range(metadata.num_row_groups), range(metadata.num_columns)):
+                metadata.row_group(group).column(column).to_dict()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
 
 
 # SQLite
@@ -548,6 +566,7 @@ def cases(numbers: range, seed: int) -> list[tuple[int, str, str, str]]:
                 numbers = range(0)
             except EOFError:
                 assert begun is not None
+                process.join(1)
                 kind = "hang" if process.is_alive() else "died"
                 found.append((*begun, kind, f"exit code {process.exitcode}"))
                 numbers = range(begun[0] + numbers.step, numbers.stop, numbers.step)

@@ -30,10 +30,10 @@ ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     ("vocabulary", "rows", "head", "entropy", "size", "limit_mb"),
     [
         (V, N, "trained", "yes", D, HEAD_MB + 40),
-        (V, N, "frozen", "yes", D, 40),
+        pytest.param(V, N, "frozen", "yes", D, 40, marks=pytest.mark.long),
         (SMALL_V, 8 * N, "frozen", "detached", D, 100),
         (SMALL_V, 512, "trained", "yes", 512, KEPT_MB + 40),
-        (SMALL_V, 512, "accumulating", "yes", 512, KEPT_MB + 40),
+        pytest.param(SMALL_V, 512, "accumulating", "yes", 512, KEPT_MB + 40, marks=pytest.mark.long),
     ],
     ids=["trained head", "frozen head", "frozen head, 8,192 tokens", "kept products", "kept products, accumulating"],
 )

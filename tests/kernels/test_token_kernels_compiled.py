@@ -49,7 +49,12 @@ def launches():
         "sums": (
             sum_kernels.sums_kernel,
             steps.SETTINGS
-            | {"bounded": True, "NUM_SUMS": sum_kernels.NUM_SUMS, "NUM_EXTREMES": sum_kernels.NUM_EXTREMES}
+            | {
+                "bounded": True,
+                "around_sampler": True,
+                "NUM_SUMS": sum_kernels.NUM_SUMS,
+                "NUM_EXTREMES": sum_kernels.NUM_EXTREMES,
+            }
             | {"ROWS": token_pass.BLOCK},
         ),
     }

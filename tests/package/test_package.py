@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 RIG = ROOT / "packages/verl_cpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl"), ("verl", "verl-cpu")]
+TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl"), ("math", "verl", "verl-cpu")]
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
@@ -43,13 +43,18 @@ NEED_MORE = {
     "trustrl.engines.axolotl": "axolotl",
     "trustrl.engines.common.kept_columns": "numpy, which every engine has",
     "trustrl.engines.common.loss_seam": "transformers",
+    "trustrl.engines.common.sampled_record": "numpy, which every sampler has",
+    "trustrl.engines.common.sampler_contract": "numpy, which every sampler has",
     "trustrl.engines.common.vocabulary_forward": "transformers",
     "trustrl.engines.common.vocabulary_read": "transformers",
     "trustrl.engines.nemo_rl": "nemo_rl",
+    "trustrl.engines.openrlhf.experience_maker": "openrlhf",
     "trustrl.engines.openrlhf.losses": "openrlhf",
     "trustrl.engines.openrlhf.trainer": "openrlhf",
+    "trustrl.engines.openrlhf.vocabulary": "openrlhf",
     "trustrl.engines.prime_rl": "prime_rl",
     "trustrl.engines.rlinf": "rlinf",
+    "trustrl.engines.sglang": "numpy, which SGLang has",
     "trustrl.engines.skyrl": "skyrl",
     "trustrl.engines.swift": "ms-swift",
     "trustrl.engines.trinity": "trinity",
@@ -57,6 +62,8 @@ NEED_MORE = {
     "trustrl.engines.verl": "verl",
     "trustrl.engines.verl_cpu": "trustrl_verl_cpu, whose old name it is",
     "trustrl.engines.vllm.decode_record": "numpy, which vLLM has",
+    "trustrl.engines.vllm.kept_in_engine": "vllm",
+    "trustrl.engines.vllm.sampler_adapter": "numpy, which vLLM has",
     "trustrl.engines.vllm.gloo_transfer": "vLLM",
     "trustrl.engines.vllm.routed_experts": "numpy, which vLLM has",
 }
@@ -141,6 +148,7 @@ def test_the_wheel_is_the_package_the_shipped_recipes_and_the_tested_environment
     expected = {str(file.relative_to(ROOT / "src")) for file in code}
     assert not any("verl_cpu" in name for name in expected - RUNNER_AND_OLD_NAME)
     expected |= {f"trustrl/recipes/{file.name}" for file in (ROOT / "recipes").glob("*.toml")}
+    expected |= {f"trustrl/recipes/arms/{file.name}" for file in (ROOT / "recipes/arms").glob("*.toml")}
     expected |= {f"trustrl/environments/{file.name}" for file in (ROOT / "environments").glob("*.txt")}
     assert {"trustrl/py.typed", "trustrl/tools/report/page/main.js", "trustrl/recipes/tour.toml"} <= expected
     assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected

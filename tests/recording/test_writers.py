@@ -157,7 +157,8 @@ def test_a_run_that_resumes_inside_a_merged_file_keeps_the_steps_before(tmp_path
     for step in range(8):
         record(made, [step])
         assert made._writer.wait() is None
-    record(recorder(tmp_path), range(6, 9), seed=3)
+    resumed = record(recorder(tmp_path), range(6, 9), seed=3)
+    assert resumed._writer.wait() is None  # it merges in the background, and a file may move while it is checked
     found = read(tmp_path)
     by_step = {
         step: {one // 1_000_000 for one in found["sequence"][found["step"] == step].tolist()} for step in range(9)

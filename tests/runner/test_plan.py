@@ -236,3 +236,50 @@ def test_planning_loads_no_torch():
         f"[plan(load(one)) for one in {recipes!r}]; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_cost_follows_from_a_throughput_and_a_price():
+    small_run = small("schedule.updates_per_batch=1", "engine.ranks_per_node=2")
+    tokens = plan(small_run).counts["completion_tokens_sampled"]
+    made = plan(small_run, tokens_per_second=tokens / 7200, price=3.0)
+    assert made.to_dict()["cost"] == pytest.approx({"gpu_hours": 2.0, "hours": 1.0, "price": 6.0})
+    for words in (f"= {tokens:,} / (3,600 × ", "= 2 / 2 = 1 hours", "= 2 × 3 = 6"):
+        assert words in text(made)
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [({}, ["--tokens-per-second", "--price"]), ({"price": 2.0}, ["--tokens-per-second"]), ({"tokens_per_second": 9.0}, ["--price"])],
+)  # fmt: skip
+def test_a_plan_says_what_its_cost_lacks(given, missing):
+    made = plan(small(), **given)
+    assert [option for option in ("--tokens-per-second", "--price") if f"give {option}," in text(made)] == missing
+    assert made.to_dict()["cost"]["price"] is None
+
+
+@pytest.mark.parametrize("option", ["tokens_per_second", "price"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_throughput_or_price_must_be_a_positive_number(option, value):
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} must be a finite number > 0"):
+        plan(small(), **{option: value})
+
+
+def test_the_header_names_what_a_run_trains_on():
+    assert "on open-r1/DAPO-Math-17k-Processed with dppo" in text(plan(load("dppo-dense")))
+    files = ["engine.name=verl", "engine.settings.data.train_files=['/data/a.parquet', '/data/b.parquet']"]
+    assert "on /data/a.parquet, /data/b.parquet with" in text(plan(small(*files)))
+
+
+def test_adapters_on_verls_megatron_are_refused():
+    with pytest.raises(ConfigError, match=r"must be 'fsdp' or 'fsdp2' with \[lora\]"):
+        plan(load("dppo-moe", ["lora.rank=32"]))
+
+
+def test_adapters_of_a_paper_need_less_memory_than_full_training():
+    """Rank × (rows + columns) of the matrices of Qwen3-8B: 36 layers of sizes 4,096, 1,024 and 12,288."""
+    adapters, full = (plan(load(name)).memory for name in ("dppo-lora", "dppo-dense"))
+    exact = 32 * 36 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 12_288))
+    assert adapters["weights"] == full["weights"]
+    assert adapters["gradients"] == pytest.approx(4 * exact / 16, rel=0.1)
+    assert adapters["adam"] == 2 * adapters["gradients"]
+    assert adapters["adam"] < full["adam"] / 50

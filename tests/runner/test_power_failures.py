@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from itertools import product
 
 import pytest
 from failures import power_rows
@@ -26,13 +27,13 @@ RECIPE = small("schedule.checkpoint_every=2", "evaluation.count=16")
 
 
 def fake_engine(recipe, directory, progress):
-    """Writes what TRL and its adapter would write, by the same functions."""
+    """Writes what TRL and its adapter would write on two ranks, by the same functions."""
     seal, committer = Seal(load_key(progress.log), directory.run_id), Committer(directory)
     directory.append("evaluation", {"step": 0, "accuracy": 0.25})
     for step in range(1, recipe.schedule.steps + 1):
-        for inside in ("", SEQUENCES, TEXTS):
+        for inside, rank in product(("", SEQUENCES, TEXTS), (0, 1)):
             make_folder(directory.path / "records" / inside)
-            write_text(directory.path / "records" / inside / part_name(step - 1, 0), f"{inside} {step}" * 40)
+            write_text(directory.path / "records" / inside / part_name(step - 1, rank), f"{inside} {step} {rank}" * 40)
         directory.append("metrics", {"step": step, "reward": step / 10, "loss": 0.5})
         if step % recipe.schedule.checkpoint_every == 0:
             saved = directory.checkpoints / f"checkpoint-{step}"

@@ -20,8 +20,9 @@ EVIDENCE = [ARMS / f"{name}.toml" for name in ("on-policy", "stale", "mismatch",
 
 def test_the_shipped_recipes_are_the_known_ones():
     assert [file.stem for file in SHIPPED] == [
-        "mismatch", "qwen3-128gpu", "qwen3-8gpu", "qwen3-moe-megatron", "sanity", "smollm2", "staleness", "tour",
-        "verl-tour",
+        "dppo-dense", "dppo-lora", "dppo-moe-r3", "dppo-moe-thinking", "dppo-moe-verl", "dppo-moe", "dppo-sanity",
+        "gsm8k", "mismatch", "qwen3-128gpu", "qwen3-8gpu", "qwen3-moe-megatron", "sanity", "smollm2", "staleness", "tour",
+        "troll-dr-grpo", "troll-eurus", "troll-grpo", "troll-gsm8k", "troll-gspo", "troll-ppo", "verl-tour",
     ]  # fmt: skip
 
 
@@ -211,3 +212,110 @@ def test_a_run_does_not_leave_runs_by_its_name(tmp_path, monkeypatch, capsys):
         assert main([verb, str(tmp_path / "bad.toml")]) == 2
         assert "name must be one name without '/'" in capsys.readouterr().err
     assert sorted(one.name for one in tmp_path.rglob("*")) == ["bad.toml", "deeper"]
+
+
+ALGORITHM = [
+    "advantage.divide_by_std=false", "loss.reduction=constant", "loss.kl=0.01", "lora.rank=8", "lora.targets=['q_proj', 'v_proj']",
+]  # fmt: skip
+
+
+def test_the_algorithm_around_the_region_is_said_once_for_both_engines():
+    from trustrl.runner.plan import plan
+
+    on_trl = plan(small(*ALGORITHM)).engine
+    fields = {name: on_trl["GRPOConfig"][name] for name in ("loss_type", "scale_rewards", "beta")}
+    assert fields == {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.01}
+    assert on_trl["TrustRegionGRPOTrainer"]["peft_config"] == {
+        "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    command = plan(small(*ALGORITHM, "engine.name=verl")).engine["command"]
+    assert {
+        "algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "actor_rollout_ref.actor.loss_scale_factor=4",
+        "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.01",
+        "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16",
+        "actor_rollout_ref.model.target_modules=[q_proj,v_proj]", "actor_rollout_ref.rollout.load_format=safetensors",
+    } <= set(command)  # fmt: skip
+
+
+def test_a_critic_starts_from_the_model():
+    from trustrl.runner.plan import plan
+
+    critic = [
+        "engine.name=verl",
+        "advantage.estimator=gae",
+        "advantage.lam=0.95",
+        "advantage.critic_learning_rate=1e-5",
+    ]
+    command = set(plan(small(*critic)).engine["command"])
+    assert {
+        "algorithm.adv_estimator=gae", "algorithm.lam=0.95", "algorithm.gamma=1.0", "critic.model.path=tiny",
+        "critic.optim.lr=1e-05", "critic.ppo_mini_batch_size=4",
+    } <= command  # fmt: skip
+
+
+@pytest.mark.parametrize("override", ["advantage.estimator=gae", "advantage.estimator=rloo", "loss.entropy=0.1"])
+def test_trl_has_group_advantages_only(override):
+    with pytest.raises(ConfigError, match="Only verl has the others"):
+        small(override)
+
+
+def test_adapters_need_less_memory_than_the_model():
+    from trustrl.runner.plan import plan
+
+    full, adapters = (plan(small("model.name=smollm2-135m", *more)).memory for more in ([], ["lora.rank=32"]))
+    assert full["adam"] == 2 * full["weights"] == 2 * 4 * 134_515_008
+    assert adapters["weights"] == full["weights"]
+    # Rank × (rows + columns) of the seven matrices in each of the 30 layers: sizes 576, 192 and 1,536.
+    exact = 32 * 30 * (2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536))
+    assert adapters["gradients"] == pytest.approx(4 * exact, rel=0.05)
+    assert adapters["adam"] == 2 * adapters["gradients"]
+
+
+def test_own_data_survive_dictionaries_and_toml(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tables = {key: value for key, value in SMALL.items() if key != "task"}
+    data = {"files": "mine.jsonl", "where": {"level": [1, 2]}, "columns": ["level"]}
+    recipe = Recipe.from_dict({**tables, "data": data, "reward": [{"function": "exact"}, {"function": "r.py:score"}]})
+    assert recipe.task.label == "mine"
+    assert recipe.to_dict()["data"][0]["files"] == [str(tmp_path / "mine.jsonl")]
+    assert recipe.to_dict()["reward"][1]["function"] == str(tmp_path / "r.py:score")
+    assert "task" not in recipe.to_dict()
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_dict(tomllib.loads(recipe.to_toml())) == recipe
+    for more, said in (
+        ({"data": data}, "must have [reward]"), ({"reward": {"function": "exact"}}, "must have [reward]"),
+        ({"data": data, "reward": {"function": "exact"}, "task": {"name": "arithmetic"}}, "got both"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as raised:
+            Recipe.from_dict({**tables, **more})
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("task.name=arithmetik", "Did you mean 'arithmetic'"), ("task.settings={digit=3}", "has no setting 'digit'"),
+])  # fmt: skip
+def test_a_plan_checks_the_task(override, said):
+    from trustrl.runner.plan import plan
+
+    with pytest.raises(TrustRLError) as raised:
+        plan(small(override))
+    assert said in str(raised.value)
+
+
+def test_a_recipe_extends_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text(recipe_files.dumps(SMALL))
+    (tmp_path / "own.toml").write_text(
+        'name = "own"\nextends = "base.toml"\n[schedule]\nsteps = 4\n[region]\npreset = "troll"\n'
+    )
+    recipe = load("own.toml", ["schedule.seed=3"])
+    assert (recipe.name, recipe.schedule.steps, recipe.schedule.prompts_per_step) == ("own", 4, 4)
+    assert (recipe.schedule.seed, recipe.region.kind, recipe.optimiser.learning_rate) == (3, "troll", 1e-4)
+    (tmp_path / "data.toml").write_text(
+        'extends = "own.toml"\n[data]\nfiles = "a.jsonl"\n[reward]\nfunction = "exact"\n'
+    )
+    assert load("data.toml").task.label == "a"
+    (tmp_path / "base.toml").write_text('extends = "own.toml"\n')
+    with pytest.raises(ConfigError, match="must not lead back"):
+        load("own.toml")

@@ -11,6 +11,7 @@ from support.loss_memory import REGIONS as MEASURED, loss_peak
 from support.recipes import SHIPPED, small
 from trustrl.core.token_logprobs import AnchorStates, VocabShard, token_logprobs
 from trustrl.kernels import devices, vocab_parallel
+from trustrl.regions.recommended import SAMPLED_TOKEN, TOP_K
 from trustrl.runner import region_costs as costs
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import shape_of
@@ -238,16 +239,16 @@ def test_ranks_that_share_a_sequence_keep_all_of_its_records():
 def test_a_plan_compares_the_recipe_s_region_with_one_of_each_kind():
     made = plan(load(MOE))
     assert [(one.region, one.chosen) for one in made.region_costs] == [
-        ("dppo-binary-tv", False), ("dppo-topk-tv", True), ("troll", False), ("dppo-full-tv, proximal", False),
+        (SAMPLED_TOKEN, False), (TOP_K, True), ("troll", False), ("dppo-full-tv, proximal", False),
     ]  # fmt: skip
     assert made.counts["replicas"] == 2
     assert json.loads(json.dumps(made.to_dict(), default=str))["layout"]["tensor_parallel"] == 4
     said = text(made)
     assert "on each rank of the last stage" in said
     assert "tensor parallel         4" in said
-    names = {"dppo-topk-tv": "Top-K on the sampler", "troll": "TROLL", "dppo-full-tv, proximal": "exact"}
+    names = {TOP_K: "Top-K on the sampler", "troll": "TROLL", "dppo-full-tv, proximal": "exact"}
     for one in made.region_costs[1:]:
-        assert one == replace(cost(names[one.region]), region=one.region, chosen=one.region == "dppo-topk-tv")
+        assert one == replace(cost(names[one.region]), region=one.region, chosen=one.region == TOP_K)
 
 
 def test_another_setting_of_a_compared_region_is_listed_first():

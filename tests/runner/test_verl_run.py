@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from support.recipes import small
 from support.record_names import part_name
 from trustrl.errors import ConfigError, EngineError, MissingPackageError
-from trustrl.runner import verl_run
+from trustrl.runner import trackers, verl_run
 from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import MANIFEST, Seal, is_marked, write_manifest
 from trustrl.runner.run_recipe import run
@@ -23,7 +24,7 @@ FAKE_VERL = """
 import json, os, pathlib, sys, time, zipfile
 (dies_after, every), batches = map(int, sys.argv[1].split("/")), 4
 saved = pathlib.Path("checkpoints/latest_checkpointed_iteration.txt")
-given = dict(one.split("=") for one in sys.argv[2:])
+given = dict(one.split("=", 1) for one in sys.argv[2:])
 loaded = given.get("trainer.resume_from_path", "global_step_0")
 assert given["trainer.resume_mode"] == ("resume_path" if "trainer.resume_from_path" in given else "disable")
 done = int(loaded.rpartition("global_step_")[2])
@@ -60,13 +61,26 @@ SAVES_FIRST = (
 def fake_verl(monkeypatch):
     """Sets after how many batches the process that stands in for verl ends with an error."""
 
-    def install(dies_after=99, every=2, program=FAKE_VERL):
+    def install(dies_after=99, every=2, program=FAKE_VERL, sets=None):
         monkeypatch.setattr(verl_run, "require_packages", lambda recipe: None)
-        monkeypatch.setattr(verl_run, "_write_data", lambda recipe, folder: None)
+        monkeypatch.setattr(verl_run, "_write_data", lambda recipe, folder: sets or {"trustrl/arithmetic": 500})
         monkeypatch.setattr(verl_run.models, "path", lambda name: name)
         monkeypatch.setattr(verl_run, "command", lambda *_: [sys.executable, "-c", program, f"{dies_after}/{every}"])
 
     return install
+
+
+TWO_SETS = FAKE_VERL.replace(
+    '"val-aux/num_turns/min": 2', '"val-core/trustrl/a/b/reward/mean@4": .5, "val-core/trustrl/math/acc/mean@1": 1.0'
+)
+
+
+def test_sets_of_a_fake_verl_are_evaluated_each_by_itself(fake_verl, tmp_path):
+    fake_verl(program=TWO_SETS, sets={"trustrl/arithmetic": 100, "trustrl/a/b": 200, "trustrl/math": 100})
+    run(RECIPE, tmp_path / "run")
+    first = RunDirectory(tmp_path / "run").rows("evaluation")[0]
+    sets = {"accuracy/arithmetic": 0.25, "accuracy/a/b": 0.5, "accuracy/math": 1.0}
+    assert first == {"step": 0, "accuracy": 0.5625, "count": 400, **sets}
 
 
 RECIPE = small("engine.name=verl", "schedule.updates_per_batch=2")
@@ -115,6 +129,35 @@ def test_a_log_of_a_fake_verl_becomes_our_metrics(fake_verl, tmp_path):
         (8, 0.75),
     ]
     assert (result["accuracy_before"], result["accuracy_after"], result["collapsed"]) == (0.25, 0.75, True)
+
+
+LOGS_NOTHING = "print('trained')"
+
+
+def test_a_fake_verl_whose_log_is_empty_is_an_error(fake_verl, tmp_path):
+    """As on a Ray cluster with a separate environment, or without a shared folder."""
+    fake_verl(program=LOGS_NOTHING)
+    with pytest.raises(EngineError, match=r"verl must log 8 steps, got 0, though it ended without an error"):
+        run(RECIPE, tmp_path / "run")
+    assert not (tmp_path / "run/result.json").exists()
+
+
+PRINTS_ITS_SETTINGS = FAKE_VERL + "\nprint(*sys.argv, sep='\\n')"
+
+
+def test_a_cluster_gets_the_variables_of_the_log_and_the_tracker_from_a_fake_verl(fake_verl, tmp_path, monkeypatch):
+    """verl logs in a process of Ray, which may have been started elsewhere. Without them wandb would send the run."""
+    monkeypatch.setenv("WANDB_PROJECT", "mine: {a}")
+    monkeypatch.setattr(trackers, "require_package", lambda recipe: None)
+    fake_verl(program=PRINTS_ITS_SETTINGS)
+    run(small("engine.name=verl", "schedule.updates_per_batch=2", "logging.tracker=wandb"), tmp_path / "run")
+    passed = re.findall(
+        r"^\+ray_kwargs.ray_init.runtime_env.env_vars.(\w+)=(.*)$", (tmp_path / "run/verl.log").read_text(), re.M
+    )
+    variables = {name: json.loads(value) for name, value in passed}
+    assert variables["WANDB_MODE"] == "offline"
+    assert variables["WANDB_PROJECT"] == "mine: {a}"
+    assert Path(variables["VERL_FILE_LOGGER_PATH"]).parent == tmp_path / "run"
 
 
 def test_a_fake_verl_that_is_quiet_for_long_is_named_and_one_that_is_not_is_not(

@@ -91,7 +91,7 @@ def test_what_is_no_run_is_refused_with_the_formats_that_were_looked_for(tmp_pat
 def test_a_folder_of_runs_names_them(tmp_path):
     run_folder(tmp_path / "a")
     unpacked("trl-1.0.0", tmp_path / "b")
-    with pytest.raises(ConfigError, match=r"a folder of runs\. Pass a, b inside it"):
+    with pytest.raises(ConfigError, match=r"a folder of runs\. Pass one of a, b inside it"):
         open_run(tmp_path)
 
 

@@ -86,7 +86,7 @@ def test_several_wandb_runs_are_refused_by_name(tmp_path):
     folder = unpacked("wandb-0.31.0", tmp_path / "one")
     unpacked("wandb-0.31.0", tmp_path / "two")
     assert open_run(folder).steps == 5
-    with pytest.raises(ConfigError, match=r"2 W&B runs\. Pass one"):
+    with pytest.raises(ConfigError, match=r"a folder of runs\. Pass one of one"):
         open_run(tmp_path)
 
 
@@ -114,7 +114,7 @@ def test_reading_a_database_changes_nothing(tmp_path):
 def test_two_folders_of_events_are_two_runs(tmp_path):
     unpacked("tensorboard-2.21.0", tmp_path / "a")
     unpacked("tensorboard-2.21.0", tmp_path / "b")
-    with pytest.raises(ConfigError, match="Pass one of them: a, b"):
+    with pytest.raises(ConfigError, match="Pass one of a, b inside it"):
         open_run(tmp_path)
 
 

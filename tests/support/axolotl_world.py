@@ -80,16 +80,16 @@ def stored_region(file):
     return state(file)["stateful_callbacks"]["trustrl_region"]
 
 
-def trainer(cls, folder, *, loss_type="dapo", **more):
-    """One of axolotl's trainers on `trl_world`'s model and prompts, with axolotl's arguments."""
+def trainer(cls, folder, *, loss_type="dapo", model=None, temperature=1.0, **more):
+    """One of axolotl's trainers on `trl_world`'s prompts, with axolotl's arguments."""
     from axolotl.core.trainers.grpo.args import AxolotlGRPOConfig
 
     args = AxolotlGRPOConfig(
         output_dir=str(folder), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
         per_device_train_batch_size=6, num_generations=2, num_iterations=2, max_completion_length=12,
-        loss_type=loss_type, disable_tqdm=True, save_strategy="no",
+        loss_type=loss_type, disable_tqdm=True, save_strategy="no", temperature=temperature,
     )  # fmt: skip
-    return trl_world.trainer_of(cls, trl_world.tiny_model(), args, **more)
+    return trl_world.trainer_of(cls, model or trl_world.tiny_model(), args, **more)
 
 
 class GivenLogProbs(torch.nn.Module):

@@ -137,7 +137,11 @@ def impossible_columns(name):
     return {"column": 2} if reads_topk(name) or needs_of(name).full else {}
 
 
-CAPPED = {"cispo", "tis", "tis-product", "score-centering"}
+CAPPED = {
+    "cispo", "tis", "tis-product", "score-centering", "dppo-binary-tv-scaling", "dppo-binary-kl-scaling",
+    "dppo-topk-tv-scaling", "dppo-topk-kl-scaling", "dppo-binary-tv-capped",
+    "dppo-topk-tv-capped",
+}  # fmt: skip
 """Presets that cap the weight or have none, which therefore never overflows."""
 
 MASKED_FIRST = {

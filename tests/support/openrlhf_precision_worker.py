@@ -13,11 +13,12 @@ import torch
 from openrlhf.models import Actor
 from openrlhf.trainer.ppo_utils.experience import Experience
 
-import trustrl
 from support import openrlhf_world as world, self_divergence as own
 from support.devices import start_process_group
 from trustrl.engines import openrlhf as engine
 from trustrl.engines.common import sampled_loss
+from trustrl.engines.openrlhf import vocabulary
+from trustrl.engines.openrlhf.anchor_rows import RecordedLogp, carry
 from trustrl.engines.openrlhf.losses import RegionLoss
 
 ROWS = 2
@@ -33,27 +34,33 @@ def experience_of(actor, tokens, part):
     with torch.no_grad():
         recorded = actor(sequences, mask, attention)
     actor.train()
-    return Experience(
-        sequences=sequences, attention_mask=attention, action_mask=mask, action_log_probs=recorded,
-        rollout_log_probs=recorded, advantages=tokens.advantages[part],
+    logp = recorded.logp if isinstance(recorded, RecordedLogp) else recorded
+    experience = Experience(
+        sequences=sequences, attention_mask=attention, action_mask=mask, action_log_probs=logp,
+        rollout_log_probs=logp, advantages=tokens.advantages[part],
     )  # fmt: skip
+    if isinstance(recorded, RecordedLogp):  # as the experience maker does
+        carry(experience, recorded.rows)
+    return experience
 
 
 def measured(folder, precision, kind):
     """The policy against itself in one update, or None if OpenRLHF's adapter refuses the region."""
     region = own.KINDS[kind]
     mode = "seq-mean-token-mean" if kind in own.PER_SEQUENCE else "token-mean"
-    try:
-        loss = RegionLoss(region, mode)
-    except trustrl.errors.ConfigError:
+    if region.needs().full:
         return None
     actor = Actor(folder, attn_implementation="eager", param_dtype=precision, temperature=own.TEMPERATURE)
     assert next(actor.parameters()).element_size() == 2
     args = world.arguments(*world.RECORDED, "--actor.loss_agg_mode", mode)
     trainer = world.trainer_of(args, actor)
-    trainer.actor_loss_fn = loss
+    if region.needs().topk:  # as the trainer's constructor does
+        calls, trainer.actor_loss_fn = vocabulary, vocabulary.VocabularyLoss(region, mode)
+        trainer._updating = vocabulary.VocabularyPass(actor, trainer.actor_loss_fn).updating
+    else:
+        calls, trainer.actor_loss_fn = sampled_loss, RegionLoss(region, mode)
     tokens = own.tokens(folder)
-    with own.watched(sampled_loss) as seen:
+    with own.watched(calls) as seen:
         for start in range(0, len(own.LENGTHS), ROWS):
             experience = experience_of(actor, tokens, slice(start, start + ROWS))
             trainer.training_step(experience, kl_ctl=0.0, step=0)

@@ -108,12 +108,12 @@ def _ratios(case, i, row):
     return [math.exp(case.log_p[i, t] - case.log_b[i, t]) for t in row]
 
 
-def _dppo(divergence, bound):
+def _dppo(divergence, bound, cap=math.inf):
     def rule(case, i, row):
         result = []
         for t, r in zip(row, _ratios(case, i, row), strict=True):
             stop = away(case.divergence(divergence, i, t), r, case.advantage[i, t], bound, bound)
-            result.append(0.0 if stop else r)
+            result.append(0.0 if stop else min(r, cap))
         return result
 
     return rule
@@ -328,6 +328,12 @@ ROWS = {
     "dppo-binary-kl": _dppo("binary-kl", 0.05),
     "dppo-topk-tv": _dppo("topk-tv", 0.15),
     "dppo-topk-kl": _dppo("topk-kl", 0.05),
+    "dppo-binary-tv-scaling": _dppo("binary-tv", 0.2, cap=5.0),
+    "dppo-binary-kl-scaling": _dppo("binary-kl", 0.05, cap=5.0),
+    "dppo-topk-tv-scaling": _dppo("topk-tv", 0.2, cap=5.0),
+    "dppo-topk-kl-scaling": _dppo("topk-kl", 0.05, cap=5.0),
+    "dppo-binary-tv-capped": _dppo("binary-tv", 0.3, cap=2.0),
+    "dppo-topk-tv-capped": _dppo("topk-tv", 0.3, cap=2.0),
     "dppo-full-tv": _dppo("full-tv", 0.15),
     "dppo-full-kl": _dppo("full-kl", 0.05),
     "ppo": _ppo,

@@ -19,8 +19,12 @@ FILE = Path(__file__).with_name("parity.json")
 LARGEST_ERROR = 1e-6
 """Of the gradient, relative to its largest entry in the batch."""
 
-DRIFT = {"kpop": 4.0, "dppo-minimal": 4.0, "trm-sampled": 0.15, "flash-reinforce": 0.05, "gspo": 0.02}
-"""Where 0.5, the usual distance of the policy from μ, would stop nothing or everything."""
+DRIFT = {
+    "kpop": 4.0, "dppo-minimal": 4.0, "dppo-binary-tv-scaling": 4.0, "dppo-binary-kl-scaling": 4.0,
+    "dppo-binary-tv-capped": 4.0,
+    "trm-sampled": 0.15, "flash-reinforce": 0.05, "gspo": 0.02,
+}  # fmt: skip
+"""Where 0.5, the usual distance of the policy from μ, would stop nothing or everything, or reach no cap."""
 
 _NEEDS = {name: trustrl.preset(name).needs() for name in trustrl.presets()}
 PRESETS = [name for name, needs in _NEEDS.items() if not (needs.topk or needs.full)]

@@ -23,6 +23,7 @@ WORKERS = {
     "TRL": "trl_precision_worker.py",
     "ms-swift": "swift_precision_worker.py",
     "OpenRLHF": "openrlhf_precision_worker.py",
+    "SkyRL": "skyrl_precision_worker.py",
 }
 """The workers that run without verl."""
 
@@ -64,6 +65,7 @@ LAYOUTS = {
         "weights in half precision": Layout(settings={"half_weights": True}, precisions=HALVES),
         "FSDP2, two ranks": Layout(2, {"fsdp2": True}),
     },
+    "SkyRL": {"FSDP2": Layout(precisions=WIDE_AND_BF16), "FSDP2, two ranks": Layout(2, precisions=WIDE_AND_BF16)},
     "OpenRLHF": {"weights in half precision": Layout(precisions=HALVES)},
     "VeOmni": {
         "two ranks, padded": Layout(2, {"packed": False}, HALVES),
@@ -89,7 +91,7 @@ def run(engine: str, name: str, precision: str, model: str, kinds: Any = tuple(o
         out = Path(folder) / "rows.json"
         arguments = [model, out, json.dumps(about), json.dumps(list(kinds)), json.dumps(layout.settings)]
         if engine in WORKERS:
-            _on_torchrun(WORKERS[engine], layout.ranks, arguments)
+            on_torchrun(WORKERS[engine], layout.ranks, arguments)
         else:
             from support.verl_launch import LOADED, ON_MEGATRON, on_ranks  # needs no verl, and is verl's
 
@@ -103,7 +105,8 @@ def run(engine: str, name: str, precision: str, model: str, kinds: Any = tuple(o
         return json.loads(out.read_text())
 
 
-def _on_torchrun(script: str, ranks: int, arguments: list[Any]) -> None:
+def on_torchrun(script: str, ranks: int, arguments: list[Any]) -> None:
+    """Runs a worker of this folder on ranks of its own. Its last words are the error's."""
     need_ranks(ranks)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", ranks]
     done = subprocess.run(

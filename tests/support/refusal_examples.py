@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from trustrl.engines.refusals.rows import Refusal
 
 T, S = "trainer.algorithm", "generator.sampling_params"
+ORIGINAL = "ray_kwargs.ray_init.runtime_env.env_vars.SGLANG_RETURN_ORIGINAL_LOGPROB"
 A, R, C = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 VLLM = {"use_vllm": True, "vllm_importance_sampling_correction": False, "behavior": "sampler"}
 SWIFT_VLLM = {"use_vllm": True, "top_k": -1, "TRUSTRL_BEHAVIOR": "sampler"}
@@ -16,7 +17,7 @@ SWIFT_VLLM = {"use_vllm": True, "top_k": -1, "TRUSTRL_BEHAVIOR": "sampler"}
 AXOLOTL = (
     ("rl", {"rl": "dpo"}),
     ("trainer_cls", {"trainer_cls": None}),
-    ("trust_region", {}, "dppo-topk-tv"),
+    ("trust_region", {}, "dppo-full-tv"),
     ("trl.async_prefetch", {"trl.async_prefetch": True}),
     ("trl.use_data_producer", {"trl.use_data_producer": True}),
     ("context_parallel_size", {"context_parallel_size": 2}),
@@ -43,8 +44,17 @@ NEMO_RL = (
     ("policy.generation.top_k", {"policy.generation.top_k": 50}),
 )
 
+ON_TRAINER = {"anchor": "proximal"}
 OPENRLHF = (
+    ("--trustrl.region", {}, "dppo-full-tv"),
     ("--trustrl.region", {}, "dppo-topk-tv"),
+    ("--trustrl.region", {}, "dppo-binary-tv", {"max_staleness": 2}),
+    ("--ds.zero_stage", {"--ds.zero_stage": 3}, "dppo-topk-tv", ON_TRAINER),
+    ("--ds.packing_samples", {"--ds.packing_samples": True}, "dppo-topk-tv", ON_TRAINER),
+    ("--ds.ring_attn_size", {"--ds.ring_attn_size": 2}, "troll"),
+    ("--ds.tensor_parallel_size", {"--ds.tensor_parallel_size": 2}, "troll"),
+    ("--ds.deepcompile", {"--ds.deepcompile": True}, "dppo-topk-tv", ON_TRAINER),
+    ("--data.max_images_per_prompt", {"--data.max_images_per_prompt": 1}, "dppo-topk-tv", ON_TRAINER),
     ("--algo.advantage.is_correction_level", {"--algo.advantage.is_correction_level": "off"}),
     (
         "--algo.advantage.is_correction_level",
@@ -65,9 +75,9 @@ OPENRLHF = (
 )
 
 SKYRL = (
+    (f"{T}.policy_loss_type", {}, "dppo-full-tv"),
     (f"{T}.policy_loss_type", {}, "dppo-topk-tv"),
     (f"{T}.off_policy_correction", {f"{T}.off_policy_correction.tis_ratio_type": "token"}),
-    ("trainer.algorithm.region.{penalty}", {}, "ipo", {"log_ratio_penalty": 0.1}),
     (f"{T}.loss_reduction", {f"{T}.loss_reduction": "token_mean"}, "gspo"),
     (f"{T}.eps_clip_low", {f"{T}.eps_clip_low": 0.77}),
     (f"{T}.eps_clip_high", {f"{T}.eps_clip_high": 0.77}),
@@ -77,6 +87,9 @@ SKYRL = (
     (f"{T}.dppo", {f"{T}.dppo.delta_low": 0.77}),
     (f"{T}.clip_cov", {f"{T}.clip_cov.clip_ratio": 0.77}),
     (f"{T}.kl_cov", {f"{T}.kl_cov.kl_cov_frac": 0.77}),
+    ("trainer.strategy", {"trainer.strategy": "megatron"}, "troll"),
+    ("trainer.policy.sequence_parallel_size", {"trainer.policy.sequence_parallel_size": 2}, "troll"),
+    ("generator.step_wise_trajectories", {"generator.step_wise_trajectories": True}, "troll"),
     (f"{S}.logprobs", {f"{S}.logprobs": None}),
     ("generator.inference_engine.engine_init_kwargs.logprobs_mode", {f"{S}.temperature": 0.8}),
     ("trainer.fully_async.enabled", {"trainer.fully_async.enabled": True}, "minirl"),
@@ -204,6 +217,15 @@ VERL = (
     (f"{R}.logprobs_mode", {f"{R}.logprobs_mode": "raw_logprobs"}),
     (f"{R}.engine_kwargs.vllm.logprobs_mode", {f"{R}.engine_kwargs.vllm.logprobs_mode": "raw_logprobs"}),
     (
+        f"{R}.engine_kwargs.sglang.rl_on_policy_target",
+        {f"{R}.name": "sglang", f"{R}.engine_kwargs.sglang.rl_on_policy_target": "fsdp"},
+    ),
+    (
+        f"{R}.engine_kwargs.sglang.enable_watermark",
+        {f"{R}.name": "sglang", f"{R}.engine_kwargs.sglang.enable_watermark": True},
+    ),
+    (ORIGINAL, {f"{R}.name": "sglang", ORIGINAL: "1"}),
+    (
         f"{C}.rollout_is",
         {f"{C}.bypass_mode": True, f"{C}.rollout_is": "token_k1"},
         "dppo-binary-tv",
@@ -245,13 +267,14 @@ VERL = (
     ("actor_rollout_ref.model.use_fused_kernels", {"actor_rollout_ref.model.use_fused_kernels": True}, "troll"),
     ("distillation.enabled", {"distillation.enabled": True}, "troll"),
     (f"{R}.agent.default_agent_loop", {f"{R}.agent.default_agent_loop": "tool_agent"}, "dppo-topk-tv"),
-    (f"{R}.name", {f"{R}.name": "sglang"}, "dppo-topk-tv"),
+    (f"{R}.name", {f"{R}.name": "trtllm"}, "dppo-topk-tv"),
     (f"{R}.disaggregation.enabled", {f"{R}.disaggregation.enabled": True}, "dppo-topk-tv"),
     (
         f"{R}.engine_kwargs.vllm.max_logprobs",
         {f"{R}.name": "vllm", f"{R}.engine_kwargs.vllm.max_logprobs": 10},
         "dppo-topk-tv",
     ),
+    (f"{R}.top_k", {f"{R}.name": "sglang", f"{R}.top_p": 0.9, f"{A}.policy_loss.max_kept": 1024}),
     (f"{A}.policy_loss.max_kept", {f"{R}.top_p": 0.9}),
     (f"{A}.policy_loss.max_kept", {f"{A}.policy_loss.max_kept": 1024}),
     (

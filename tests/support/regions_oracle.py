@@ -188,6 +188,7 @@ class Found(NamedTuple):
     topk: TopK | None
     by_name: dict[str, Tensor]
     """The gradient by each parameter."""
+    loss: float
 
 
 def expected(folder: str, ranks: int, case: Case) -> Found:
@@ -211,6 +212,9 @@ def expected(folder: str, ranks: int, case: Case) -> Found:
             values, tail = support(before, ids, tokens)
         rollout["topk"] = TopK(ids, values, of=needs.anchor, tail_logp=tail)
         policy["topk_logp"], policy["tail_logp"] = support(logp, ids, tokens)
+    if needs.fills:
+        own = logp.detach().topk(needs.topk, -1).indices
+        policy["topk"] = TopK(own, logp.gather(-1, own), of=needs.anchor)
     if needs.full:
         tv = 0.5 * (logp.detach().exp() - before.exp()).abs().sum(-1)
         kl = (before.exp() * (before - logp.detach())).sum(-1)
@@ -239,7 +243,7 @@ def expected(folder: str, ranks: int, case: Case) -> Found:
     gradient = torch.cat([x.flatten() for x in by_name.values()])
     on = all_ranks.in_loss
     verdicts = out.decision.keep[on].tolist(), out.decision.weight[on].tolist()
-    return Found(gradient, trustrl.rates(out.sums), *verdicts, rollout.get("topk"), by_name)
+    return Found(gradient, trustrl.rates(out.sums), *verdicts, rollout.get("topk"), by_name, loss.item())
 
 
 AGREED = Path(__file__).with_name("agreed_decisions.json")

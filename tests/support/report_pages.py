@@ -7,7 +7,7 @@ from trustrl.runs.open_run import open_runs
 from trustrl.tools.report.html_page import page as page_of
 from trustrl.tools.report.report_contents import gather
 
-SIZES = {"laptop": (1440, 900), "phone": (390, 844)}
+SIZES = {"laptop": (1440, 900), "small laptop": (1366, 768), "phone": (390, 844)}
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,8 @@ def trainer_of(cls: type, model: Any, args: GRPOConfig, **more: Any) -> Any:
     torch.manual_seed(1)
     trainer = cls(model=model, reward_funcs=reward, args=args, train_dataset=data, processing_class=tokenizer(), **more)
     trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps  # TRL sets it when training begins
+    # accelerate keeps this for the whole process, so it may be another test's.
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
     return trainer
 
 

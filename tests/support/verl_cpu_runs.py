@@ -5,7 +5,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
+
+import pyarrow.parquet as pq
 
 from support.sockets import listening, tree
 from support.tiny_models import save_model
@@ -23,8 +26,39 @@ SMALL = [
     f"engine.settings.reward.custom_reward_function.path={ROOT / 'tests/engines/verl_cpu/verl_letters_reward.py'}",
 ]  # fmt: skip
 
+V1, ROLLOUT = "engine.settings.trainer.v1", "engine.settings.actor_rollout_ref.rollout"
+SEPARATE = [
+    f"{V1}.separate_async.parameter_sync_step=1", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1",
+    "engine.settings.+ray_kwargs.ray_init.num_gpus=2",
+]  # fmt: skip
+"""verl's `separate_async` mode with one update per sync: a second sampler, which does not pause while it trains."""
 
-def trained(folder, settings, experts=0, listened=None, **environment):
+
+def logged_run(folder, mode, settings, server, **more):
+    """Trains in one of verl's modes with the server of a module next to the test, which writes `folder`/sampler.jsonl.
+
+    Returns the folder of the run.
+    """
+    module = Path(server)
+    here = os.pathsep.join([str(module.parent), os.environ.get("PYTHONPATH", "")])
+    code, words = trained(
+        folder, [f"{V1}.trainer_mode={mode}", *settings], PYTHONPATH=here, VERL_USE_EXTERNAL_MODULES=module.stem,
+        TRUSTRL_TEST_LOG=str(folder / "sampler.jsonl"), **more,
+    )  # fmt: skip
+    assert code == 0, words[-6000:]
+    return folder / "run"
+
+
+def sequences_of(run):
+    """Each recorded sequence of a run: its rows in order."""
+    sequences = defaultdict(list)
+    for file in sorted((run / "records").glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            sequences[row["sequence"]].append(row)
+    return [sorted(rows, key=lambda row: row["position"]) for rows in sequences.values()]
+
+
+def trained(folder, settings, experts=0, listened=None, seconds=900, **environment):
     """Trains a random tiny model in `folder`/run with a small recipe; returns the exit code and what was said.
 
     `listened` is a set, which gets every address on which a process of the run listened.
@@ -35,10 +69,10 @@ def trained(folder, settings, experts=0, listened=None, **environment):
         sys.executable, "-m", "trustrl.cli", "run", str(ROOT / "recipes/verl-tour.toml"), f"model.name={model}", *SMALL,
         *(one.format(model=model) for one in settings), "--out", str(folder / "run"),
     ]  # fmt: skip
-    return said(command, listened, **environment)
+    return said(command, listened, seconds, **environment)
 
 
-def said(command, listened=None, **environment):
+def said(command, listened=None, seconds=900, **environment):
     """Returns the exit code of a command and what it said."""
     process = subprocess.Popen(
         command, env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment, stdout=subprocess.PIPE,
@@ -47,7 +81,7 @@ def said(command, listened=None, **environment):
     if listened is not None:
         threading.Thread(target=_watch, args=(process, listened), daemon=True).start()
     try:
-        output, _ = process.communicate(timeout=900)
+        output, _ = process.communicate(timeout=seconds)
     finally:
         if process.poll() is None:
             process.kill()  # verl and Ray end with it

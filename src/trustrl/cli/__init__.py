@@ -16,10 +16,12 @@ from trustrl.errors import ConfigError, TrustRLError, UnknownNameError
 from trustrl.terminal import complain, escape_warnings, one_line, say
 
 VERBS = {
+    "regions": "List the regions with their engines, or explain one",
     "recipes": "List the shipped recipes, or print one to start your own from",
     "plan": "Show what a recipe will do: roles, counts, memory, cost, and the engine's settings",
     "run": "Train a recipe in a new run directory, or resume it with --resume",
     "compare": "Train every region with several seeds, and write a table and figures",
+    "select": "Keep the problems that a model solves sometimes, but not always: the data of a sanity test",
     "report": "Summarize runs in the terminal, or write a self-contained HTML page with every token",
     "watch": "Follow runs while they train: a summary in the terminal, and a page that reloads itself",
     "explain": "Diagnose a run: rank likely causes and show the evidence for each",
@@ -29,10 +31,34 @@ VERBS = {
     "probe": "Compare the log-probs of sampler and trainer on the same tokens, and diagnose the gap",
     "audit": "Replay other regions on recorded tokens and report what each would mask",
     "calibrate": "Estimate sampler-trainer noise from records and recommend a threshold above it",
+    "reproduce": "Draw a figure of DPPO's paper from runs, and judge whether they show what it claims",
     "bound": "Evaluate DPPO's improvement bound on recorded tokens, update by update",
     "records": "Check records against their specification, or upload files that wait for an object store",
 }
+EXAMPLES = {
+    "regions": "dppo-topk-tv-capped",
+    "recipes": "tour > mine.toml",
+    "plan": "qwen3-8gpu --tokens-per-second 300 --price 2.5",
+    "run": "tour --out runs/first",
+    "compare": "tour --regions pg-is,ppo,dppo-binary-tv-capped --seeds 3 --out runs/compared",
+    "select": "dppo-sanity --out perfectible",
+    "report": "runs/first runs/second --out report.html",
+    "watch": "runs/first --out page.html",
+    "explain": "runs/first",
+    "metrics": "masked_share",
+    "conformance": "my_package.losses:my_loss --kind dppo",
+    "doctor": "",
+    "probe": "Qwen/Qwen3-0.6B --sampler vllm",
+    "audit": "runs/first/records --regions ppo,dppo-topk-tv-capped",
+    "calibrate": "runs/first/records --figure noise.png",
+    "reproduce": "runs/dppo runs/ppo --figure dppo-3 --out figure-3.png",
+    "bound": "runs/first/records",
+    "records": "check runs/first/records",
+}
+"""Arguments of one typical call of each verb."""
+
 RESUMES = {"run": "run the same command with --resume to continue", "compare": "run the same command to continue"}
+RESUMES["select"] = RESUMES["compare"]
 """Verbs that keep their progress when interrupted, with the hint for continuing."""
 
 OK, FAILED, WRONG = 0, 1, 2
@@ -48,7 +74,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Builds the argument parser of one verb."""
-    parser = _Parser(prog=f"trustrl {verb}", description=f"{VERBS[verb]}.")
+    example = f"Example: trustrl {verb} {EXAMPLES[verb]}".rstrip()
+    parser = _Parser(prog=f"trustrl {verb}", description=f"{VERBS[verb]}.", epilog=example)
     import_module(f"trustrl.cli.{verb}").add_arguments(parser)
     return parser
 

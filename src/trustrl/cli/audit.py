@@ -3,13 +3,14 @@
 import argparse
 from collections.abc import Callable
 
-from trustrl.cli.shared_options import add_records, add_regions, regions_of, tokenizer_of
+from trustrl.cli.shared_options import add_anchor, add_records, add_regions, regions_of, tokenizer_of
 from trustrl.terminal import complain, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl audit`."""
     add_records(parser)
+    add_anchor(parser)
     add_regions(parser, "replay")
     parser.add_argument(
         "--top", type=int, default=10, help="Number of most masked token ids to list for each region (default: 10)"
@@ -27,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.tools.audit.audit_json import DEFAULT_REGIONS, audit_report, check_names, record_files
     from trustrl.tools.audit.audit_text import text
     from trustrl.tools.audit.mapreduce import count_records
+    from trustrl.tools.audit.record_anchor import anchor_in
     from trustrl.tools.audit.region_replay import COLUMNS, arm
     from trustrl.tools.audit.token_counts import TokenCounts
 
@@ -36,9 +38,10 @@ def run(options: argparse.Namespace) -> int:
     text_of = None if options.tokenizer is None else _text_of(options.tokenizer)
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
-    of = partial(TokenCounts.of, arms=arms)
+    anchor = anchor_in(files, options.anchor)
+    of = partial(TokenCounts.of, arms=arms, anchor=anchor)
     counts = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
-    report = audit_report(counts, arms, files, top=options.top, text_of=text_of)
+    report = audit_report(counts, arms, files, top=options.top, text_of=text_of, anchor=anchor)
     say_json(report) if options.json else say(text(report))
     if report["reproduced"]["kept_differs"]:
         complain(

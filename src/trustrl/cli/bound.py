@@ -2,17 +2,14 @@
 
 import argparse
 
-from trustrl.cli.shared_options import add_records
+from trustrl.cli.shared_options import add_anchor, add_records
 from trustrl.terminal import say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl bound`."""
     add_records(parser, nargs=None)
-    parser.add_argument(
-        "--anchor", choices=("behavior", "proximal"), default="behavior",
-        help="Log-probs of μ: the sampler's, or the trainer's at the rollout weights (default: behavior)",
-    )  # fmt: skip
+    add_anchor(parser)
     parser.add_argument("--delta", type=float, help="TV up to which a token is inside (default: the recorded region's)")
     parser.add_argument("--horizon", type=int, metavar="T", help="Largest number of tokens of a completion")
     parser.add_argument(
@@ -27,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
 
     from trustrl.config import validators
     from trustrl.recording import read_run
-    from trustrl.tools.audit import count_records, record_files, recorded_regions
+    from trustrl.tools.audit import anchor_in, count_records, record_files, recorded_regions
     from trustrl.tools.bound.bound_report import bound_report, read_rewards, record_folder, text, threshold
     from trustrl.tools.bound.update_sums import COLUMNS, UpdateSums, sums_of
 
@@ -39,13 +36,14 @@ def run(options: argparse.Namespace) -> int:
     folder = record_folder(options.records)
     sequences = read_rewards(folder)
     ball = threshold(options.delta, recorded_regions(files))
-    of = partial(sums_of, rewards=sequences.rewards, delta=ball.tv, anchor=options.anchor)
+    anchor = anchor_in(files, options.anchor)
+    of = partial(sums_of, rewards=sequences.rewards, delta=ball.tv, anchor=anchor)
     where = "ray" if options.ray else "processes"
     sums = count_records(files, of, kind=UpdateSums, columns=COLUMNS, workers=options.workers, where=where)
     about = read_run(folder) or {}
     report = bound_report(
         sums, sequences, ball, horizon=options.horizon, reward_range=options.rewards, sampling=about.get("sampling"),
-        anchor=options.anchor,
+        anchor=anchor,
     )  # fmt: skip
     say_json(report) if options.json else say(text(report))
     return 0

@@ -3,21 +3,22 @@
 import argparse
 from pathlib import Path
 
-from trustrl.cli.shared_options import add_records, check_writable, written
-from trustrl.errors import ConfigError
+from trustrl.cli.shared_options import add_anchor, add_records, check_picture, check_writable, written
 from trustrl.terminal import complain, say, say_json
-
-FORMATS = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl calibrate`."""
     add_records(parser)
+    add_anchor(parser)
     parser.add_argument("--figure", type=Path, metavar="FILE", help="Also draw the curves, as a .png, .svg, or .pdf")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the calibration on stdout. Returns 1 if the records have too few tokens for a recommendation."""
+    from functools import partial
+
+    from trustrl.tools.audit import anchor_in
     from trustrl.tools.audit.audit_json import record_files
     from trustrl.tools.audit.mapreduce import count_records
     from trustrl.tools.audit.token_counts import TokenCounts
@@ -25,13 +26,14 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.tools.calibrate.noise_counts import COLUMNS, noise_of
 
     if options.figure is not None:
-        if options.figure.suffix not in FORMATS:
-            raise ConfigError(f"--figure must end with {', '.join(FORMATS)}, got {str(options.figure)!r}.")
+        check_picture("--figure", options.figure)
         check_writable("--figure", options.figure)
     files = record_files(options.records)
     where = "ray" if options.ray else "processes"
-    counts = count_records(files, noise_of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
-    report = calibration(counts)
+    anchor = anchor_in(files, options.anchor)
+    of = partial(noise_of, anchor=anchor)
+    counts = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=options.workers, where=where)
+    report = calibration(counts, anchor)
     say_json(report) if options.json else say(text(report))
     if options.figure is not None:
         with written("--figure", options.figure):

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print a JSON object, or a list for all metrics")
     parser.add_argument(
         "--dashboard",
-        choices=("tensorboard", "wandb", "grafana"),
+        choices=("tensorboard", "wandb", "grafana", "prometheus", "alerts"),
         help="Print a dashboard of the core metrics: an event file, a Python script or a JSON file",
     )
 

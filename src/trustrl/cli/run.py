@@ -13,6 +13,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="Run directory (default: runs/<recipe name>)")
     parser.add_argument("--resume", action="store_true", help="Resume from the last checkpoint, if one exists")
+    parser.add_argument(
+        "--rehearse", action="store_true",
+        help="Train a tiny model of the same architecture on this CPU for two batches, with the same keys and code",
+    )  # fmt: skip
     add_trust(parser)
     parser.add_argument(
         "--accept-loss", action="store_true",
@@ -26,6 +30,11 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.runner.run_recipe import run as run_recipe
 
     recipe = load(options.recipe, options.settings)
+    if options.rehearse:
+        from trustrl.runner.rehearsal import rehearsed, vllm_is_here
+
+        recipe, changes = rehearsed(recipe, vllm=vllm_is_here(recipe.engine.name))
+        complain("\n".join(["A rehearsal: of the recipe, it changes what follows.", *changes]))
     folder = options.out or Path("runs") / recipe.name
     complain(f"{recipe.name}: training in {folder}")
     result = run_recipe(

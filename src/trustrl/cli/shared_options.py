@@ -12,6 +12,9 @@ from typing import Any
 from trustrl.config.axes import Region
 from trustrl.errors import ConfigError
 
+FORMATS = (".png", ".svg", ".pdf")
+"""Suffixes of a picture."""
+
 
 def add_recipe(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds RECIPE and its overrides, for every verb that takes a recipe."""
@@ -48,6 +51,15 @@ def add_records(parser: argparse.ArgumentParser, *, nargs: str | None = "+") -> 
     parser.add_argument("--json", action="store_true", help="Print one JSON object")
     parser.add_argument("--workers", type=int, default=1, help="Number of parallel processes (default: 1)")
     parser.add_argument("--ray", action="store_true", help="Read the records on a Ray cluster with Ray Data")
+
+
+def add_anchor(parser: argparse.ArgumentParser) -> None:
+    """Adds --anchor, for every verb that measures recorded tokens from μ."""
+    parser.add_argument(
+        "--anchor", choices=("behavior", "proximal"),
+        help="Log-probs of μ: the sampler's, or the trainer's at the rollout weights (default: the sampler's if "
+        "recorded)",
+    )  # fmt: skip
 
 
 def add_regions(parser: argparse.ArgumentParser, what: str) -> None:
@@ -101,6 +113,16 @@ def check_writable(option: str, file: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with TemporaryFile(dir=file.parent):
             pass
+
+
+def check_picture(option: str, file: Path) -> None:
+    """Checks that a file has the suffix of a picture.
+
+    Raises:
+        ConfigError: If it has another one.
+    """
+    if file.suffix not in FORMATS:
+        raise ConfigError(f"{option} must end with {', '.join(FORMATS)}, got {str(file)!r}.")
 
 
 def prepare_file(option: str, file: Path) -> None:

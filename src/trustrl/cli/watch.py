@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="Run of any trainer, as for `trustrl report`")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="Keep writing an HTML page that reloads itself")
     parser.add_argument(
+        "--prometheus",
+        type=Path,
+        metavar="FILE.prom",
+        help="Keep writing a text file for node exporter",
+    )
+    parser.add_argument(
         "--every", type=float, default=10.0, metavar="SECONDS",
         help="Look for new data at this interval (default: 10). Long runs are read less often",
     )  # fmt: skip
@@ -29,13 +35,17 @@ def run(options: argparse.Namespace) -> int:
     """Shows the runs until they end or Ctrl-C is pressed. Returns 1 if a run failed or cannot be read."""
     from trustrl.files import write_whole
     from trustrl.tools.report.html_page import page
-    from trustrl.tools.report.live_view import live_reports
+    from trustrl.tools.report.live_view import live_reports, stamp
+    from trustrl.tools.report.prometheus_text import prometheus_text
     from trustrl.tools.report.report_contents import text
 
     if not 0 < options.every < float("inf"):
         raise ConfigError(f"--every must be a positive number of seconds, got {options.every:g}.")
-    if options.out is not None:
-        prepare_file("--out", options.out)
+    if options.prometheus is not None and options.prometheus.suffix != ".prom":
+        raise ConfigError(f"--prometheus must end with .prom, got {options.prometheus}. The collector reads no others.")
+    for option, file in (("--out", options.out), ("--prometheus", options.prometheus)):
+        if file is not None:
+            prepare_file(option, file)
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     report, before = None, ""
     with suppress(KeyboardInterrupt), _display() as show:
@@ -47,6 +57,10 @@ def run(options: argparse.Namespace) -> int:
             if options.out is not None:
                 with written("--out", options.out):
                     write_whole(options.out, page(report, reload_seconds=options.every))
+            if options.prometheus is not None:
+                changed = max((time for _, time in stamp(options.runs).values()), default=0)
+                with written("--prometheus", options.prometheus):
+                    write_whole(options.prometheus, prometheus_text(report, changed / 1e9))
     if report is None:
         return 1
     if options.out is not None:

@@ -141,7 +141,10 @@ class PrefixBudget:
     post-trained models the paper uses a fixed 0.015."""
 
     rate_low: float = 0.02
+    """Smallest rate with `"p90"`."""
+
     rate_high: float = 0.04
+    """Largest rate with `"p90"`."""
 
     def __post_init__(self) -> None:
         validators.real("prefix-budget.last_weight", self.last_weight, rule="a weight in (0, 1]", low=0.0, high=1.0)

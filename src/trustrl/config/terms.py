@@ -18,7 +18,7 @@ class TIS:
     kind: ClassVar[str] = "tis"
 
     max_ratio: float = 2.0
-    """C."""
+    """C: 2, the value that is common with it."""
 
     level: Literal["token", "sequence-product"] = "token"
     """`sequence-product` uses the product of k over the sequence's tokens, for all of them."""
@@ -35,7 +35,10 @@ class IcePop:
     kind: ClassVar[str] = "icepop"
 
     min_ratio: float = 0.5
+    """Smallest k that is kept."""
+
     max_ratio: float = 5.0
+    """Largest k that is kept."""
 
     def __post_init__(self) -> None:
         _ordered("icepop", self.min_ratio, self.max_ratio)
@@ -48,7 +51,11 @@ class MIS:
     kind: ClassVar[str] = "mis"
 
     min_ratio: float
+    """Smallest k that is kept."""
+
     max_ratio: float
+    """Largest k that is kept."""
+
     level: Literal["token", "sequence-mean", "sequence-product"]
     """`sequence-mean` uses the geometric mean of k over the sequence's tokens, `sequence-product` their product. Each
     is both the tested ratio and the factor."""

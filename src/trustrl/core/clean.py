@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from trustrl.config.axes import Needs
+from trustrl.config.statistics import Anchor
 from trustrl.core.numerics import verdict_dtype
 from trustrl.core.partition import (
     LARGEST_LOGP,
@@ -45,6 +46,9 @@ class CleanTokens:
 
     log_anchor: Float[Tensor, " n"]
     """log b, at most 0."""
+
+    anchor: Anchor
+    """b: the policy of `log_anchor`."""
 
     log_ratio: Float[Tensor, " n"]
     """log π − log b."""
@@ -157,6 +161,7 @@ def clean_tokens(
         logp=torch.where(usable, policy.logp.reshape(-1).to(wide_dtype(policy.logp)), 0.0),
         log_policy=clean["policy"].clamp(max=0.0),
         log_anchor=clean[needs.anchor].clamp(max=0.0),
+        anchor=needs.anchor,
         log_ratio=clean["policy"] - clean[needs.anchor],
         resolution=resolution_of(policy.logp, anchor_logp),
         largest_term=largest_term(policy.logp.dtype),

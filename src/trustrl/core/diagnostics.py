@@ -112,7 +112,7 @@ class _Totals:
 
     def count_all(self, name: str, x: Tensor) -> None:
         """Counts where x is True, on any token."""
-        self.added[name] = torch.count_nonzero(x).to(self.on.dtype)
+        self.added[name] = torch.count_nonzero(x)
 
     def count(self, name: str, x: Tensor) -> None:
         """Counts where x is True, on usable tokens."""
@@ -140,6 +140,12 @@ class _Totals:
             self.columns.extend([self.on, (self.usable & masked).to(self.on.dtype), self.on * gap.abs()])
         self.added[name] = _binned(x, EDGES[name], self.columns)
 
+    def sums(self) -> dict[str, Tensor]:
+        """Returns all sums in one dtype. Counts are converted together, by two kernels."""
+        counts = {name: x for name, x in self.added.items() if not x.is_floating_point()}
+        converted = torch.stack(list(counts.values())).to(self.on.dtype).unbind()
+        return self.added | dict(zip(counts, converted, strict=True))
+
 
 def collect(
     tokens: CleanTokens,
@@ -155,7 +161,7 @@ def collect(
     if inputs.entropy is not None:
         inputs = inputs._replace(entropy=inputs.entropy.to(dtype))
     add_up(totals, inputs, **constants(dtype))
-    return Sums(totals.added | other_sums(tokens, decision, terms), totals.highest)
+    return Sums(totals.sums() | other_sums(tokens, decision, terms), totals.highest)
 
 
 def constants(dtype: torch.dtype) -> dict[str, float]:
@@ -196,6 +202,7 @@ def sum_inputs(tokens: CleanTokens, decision: Decision, overflow: Tensor, policy
         max_increase=_bound(decision.max_increase, tokens) if narrows else None,
         max_decrease=_bound(decision.max_decrease, tokens) if narrows else None,
         bounded=bounded,
+        around_sampler=tokens.anchor == "behavior",
     )
 
 
@@ -263,7 +270,7 @@ def bin_of(x: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
 
 def histogram(x: Float[Tensor, " n"], on: Float[Tensor, " n"]) -> Float[Tensor, " bins"]:
     """Counts the tokens with on = 1 in each bin."""
-    return torch.zeros(NUM_BINS, dtype=on.dtype, device=on.device).scatter_add(0, bin_of(x).long(), on)
+    return torch.zeros(NUM_BINS, dtype=on.dtype, device=on.device).scatter_add_(0, bin_of(x).long(), on)
 
 
 def rates(sums: Sums, metrics: Choice = "all") -> dict[str, float]:

@@ -34,6 +34,7 @@ class SumInputs(NamedTuple):
     max_increase: Tensor | None
     max_decrease: Tensor | None
     bounded: bool
+    around_sampler: bool
 
 
 @runtime_checkable
@@ -66,6 +67,7 @@ def add_up(totals: Accumulator, x: SumInputs, *, LARGEST_LOG_RATIO: float, LARGE
     totals.count("bad_updates", (x.advantage < 0) & (gap <= -0.5))
     totals.sum("gap", gap)
     totals.sum("gap/abs", gap.abs())
+    totals.sum("anchor/masked", torch.where(masked, anchor, 0.0))
     totals.max("max/gap", gap)
     totals.max("min/gap", -gap)
     totals.histogram("histogram/gap", gap)
@@ -115,6 +117,8 @@ def add_up(totals: Accumulator, x: SumInputs, *, LARGEST_LOG_RATIO: float, LARGE
         log_k = torch.where(both, x.mismatch, 0.0)
         totals.sum("mismatch", torch.exp(log_k.clamp(max=LARGEST_EXPONENT)) * both)
         totals.sum("mismatch/abs", log_k.abs())
+        other = torch.exp(x.log_anchor + (log_k if x.around_sampler else -log_k))
+        totals.sum("mismatch/gap", (other - anchor).abs())
         totals.max("max/mismatch", torch.where(both, x.mismatch, -torch.inf))
         totals.max("min/mismatch", torch.where(both, -x.mismatch, -torch.inf))
     totals.binned("by_probability", anchor, masked, gap)

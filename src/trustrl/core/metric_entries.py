@@ -71,7 +71,7 @@ NO_RANGE = "none: depends on the task"
 ENTRIES: tuple[Metric, ...] = (
     Metric(
         name="masked_share", formula="masked tokens / tokens with A ≠ 0", unit="share", direction="high is bad",
-        healthy="below a few percent; 0 at the first update of a batch", reads=("masked", "signed"),
+        healthy="0 at the first update of a batch; at the last below 5% with at most 4 updates, below 35% with 16", reads=("masked", "signed"),
         action="If it rises, lower the learning rate or the number of updates per batch. If it is above 0 at the first update, sampler and trainer disagree.",
         elsewhere=_CLIPPED,
     ),
@@ -84,6 +84,10 @@ ENTRIES: tuple[Metric, ...] = (
         name="masked_share_decrease", formula="masked tokens with r < 1 / tokens with A ≠ 0", unit="share", direction="high is bad",
         healthy="see masked_share", action="Tokens fell past the bound and the update pushes them further down.", reads=("masked/decrease", "signed"),
         elsewhere={"trl": "clip_ratio/low_mean", "prime-rl": "is_masked_low"},
+    ),
+    Metric(
+        name="masked_probability_mean", formula="mean of b at masked tokens", unit="probability", direction="low means that rare tokens are masked", healthy=NO_RANGE,
+        action="Compare regions: PPO's clip masks rare tokens, a bound on TV frequent ones.", reads=("anchor/masked", "masked"),
     ),
     Metric(
         name="bad_update_share", formula="tokens with A < 0 and b − π ≥ 0.5 / measured tokens", unit="share", direction="high is bad",
@@ -117,7 +121,7 @@ ENTRIES: tuple[Metric, ...] = (
         healthy="close to ratio_mean", action="Compare with ratio_mean: the region, the cap and dropped tokens account for the difference.", reads=("weight", "acting"),
     ),
     Metric(
-        name="capped_share", formula="tokens with r above the cap / measured tokens", unit="share", direction="high is bad", healthy="below 1%",
+        name="capped_share", formula="tokens with r above the cap / measured tokens", unit="share", direction="high is bad", healthy=NO_RANGE,
         action="A cap that acts often biases the gradient. See ratio_max.", reads=("extra/capped", "measured"),
     ),
     Metric(
@@ -194,6 +198,10 @@ ENTRIES: tuple[Metric, ...] = (
         name="mismatch_abs_mean", formula="mean of |log π' − log μ|", unit="nats", direction="high is bad", healthy="1e-5 in fp32, 1e-2 to 4e-2 with a bf16 sampler",
         action="Trainer and sampler disagree at the same weights: check dtype, temperature, truncation, tied heads and stale weights.", reads=("mismatch/abs", "mismatch/measured"),
         elsewhere={"trl": "sampling/sampling_logp_difference/mean", "skyrl": "policy/rollout_train_logprobs_abs_diff_mean"},
+    ),
+    Metric(
+        name="mismatch_gap_abs_mean", formula="mean of |π' − μ|", unit="probability", direction="high is bad", healthy=NO_RANGE,
+        action="See mismatch_abs_mean.", reads=("mismatch/gap", "mismatch/measured"), elsewhere={"verl": "training/rollout_probs_diff_mean"},
     ),
     Metric(
         name="mismatch_max", formula="max of log π' − log μ", unit="nats", direction="high is bad", healthy="below 0.3 with a bf16 sampler",

@@ -3,9 +3,9 @@
 `python scripts/sums.py` writes the eager code and the Triton kernel with its slots from these rows (`eager_sums`,
 `kernels/sum_kernels.py`). A test compares, so the two cannot differ in an expression or a slot. Loads without torch.
 
-An expression uses Python's operators and `exp`, `abs`, `where`, `clip`, `at_most`, `finite`, `finite_part`, `known` and
-`only` (see `scripts/sums.py`) on the names of COLUMNS, SHARED and CONSTANTS. `a or b` is column b where a is absent. A
-summed expression must be finite on all tokens, unusable ones included: blank it with `where`.
+An expression uses Python's operators and `exp`, `abs`, `where`, `clip`, `at_most`, `finite`, `finite_part`, `known`,
+`only` and `pick` (see `scripts/sums.py`) on the names of COLUMNS, SHARED and CONSTANTS. `a or b` is column b where a is
+absent. A summed expression must be finite on all tokens, unusable ones included: blank it with `where`.
 """
 
 import math
@@ -50,6 +50,7 @@ COLUMNS = (
     Column("max_increase", "bound", optional=True),
     Column("max_decrease", "bound", optional=True),
     Column("bounded", "switch", optional=True),
+    Column("around_sampler", "switch"),
 )
 
 
@@ -75,6 +76,8 @@ SHARED = (
     Shared("spread", "where(usable & seen, entropy, 0.0)"),
     Shared("both", "known(mismatch)"),
     Shared("log_k", "where(both, mismatch, 0.0)"),
+    # Of π' and μ, one is the anchor.
+    Shared("other", "exp(log_anchor + pick(around_sampler, log_k, -log_k))"),
 )
 
 Reduction = Literal["count", "sum", "max", "histogram", "binned"]
@@ -132,6 +135,7 @@ ROWS = (
     _count("bad_updates", "(advantage < 0) & (gap <= -0.5)"),
     Row("gap", "gap", "probability"),
     Row("gap/abs", "abs(gap)", "probability"),
+    Row("anchor/masked", "where(masked, anchor, 0.0)", "probability"),
     _max("max/gap", "gap", "probability"),
     _max("min/gap", "-gap", "probability"),
     _histogram("gap", "gap"),
@@ -164,6 +168,7 @@ ROWS = (
     _count("mismatch/measured", "both", "mismatch"),
     Row("mismatch", "only(both, exp(at_most(log_k, LARGEST_EXPONENT)))", "ratio", ("mismatch",)),
     Row("mismatch/abs", "abs(log_k)", "nats", ("mismatch",)),
+    Row("mismatch/gap", "abs(other - anchor)", "probability", ("mismatch",)),
     _max("max/mismatch", "where(both, mismatch, -inf)", "nats", "mismatch"),
     _max("min/mismatch", "where(both, -mismatch, -inf)", "nats", "mismatch"),
     # Late, because the tile of tokens by bins takes most registers: 120 on an A100 instead of 140.

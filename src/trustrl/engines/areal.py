@@ -1,7 +1,7 @@
 """AReaL: a region in place of the loss that its PPO actor passes to the training engine.
 
 Seam:     `TrainEngine.train_batch(input_, loss_fn, loss_weight_fn)`, public; `PPOActor` passes it `grpo_loss_fn`
-Switch:   `class Actor(RegionActor, FSDPPPOActor): region = "dppo-binary-tv"`, for any engine class of AReaL
+Switch:   `class Actor(RegionActor, FSDPPPOActor): region = "dppo-binary-tv-capped"`, for any engine class of AReaL
 Borrowed: `loss_weight_fn`: a loss is the mean over a micro-batch's tokens, and AReaL weights micro-batches by tokens
 """
 
@@ -25,6 +25,7 @@ from trustrl.engines.common.region_settings import region_given
 from trustrl.engines.common.sampled_loss import SampledLoss
 from trustrl.engines.common.step_sums import averages
 from trustrl.errors import ConfigError
+from trustrl.regions.recommended import SAMPLED_TOKEN
 
 CALLED_WITH = ("logprobs", "entropy", "input_data")
 
@@ -50,7 +51,7 @@ class RegionActor:
     AReaL's workers import the class by its path, so define yours in a module.
     """
 
-    region: Any = "dppo-binary-tv"
+    region: Any = SAMPLED_TOKEN
     """A region, a preset's name, or a dictionary of settings."""
 
     metrics: Choice = "core"

@@ -3,7 +3,7 @@
 Seams:    `trainer_cls`, and a plugin for the settings. axolotl calls a class from a plugin's `get_trainer_cls` without
           the model and the reward functions, so the plugin does not return one
 Switch:   `plugins: [trustrl.engines.axolotl.TrustRegionPlugin]`, `trainer_cls:
-          trustrl.engines.axolotl.TrustRegionTrainer`, and `trust_region: dppo-binary-tv`
+          trustrl.engines.axolotl.TrustRegionTrainer`, and `trust_region: dppo-binary-tv-capped`
 Borrowed: everything else, from axolotl's trainer and, through `trustrl.engines.trl`, from TRL's
 """
 

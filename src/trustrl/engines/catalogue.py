@@ -8,21 +8,25 @@ from typing import Literal
 
 from trustrl.config.axes import Region
 from trustrl.config.statistics import Anchor
-
-Kind = Literal["sampled", "topk", "exact", "projection"]
-"""The part of the vocabulary that a region reads: the sampled token, the K most probable ids, or all of it; or a region
-that differentiates the distribution (TROLL, score centering)."""
-
-Tested = Literal["run", "called"]
+from trustrl.engines.evidence import (
+    ALL,
+    BOTH,
+    EVIDENCE,
+    FAMILY,
+    ON_SAMPLER,
+    ON_TRAINER,
+    SAMPLED,
+    Evidence,
+    Kind,
+    Sampler,
+    Tested,
+)
 
 TESTED: dict[Tested, str] = {"run": "trains", "called": "called"}
 """The label of each kind of test. "Trains": the engine's own trainer took optimizer steps with a region. "Called": the
 installed package's own entry point called our loss, and verdicts and gradients were compared."""
 
-SAMPLED: frozenset[Kind] = frozenset({"sampled"})
-FAMILY: frozenset[Kind] = frozenset({"sampled", "topk", "projection"})
-ALL: frozenset[Kind] = frozenset({"sampled", "topk", "exact", "projection"})
-BOTH: frozenset[Anchor] = frozenset({"behavior", "proximal"})
+Status = Literal["trains", "called", "refused", "not run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +60,40 @@ class Engine:
     sequence_means: bool = True
     """False if the engine cannot average over sequences, as GSPO requires."""
 
-    tested: Tested
     session: str
     """The nox session of its tests."""
 
     page: str
     """The page in docs/engines."""
+
+    @property
+    def evidence(self) -> tuple[Evidence, ...]:
+        """The tests with each sampler."""
+        return EVIDENCE[self.name]
+
+    @property
+    def tested(self) -> Tested:
+        """The strongest kind of test."""
+        return "run" if any(row.tested == "run" for row in self.evidence) else "called"
+
+    @property
+    def samplers(self) -> tuple[Sampler, ...]:
+        """The samplers that its tests ran with."""
+        return tuple(dict.fromkeys(row.sampler for row in self.evidence))
+
+    def status(self, kind: Kind, sampler: Sampler, anchor: Anchor) -> Status:
+        """Returns the result of regions of one kind, with one sampler and anchored on one policy."""
+        rows = [row for row in self.evidence if row.sampler == sampler and kind in row.kinds and anchor in row.anchors]
+        if rows:
+            return "trains" if any(row.tested == "run" for row in rows) else "called"
+        # Where the trainer samples, μ's distribution is its own. Exact divergences need its hidden states.
+        read = ON_TRAINER if kind == "exact" else self.distribution_of
+        recorded = kind == "sampled" or anchor in read or sampler == "trainer"
+        return "not run" if kind in self.kinds and anchor in self.anchors and recorded else "refused"
+
+    def trains(self, kind: Kind) -> bool:
+        """Returns whether regions of this kind took optimizer steps, with any sampler and anchor."""
+        return any(kind in row.kinds for row in self.evidence if row.tested == "run")
 
 
 def kind_of(region: Region) -> Kind:
@@ -90,9 +122,8 @@ ENGINES = (
         package="trl",
         versions=("1.16.0", "1.15.0", "1.9.0", "1.0.0"),
         module="trustrl.engines.trl",
-        start='TrustRegionGRPOTrainer(..., region=trustrl.preset("dppo-binary-tv"))',
+        start='TrustRegionGRPOTrainer(..., region=trustrl.preset("dppo-binary-tv-capped"))',
         kinds=ALL,
-        tested="run",
         session="trl",
         page="trl.md",
     ),
@@ -101,9 +132,9 @@ ENGINES = (
         package="verl",
         versions=("0.9.1", "0.9.0"),
         module="trustrl.engines.verl",
-        start="python -m trustrl.engines.verl actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv",
+        start="python -m trustrl.engines.verl "
+        "actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv-capped",
         kinds=ALL,
-        tested="run",
         session="verl",
         page="verl.md",
     ),
@@ -112,8 +143,9 @@ ENGINES = (
         package="skyrl",
         versions=("0.3.0",),
         module="trustrl.engines.skyrl",
-        start="python -m trustrl.engines.skyrl trainer.algorithm.policy_loss_type=trustrl-dppo-binary-tv",
-        tested="called",
+        start="python -m trustrl.engines.skyrl trainer.algorithm.policy_loss_type=trustrl-dppo-binary-tv-capped",
+        kinds=FAMILY,
+        distribution_of=ON_TRAINER,
         session="skyrl",
         page="skyrl.md",
     ),
@@ -122,10 +154,9 @@ ENGINES = (
         package="ms_swift",
         versions=("4.6.0",),
         module="trustrl.engines.swift",
-        start="TRUSTRL_REGION=dppo-binary-tv swift rlhf --rlhf_type grpo --external_plugins ...",
+        start="TRUSTRL_REGION=dppo-binary-tv-capped swift rlhf --rlhf_type grpo --external_plugins ...",
         kinds=FAMILY,
-        distribution_of=frozenset({"proximal"}),
-        tested="run",
+        distribution_of=ON_TRAINER,
         session="swift",
         page="swift.md",
     ),
@@ -134,8 +165,8 @@ ENGINES = (
         package="axolotl",
         versions=("0.19.0",),
         module="trustrl.engines.axolotl",
-        start="trust_region: dppo-binary-tv",
-        tested="run",
+        start="trust_region: dppo-binary-tv-capped",
+        kinds=FAMILY,
         session="axolotl",
         page="axolotl.md",
     ),
@@ -144,8 +175,9 @@ ENGINES = (
         package="openrlhf",
         versions=("0.11.2",),
         module="trustrl.engines.openrlhf",
-        start="python -m trustrl.engines.openrlhf --trustrl.region dppo-binary-tv",
-        tested="run",
+        start="python -m trustrl.engines.openrlhf --trustrl.region dppo-binary-tv-capped",
+        kinds=FAMILY,
+        distribution_of=ON_TRAINER,
         session="openrlhf",
         page="openrlhf.md",
     ),
@@ -154,8 +186,7 @@ ENGINES = (
         package="tinker",
         versions=("0.38.0", "0.36.0"),
         module="trustrl.engines.tinker",
-        start='forward_backward_custom(data, loss_hook(trustrl.preset("dppo-binary-tv")))',
-        tested="called",
+        start='forward_backward_custom(data, loss_hook(trustrl.preset("dppo-binary-tv-capped")))',
         session="losses",
         page="tinker.md",
     ),
@@ -165,7 +196,6 @@ ENGINES = (
         versions=("0.6.0",),
         module="trustrl.engines.trinity",
         start="policy_loss_fn: trustrl.engines.trinity.RegionLoss",
-        tested="called",
         session="losses",
         page="trinity.md",
     ),
@@ -174,9 +204,8 @@ ENGINES = (
         package="rlinf",
         versions=("0.3.0",),
         module="trustrl.engines.rlinf",
-        start="RLINF_EXT_MODULE=trustrl.engines.rlinf ... algorithm.loss_type=trustrl-dppo-binary-tv",
+        start="RLINF_EXT_MODULE=trustrl.engines.rlinf ... algorithm.loss_type=trustrl-dppo-binary-tv-capped",
         both_at_once=False,
-        tested="called",
         session="losses",
         page="rlinf.md",
     ),
@@ -185,9 +214,8 @@ ENGINES = (
         package="areal",
         versions=("1.0.4",),
         module="trustrl.engines.areal",
-        start="class Actor(RegionActor, FSDPPPOActor): region = 'dppo-binary-tv'",
+        start="class Actor(RegionActor, FSDPPPOActor): region = 'dppo-binary-tv-capped'",
         sequence_means=False,
-        tested="called",
         session="losses",
         page="areal.md",
     ),
@@ -197,9 +225,9 @@ ENGINES = (
         versions=("commit 559b447",),
         module="trustrl.engines.prime_rl",
         start='[trainer.loss] type="custom" import_path="trustrl.engines.prime_rl.region_loss"',
-        anchors=frozenset({"behavior"}),
+        kinds=FAMILY,
+        anchors=ON_SAMPLER,
         sequence_means=False,
-        tested="called",
         session="prime_rl",
         page="prime-rl.md",
     ),
@@ -209,7 +237,6 @@ ENGINES = (
         versions=("commit 7ea279a",),
         module="trustrl.engines.nemo_rl",
         start="loss_fn = with_region(loss_fn, master_config)",
-        tested="called",
         session="sources",
         page="nemo-rl.md",
     ),
@@ -219,7 +246,6 @@ ENGINES = (
         versions=("commit 624b824",),
         module="trustrl.engines.slime",
         start="--loss-type custom_loss --custom-loss-function-path trustrl.engines.slime.region_loss",
-        tested="called",
         session="sources",
         page="slime.md",
     ),
@@ -229,7 +255,6 @@ ENGINES = (
         versions=("commit 31f1ca9",),
         module="trustrl.engines.miles",
         start="--loss-type custom_loss --custom-loss-function-path trustrl.engines.miles.region_loss",
-        tested="called",
         session="sources",
         page="slime.md",
     ),

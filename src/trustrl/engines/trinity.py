@@ -26,6 +26,7 @@ from trustrl.engines.common.region_settings import region_given
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.engines.common.step_sums import averages
 from trustrl.errors import ConfigError
+from trustrl.regions.recommended import SAMPLED_TOKEN
 
 AVERAGES: dict[str, type | None] = {
     "token-mean": TokenMean,
@@ -93,8 +94,8 @@ class RegionLoss(PolicyLossFn):
 
     @classmethod
     def default_args(cls) -> dict[str, Any]:
-        """Returns Trinity's defaults: DPPO with the binary TV."""
-        return {"region": "dppo-binary-tv", "loss_agg_mode": "token-mean"}
+        """Returns Trinity's defaults: the recommended region on the sampled token."""
+        return {"region": SAMPLED_TOKEN, "loss_agg_mode": "token-mean"}
 
 
 class RecomputedRegionLoss(RegionLoss):

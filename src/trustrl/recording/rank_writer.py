@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from trustrl.errors import RecordError, TrustRLWarning
+from trustrl.files import sync
 from trustrl.recording import storage
 from trustrl.recording.compaction import BLOCKS, TABLE_FOLDERS, compact_rank, merged
 from trustrl.recording.part_names import PartName, about_numbers, dump_step
 from trustrl.recording.storage import Place
 from trustrl.recording.writers import (
     SUPERSEDED,
+    WRITERS,
     Claim,
     Claims,
     check_claim,
@@ -45,6 +47,9 @@ class RankWriter:
         self._asked: Future[None] | None = None
         self._blocks = claim.from_step // BLOCKS[0]
         """Number of blocks, counted from step 0, that are merged or being merged."""
+
+        self._num_ended = self._num_synced = 0
+        """Steps, counted from step 0, that have ended and that are on the disk."""
 
     @classmethod
     def begin(cls, folder: Place, claim: Claim, *, ring_steps: int = 0) -> "RankWriter":
@@ -93,6 +98,7 @@ class RankWriter:
 
         Warns if the last merge failed, and stops merging.
         """
+        self._num_ended = step + 1
         if not isinstance(self._folder, Path):
             return
         if self._running is not None:
@@ -113,6 +119,23 @@ class RankWriter:
         if blocks > self._blocks:
             self._blocks = blocks
             self._running = self._thread().submit(self._compact, blocks * BLOCKS[0])
+
+    def sync(self) -> None:
+        """Waits until the rank's files of all steps that have ended, and its claim, have reached a local disk."""
+        record, rank, since = self._folder, self.claim.rank, self._num_synced
+        if not isinstance(record, Path):
+            return
+        files = {record / WRITERS / self.claim.name}
+        for inside in TABLE_FOLDERS.values():
+            files |= {file for part, file in listed(record / inside, rank).items() if part.last >= since}
+        dumped = record.glob(f"dump-*/*.rank-{rank:04d}*")
+        files |= {file for file in dumped if (dump_step(file.parent.name) or 0) >= since}
+        for file in files:
+            with suppress(FileNotFoundError):  # it was merged meanwhile, into a file that is on the disk
+                sync(file)
+        for folder in {file.parent for file in files} | {record, record.parent}:
+            sync(folder)
+        self._num_synced = self._num_ended
 
     def _thread(self) -> ThreadPoolExecutor:
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="trustrl-records")

@@ -229,6 +229,19 @@ class Recorder:
         if self._uploads is not None:
             self._uploads.flush(seconds)
 
+    def sync(self) -> None:
+        """Waits until the files of all ended steps have reached a local disk. Call it before a checkpoint is saved.
+
+        A run that loses power and resumes from that checkpoint then has the whole record up to it.
+        """
+        if self._writer is None or self._stopped:
+            return
+        try:
+            self._writer.sync()
+        except OSError as error:
+            text = f"Cannot sync records in `{self._folder}`: {str(error).rstrip('.')}. A power failure may lose them."
+            warnings.warn(text, TrustRLWarning, stacklevel=2)
+
     def _end_files(self, step: int) -> None:
         """Writes the sequences of this step and of earlier ones that did not end, and finishes the part file."""
         is_new = self._part is not None

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from trustrl.errors import ConfigError, MissingPackageError, RecordError
-from trustrl.files import leads_out, open_regular, read_regular
+from trustrl.files import leads_out, open_regular, read_regular, sync
 from trustrl.optional_imports import need
 from trustrl.recording import checksums
 
@@ -256,13 +256,17 @@ def read_bytes(where: Place) -> bytes:
     return content
 
 
-def write_text(where: Place, text: str) -> None:
-    """Writes a small file atomically."""
+def write_text(where: Place, text: str, *, synced: bool = False) -> None:
+    """Writes a small file atomically. `synced` waits until content and name are on the disk, if it is a local file."""
     whole = WholeFile(where)
     try:
         with whole.opened() as file:
             file.write(text.encode())
+        if synced and isinstance(whole.target, Path):
+            sync(whole.target)
         whole.publish()
+        if synced and isinstance(where, Path):
+            sync(where.parent)
     except OSError:
         whole.abandon()
         raise

@@ -271,7 +271,9 @@ def put_in_effect(folder: Place, claim: Claim) -> Claim:
     """Lets readers follow a claim. Returns it."""
     claim = replace(claim, in_effect=True)
     storage.make_folder(folder / WRITERS)
-    storage.write_text(folder / WRITERS / claim.name, sealed_json(asdict(claim)))
+    storage.write_text(
+        folder / WRITERS / claim.name, sealed_json(asdict(claim)), synced=True
+    )  # torn, it hides all files
     return claim
 
 

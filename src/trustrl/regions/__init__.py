@@ -1,9 +1,9 @@
 """One file per region: equation, settings, decision, presets, words and plain loss. The folder is the list.
 
 `catalogue` imports every file of this folder. A file defines settings classes with a `kind`, and optionally `PRESETS`
-(names and factories), `ALIASES` (short names of presets) and functions that end in `_loss`. No file imports torch when
-it is loaded; `trustrl.regions.ops` does on first use. `OTHERS` are the public names that go with regions: statistics,
-corrections, and what a region of your own needs.
+(names and factories), `ALIASES` (short names of presets) and functions that end in `_loss`. A file may have presets
+alone. No file imports torch when it is loaded; `trustrl.regions.ops` does on first use. `OTHERS` are the public names
+that go with regions: statistics, corrections, and what a region of your own needs.
 
 Another package adds regions in the same form by an entry point. Its module is loaded when a kind or a preset is sought
 that is not known otherwise, or when presets are listed:
@@ -26,7 +26,7 @@ from trustrl.errors import DuplicateNameError, TrustRLWarning
 GROUP = "trustrl.regions"
 """Entry points of other packages."""
 
-SHARED = ("base", "loading", "ops", "presets", "words")
+SHARED = ("base", "loading", "ops", "presets", "recommended", "words")
 """Modules of this folder that regions share."""
 
 OTHERS = {

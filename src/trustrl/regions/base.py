@@ -1,4 +1,18 @@
-"""Settings that most regions share, their checks, and the data that a statistic needs."""
+"""Settings that most regions share, their checks, and the data that a statistic needs.
+
+Every region:
+
+- A missing log-prob of the anchor is an error. Nothing is put in its place.
+- A token exactly at a bound is inside. Decisions are those of exact arithmetic on the input, in float64.
+- A token with A = 0 is kept. It has no policy gradient and is on neither side of a mask.
+- Masked tokens stay in the denominator. So do faulty ones (a log-prob that is NaN, infinite or above 0), which have no
+  gradient and are counted, and those whose coefficient exceeds 3.4e31 in float32 (`trustrl/fault_overflow`).
+- Weights are detached. Without an objective the value of the loss has no meaning: read the metrics.
+- If the decision is per token, batches may be split anywhere. Regions over sequences need them whole in a call: rows of
+  a (B, T) batch, or packed tokens with `sequence_ids`.
+- A KL penalty and an entropy bonus act on masked tokens too, unless they have `only_kept=True`.
+- Metrics of ratios, `trustrl/effective_sample_share` and `trustrl/chi_square` are taken before mask and cap.
+"""
 
 from dataclasses import dataclass, replace
 from typing import get_args

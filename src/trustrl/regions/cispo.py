@@ -2,7 +2,16 @@ r"""CISPO: caps importance weights and masks nothing.
 
     M = 1,   w = min(r, C),   r = π/b,   ℓ = −sg(w) A log π
 
-Reference: MiniMax-M1, arXiv:2506.13585.
+Every token keeps a gradient: a ratio above the cap is damped, not dropped. Weights have no lower bound. The cap acts on
+log r, so a capped weight cannot overflow. `trustrl/capped_share` shows how often it acts; a cap that acts often biases
+the gradient.
+
+In other libraries:
+
+- verl's `cispo` also raises ratios below 1 − `clip_ratio_low`, and caps at 1.2 by default. SkyRL's caps at 6.
+- Clamping log r at ±20 is not a cap. Through a clamped ratio the gradient is silently 0; detached, the weight is e²⁰.
+
+Reference: MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention, arXiv:2506.13585.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ class CISPO(AnchoredRegion):
     kind: ClassVar[str] = "cispo"
 
     max_ratio: float = 5.0
-    """C: 5, as in ScaleRL and in DPPO's scaling runs."""
+    """C: 5, as in ScaleRL (arXiv:2510.13786) and in DPPO's scaling runs."""
 
     def __post_init__(self) -> None:
         validators.real(

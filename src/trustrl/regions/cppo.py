@@ -3,6 +3,17 @@ r"""CPPO: a cumulative divergence budget over each response.
     w_t = 1 − (1 − w_min)(t − 1)/max(T − 1, 1),   Z = w D,   S and W the running sums of Z and w
     M_t = 0  iff  A_t (r_t − 1) > 0 and Z_t > min(δ, δ + δ_b W_{t−1} − S_{t−1})                        (eq. 8-10)
 
+Early tokens spend what later ones may not. S and W run over all tokens in the loss: masked ones, those that the update
+pulls back and those with A = 0 spend like any other. Weights are π/b, as in `dppo-topk-tv`.
+
+Limits:
+
+- A response must be whole in its call. Packed tokens must be in time order.
+- Tokens outside the loss, such as tool output, have no position and spend nothing. An infinite D spends any budget.
+- Both bounds must be equal, because a budget has one size. Another divergence is possible: `CPPO(BinaryTV())`.
+- `trustrl/divergence_p90` is D, not Z: it shows where `rate="p90"` lies between its clamps. `trustrl/undecided_share`
+  compares D with δ alone, not with the remaining budget.
+
 Reference: Beyond Uniform Token-Level Trust Region in LLM Reinforcement Learning, arXiv:2606.10968.
 """
 
@@ -60,9 +71,11 @@ class CPPO(AnchoredRegion):
     kind: ClassVar[str] = "cppo"
 
     divergence: Divergence = field(default_factory=TopKTV)
-    """Top-20 TV at δ = 0.15 for dense models; 0.2 for mixtures of experts."""
+    """Top-20 TV at δ = 0.15, the paper's for dense models; it has 0.2 for mixtures of experts."""
 
     budget: PrefixBudget = field(default_factory=PrefixBudget, kw_only=True)
+    """Budget of a response and what each token adds to it, as in the paper."""
+
     max_ratio: float | None = field(default=None, kw_only=True)
     """C: cap on the weight of unmasked tokens."""
 

@@ -57,7 +57,7 @@ class DPPO(AnchoredRegion):
     """Divergence *and* thresholds. Paper: TV 0.15 (sanity, LoRA) or 0.2 (8B and 30B runs), KL 0.05, K = 20."""
 
     max_ratio: float | None = field(default=None, kw_only=True)
-    """C: cap on π/b. Off by default. The paper's scaling runs use 5, and show that 3 fails."""
+    """C: cap on π/b. Off by default. The paper's scaling runs use 5, our recommended presets 2."""
 
     def __post_init__(self) -> None:
         validators.instance("dppo.divergence", self.divergence, (Divergence,))
@@ -81,7 +81,15 @@ PRESETS = {
     "dppo-topk-kl": lambda: DPPO(TopKKL()),
     "dppo-full-tv": lambda: DPPO(FullTV()),
     "dppo-full-kl": lambda: DPPO(FullKL()),
-    # The ablation of the paper's figure 4: the mask uses π', the weight stays π/μ.
+    # The paper's scaling runs, but for LoRA, whose TV has 0.15.
+    "dppo-binary-tv-scaling": lambda: DPPO(BinaryTV(max_increase=0.2), max_ratio=5.0),
+    "dppo-binary-kl-scaling": lambda: DPPO(BinaryKL(max_increase=0.05), max_ratio=5.0),
+    "dppo-topk-tv-scaling": lambda: DPPO(TopKTV(max_increase=0.2), max_ratio=5.0),
+    "dppo-topk-kl-scaling": lambda: DPPO(TopKKL(max_increase=0.05), max_ratio=5.0),
+    # What docs/guides/choosing-a-region.md recommends; trustrl.regions.recommended names them.
+    "dppo-binary-tv-capped": lambda: DPPO(BinaryTV(max_increase=0.3), max_ratio=2.0),
+    "dppo-topk-tv-capped": lambda: DPPO(TopKTV(max_increase=0.3), max_ratio=2.0),
+    # The ablation of the paper's figure 4, with TV in place of its KL: the mask uses π', the weight stays π/μ.
     "dppo-decoupled": lambda: DPPO(BinaryTV(), anchor="proximal", correction=TIS(max_ratio=math.inf)),
     # The ablation of figure 5: masks only a token with A < 0 that has lost more than half of the probability mass.
     "dppo-minimal": lambda: DPPO(BinaryTV(max_decrease=0.5, max_increase=math.inf)),

@@ -3,6 +3,19 @@ r"""DRPO: SPO's quadratic penalty on the probability gap π − b.
     objective = r A − |A| (r − 1)(π − b) / (2δ),   r = π/b
     M = 1,   w = r [1 − sign(A)(π − b) / δ],   ∂objective/∂log π = w A
 
+The objective has its maximum where π − b = sign(A) δ. Past it the token is pulled back. A rare token may have a large
+ratio: its gap is small, and the penalty hardly acts on it. Compare `trustrl/gap_p99` with δ.
+
+Limits:
+
+- The bracket lies in [1 − 1/δ, 1 + 1/δ]. The ratio before it has no cap, and there is no setting for one.
+- `TrustRegion(BinaryTV(...), action="penalize")` is the same rule for widths up to 1, with one width per side.
+
+In other libraries:
+
+- The published code states δ = 12.5. A probability gap never exceeds 1, so the bracket stays in [0.92, 1.08] and holds
+  nothing back. A width above 1 warns here.
+
 Reference: Rethinking the Divergence Regularization in LLM RL, arXiv:2606.09821.
 """
 

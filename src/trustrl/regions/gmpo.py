@@ -3,7 +3,27 @@ r"""GMPO: clips each log-ratio on the side that A pushes it to, and weights a se
     objective = A·s,   s = exp(mean_t c_t),   c_t = log r_t clipped to its bound if A pushes it outward   (eq. 4)
     M_t = 0 iff the token is `leaving` by D = |log r|,   w = s,   r = π/b
 
-Reference: Geometric-Mean Policy Optimization, arXiv:2507.20673.
+A clipped token has no gradient, but its bound stays in the mean and scales the other tokens of its sequence. All tokens
+that are not clipped have the same weight, as in `gspo`. Bounds are distances of log r from 0: 0.4 nats keep ratios in
+(0.67, 1.49).
+
+Limits:
+
+- The reduction must be `trustrl.SequenceMeanTokenMean`, and a sequence must be whole in its call.
+- `trustrl/divergence_p99` is a quantile of |log r|, and `trustrl/weight_mean` the mean of s, not of r. The value of the
+  loss is the negative objective. Do not compare it across regions.
+
+In other libraries:
+
+- verl 0.9 (`loss_mode=geo_mean`) reads PPO's `clip_ratio_low` and `clip_ratio_high` as nats: 0.2 keeps ratios in (0.82,
+  1.22). It averages over the rows of a micro-batch, whatever `loss_agg_mode` is, and TRL 1.16 (`trl.experimental.gmpo`)
+  over its sequences. Here the count is global. With equal bounds, one advantage per sequence and no empty row,
+  gradients agree with both to 1e-6.
+- TRL and the authors anchor on π'. verl's clip fraction also counts tokens that its clip leaves unchanged.
+- The authors' ablations (no clip, one clip on the sum, no 1/T) are not implemented.
+
+Reference: Geometric-Mean Policy Optimization, arXiv:2507.20673. We read the authors' code and notes of others, not the
+paper's text.
 """
 
 from __future__ import annotations
@@ -31,7 +51,7 @@ class GMPO(AnchoredRegion):
     kind: ClassVar[str] = "gmpo"
 
     log_ratio: LogRatio = field(default_factory=LogRatio)
-    """±0.4 nats, as in the paper: ratios in (e^-0.4, e^0.4)."""
+    """±0.4 nats, as in the authors' scripts."""
 
     def __post_init__(self) -> None:
         validators.instance("gmpo.log_ratio", self.log_ratio, (LogRatio,))

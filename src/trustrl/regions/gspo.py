@@ -5,6 +5,15 @@ r"""GSPO: one geometric-mean ratio per sequence, for the mask and for the weight
 
 The gradient is the paper's if each sequence is averaged over its tokens, then over sequences.
 
+Limits:
+
+- The reduction must be `trustrl.SequenceMeanTokenMean`. Any other is an error: it would be another algorithm.
+- A sequence must be whole in its call.
+- The bounds are for answers of hundreds of tokens. On answers of 22 tokens they masked 89% of all tokens. A token-level
+  bound such as 0.2 would never mask one; a bound above 0.01 warns.
+- One decision masks all tokens of a sequence, and `trustrl/masked_share_increase` goes by s: in a sequence masked for s
+  > 1, tokens with r < 1 count there too. `trustrl/divergence_p99` is a quantile of |s − 1| over tokens.
+
 Reference: Group Sequence Policy Optimization, arXiv:2507.18071.
 """
 

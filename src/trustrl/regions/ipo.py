@@ -3,6 +3,14 @@ r"""IPO: a symmetric mask on the sampled token's probability gap, as in prime-rl
     M = 0  iff  |π − b| > δ, in either direction,   w = r,   r = π/b
     ℓ = −sg(M r) A log π + τ log² r
 
+A token outside is masked on its way back too, and stays where it is: nothing pulls it back. Rare tokens pass the mask
+with any ratio, and weights have no cap.
+
+Limits:
+
+- The penalty acts on every usable token, masked ones and A = 0 included.
+- `act_on="upper"` compares 1 − min(b, π), which exceeds 0.3 for most tokens even if nothing has moved.
+
 There is no paper: the rule and its bound are those of prime-rl, as of September 2026.
 """
 

@@ -1,10 +1,30 @@
 r"""M2PO: masks the largest log-ratios until the second moment of the others is small.
 
     T = {t : A_t (r_t − 1) > 0},   r = π/b.  Remove the largest log² r from T until its mean over T is at most τ.
-    M_t = 0 on the tokens removed,   w = r,   ℓ = −sg(M w) A log π
+    M_t = 0 on the tokens removed,   w = r,   ℓ = −sg(w M) A log π
 
-The rule keeps the most tokens that fulfil the bound. If a batch is split over micro-batches or ranks, each part fulfils
-the bound, so the whole does; the parts together mask at least as many tokens as the whole would.
+Tokens that the update pulls back are kept and are not in the mean. The cut follows from the batch: if even the smallest
+log² r of T is above τ, all of T is masked.
+
+Each call decides on its own tokens, so the mask depends on the split into micro-batches and ranks. For any split the
+whole batch fulfills the bound: n kept tokens of a part have a sum of log² r of at most τ n, and so have all parts
+together. The parts mask at least as many tokens as one call would: removing the largest first keeps the largest set
+whose mean is at most τ, and the parts' kept tokens together are such a set.
+
+Limits:
+
+- For the exact mask of a step call `policy_loss` once on the whole step. In a trainer a call is one micro-batch of one
+  rank; in prime-rl and tinker it is one sequence.
+- Kept weights have no cap. No single token has a bound, so `when_stale="tighten"` is refused and divergence metrics are
+  absent: read `trustrl/log_ratio_p99`.
+
+In other libraries:
+
+- Most public implementations cut within one micro-batch of one rank. ms-swift (a change after 4.6) gathers all ranks,
+  and Trinity-RFT (open pull request 616) reads the whole optimizer batch. ms-swift also clamps log r at ±20.
+- The authors' code (verl 0.4; verl's pull request 4131 copies it) is not algorithm 1: it measures π/π', and tokens
+  above a cap keep using up the budget, so it masks more.
+- AReaL measures π'/μ on all tokens and ignores A. Its masked tokens leave the denominator.
 
 Reference: Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?, arXiv:2510.01161,
 algorithm 1.

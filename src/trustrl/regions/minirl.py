@@ -2,7 +2,18 @@ r"""MiniRL: PPO's mask on the trainer's drift π/π', and the weight π/μ.
 
     M = 0 iff the token is `leaving` by D = |π/π' − 1|,   w = min(π/μ, C),   ℓ = −sg(M w) A log π
 
-Reference: Stabilizing Reinforcement Learning with LLMs, arXiv:2512.01374.
+The mask bounds how far the trainer has moved since the batch began, and the weight corrects for the sampler. Before the
+first update π = π', so nothing is masked however large the mismatch is.
+
+Limits:
+
+- Both `behavior_logp` and `proximal_logp` are needed. The rule names both policies, so it has neither an anchor nor a
+  correction.
+- `trustrl/ratio_mean` and its neighbors compare π with π'. `trustrl/mismatch_ratio_mean` compares π' with μ.
+- Without a cap the gradient is that of `PPO(anchor="proximal")` with an unbounded correction. With a cap they differ: C
+  caps π/μ as a whole, `TIS` caps π'/μ alone.
+
+Reference: Stabilizing Reinforcement Learning with LLMs: Formulation and Practices, arXiv:2512.01374.
 """
 
 from __future__ import annotations
@@ -29,6 +40,8 @@ class MiniRL(StalenessRegion):
     kind: ClassVar[str] = "minirl"
 
     ratio: Ratio = field(default_factory=lambda: Ratio(max_decrease=0.2, max_increase=0.28))
+    """Bounds of |π/π' − 1|: those of `ppo`."""
+
     max_ratio: float | None = field(default=None, kw_only=True)
     """C: cap on the weight. Off by default."""
 

@@ -3,7 +3,29 @@ r"""OPSM: drops a sequence with A < 0 that became less likely, and masks single 
     M = 0 for the whole sequence  iff  A < 0 and mean_t log(μ/π) > δ                                     (eq. 9)
     M_t = 0 for a token that is `leaving` by its statistic, PPO's |r − 1| by default,   w = r,   r = π/b
 
-Reference: DeepSeek-V3.2, arXiv:2512.02556.
+The mean estimates KL(μ‖π) per token and is negative if the tokens rose, so only losing sequences that fell are dropped:
+those whose geometric-mean ratio is below e^−δ.
+
+Limits:
+
+- A sequence must be whole in its call. `anchor="proximal"` masks single tokens by π/π', needs both log-probs, and still
+  takes the drift from μ.
+- Published values of δ are three orders of magnitude apart: 1e-4 in slime and miles, 0.1 in a public script, 0.5 in
+  TRL's example. The first is for a drift from π', which is 0 before the first update; from μ it contains the sampler's
+  rounding. Read `trustrl/kl_k1` at the first update before you lower δ.
+- `trustrl/sequence_dropped_share` counts tokens of dropped sequences, `trustrl/masked_share` both masks together.
+
+In other libraries:
+
+- Gradients agree with TRL 1.16 to 1e-6 with `anchor="proximal"`. TRL sets a drift of NaN to 0, and takes the sign of
+  the sequence's A. Here each token's own A decides.
+- slime and miles take the drift from π', or from μ with `--use-rollout-logprobs`.
+- In ms-swift 4.6 dropped sequences leave the denominator, and their KL is lost. Here they stay and keep their
+  penalties, as in the paper.
+- open-instruct's sequence mask, described as DeepSeek-V3.2 style, has two sides and no sign test, on π'/μ. The nearest
+  here is `MIS` with `level="sequence-mean"`.
+
+Reference: DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models, arXiv:2512.02556, section 3.1.
 """
 
 from __future__ import annotations
@@ -34,12 +56,14 @@ class OPSM(AnchoredRegion):
     kind: ClassVar[str] = "opsm"
 
     max_drift: float = 0.5
-    """δ: the largest mean over the response of log μ − log π, in nats per token. The paper does not state its value."""
+    """δ: the largest mean over the response of log μ − log π, in nats per token. The paper has no value; 0.5 is TRL's
+    example."""
 
     statistic: Statistic | None = field(
         default_factory=lambda: Ratio(max_decrease=0.2, max_increase=0.28), kw_only=True
     )
-    """Statistic that masks single tokens of kept sequences, measured from `anchor`; None masks none."""
+    """Statistic that masks single tokens of kept sequences, measured from `anchor`, with the bounds of `ppo`. None
+    masks none. Any other of a token is possible, such as `BinaryTV()`."""
 
     def __post_init__(self) -> None:
         validators.real("opsm.max_drift", self.max_drift, rule="nats per token, > 0", low=0.0)

@@ -1,8 +1,12 @@
-r"""The unconstrained baseline: the importance-weighted policy gradient without a region.
+r"""PG-IS: the importance-weighted policy gradient without a region, a baseline.
 
     M = 1,   w = r,   r = π/b,   ℓ = −sg(r) A log π
 
-Reference: the objective that PPO bounds, arXiv:1707.06347, eq. 6.
+It is also a test of the whole pipeline: before the first update of a batch, `trustrl/ratio_mean` and
+`trustrl/ratio_max` are 1 if the trainer reproduces the sampler's numbers. If b sampled the tokens, the expectation of r
+is 1, and `trustrl/kl_k1` and `trustrl/kl_k3` are unbiased for KL(b‖π). For a capped weight use `cispo`.
+
+Reference: Proximal Policy Optimization Algorithms, arXiv:1707.06347, eq. 6: the objective that PPO bounds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@ r"""PPO: the clip, as a mask on |r − 1| with the same gradient as min/clip.
     ℓ = −min(r A, clip(r, 1 − ε⁻, 1 + ε⁺) A),   r = π/b                                                  (eq. 7)
     ∂ℓ/∂log π = −M r A,   M = 0 iff the token is `leaving` by D = |r − 1|
 
-PPO therefore shares its mask with DPPO and differs in the statistic alone.
+PPO therefore shares its mask with DPPO and differs in the statistic alone. Relaxed, M = 1 where b < α on the relaxed
+side: A > 0, A < 0, or both.
 
 Reference: Proximal Policy Optimization Algorithms, arXiv:1707.06347. Dual clip: Mastering Complex Control in MOBA
 Games, arXiv:1912.09729, eq. 5. Relaxed clip: arXiv:2602.04879, section 6.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from trustrl.config import validators
 from trustrl.config.axes import Needs
 from trustrl.config.statistics import Ratio
-from trustrl.config.terms import MIS, TIS, DivergenceGate, IcePop
+from trustrl.errors import ConfigError
 from trustrl.regions import ops
 from trustrl.regions.base import AnchoredRegion, check_common
 from trustrl.regions.dppo import leaving
@@ -64,6 +65,10 @@ class PPO(AnchoredRegion):
     """α: tokens with an anchor probability below it are never clipped. Off by default; 0.1 to 0.7 in arXiv:2602.04879,
     section 6, which shows by it that PPO's clip hinders improbable tokens."""
 
+    relax_side: Literal["both", "increase", "decrease"] = field(default="both", kw_only=True)
+    """Side of the clip that `relax_below` removes: `increase` (A > 0) is the paper's relax-high, `decrease` (A < 0) its
+    relax-low."""
+
     def __post_init__(self) -> None:
         validators.instance("ppo.ratio", self.ratio, (Ratio,))
         validators.one_of("ppo.action", self.action, ("mask", "clip"))
@@ -75,6 +80,12 @@ class PPO(AnchoredRegion):
             validators.real(
                 "ppo.relax_below", self.relax_below, rule="a probability in (0, 1], or None", low=0.0, high=1.0
             )
+        validators.one_of("ppo.relax_side", self.relax_side, ("both", "increase", "decrease"))
+        if self.relax_side != "both" and self.relax_below is None:
+            raise ConfigError(
+                f"ppo.relax_below must be given with relax_side={self.relax_side!r}, got None. Set α, the probability "
+                "below which tokens are not clipped."
+            )
 
     def decide(self, tokens: ops.Tokens) -> ops.Decision:
         """Masks tokens whose ratio leaves the clip range, or that the dual clip drops."""
@@ -83,9 +94,11 @@ class PPO(AnchoredRegion):
         mask = leaving(by.distance, log_ratio, advantage, **by.bounds)
         value = clipped_objective(log_ratio, advantage, **by.per_token_bounds) if self.action == "clip" else None
         if self.relax_below is not None:
-            probable = tokens.log_anchor.exp() >= self.relax_below
-            mask = mask & probable
-            value = None if value is None else value.where(probable, log_ratio.exp() * advantage)
+            clipped = tokens.log_anchor.exp() >= self.relax_below
+            if self.relax_side != "both":
+                clipped = clipped | (advantage < 0 if self.relax_side == "increase" else advantage > 0)
+            mask = mask & clipped
+            value = None if value is None else value.where(clipped, log_ratio.exp() * advantage)
         if self.dual_clip is not None:
             dropped = runaway(log_ratio, advantage, max_ratio=self.dual_clip)
             mask = mask | dropped
@@ -116,7 +129,8 @@ class PPO(AnchoredRegion):
         if self.dual_clip is not None:
             text += f" Tokens with a negative advantage are masked above π/μ = {number(self.dual_clip)}."
         if self.relax_below is not None:
-            text += f" Tokens with {anchor_of(self)} below {number(self.relax_below)} are never masked."
+            side = {"both": "", "increase": " upwards", "decrease": " downwards"}[self.relax_side]
+            text += f" Tokens with {anchor_of(self)} below {number(self.relax_below)} are never masked{side}."
         return text
 
 
@@ -124,17 +138,6 @@ PRESETS = {
     "ppo": PPO,
     # The relaxation of DPPO's section 6, at the smallest α that it studies.
     "ppo-relaxed": lambda: PPO(relax_below=0.1),
-    # The three corrections apply to any region anchored on π'. PPO's mask is the usual choice.
-    "tis": lambda: PPO(anchor="proximal", correction=TIS()),
-    "icepop": lambda: PPO(anchor="proximal", correction=IcePop()),
-    # MIS has no published bounds that hold at every level. These are our choice, per token.
-    "mis": lambda: PPO(anchor="proximal", correction=MIS(min_ratio=0.5, max_ratio=2.0, level="token")),
-    # TRL's `sequence_truncate` and `sequence_mask` with its bound.
-    "tis-product": lambda: PPO(anchor="proximal", correction=TIS(max_ratio=3.0, level="sequence-product")),
-    "mis-product": lambda: PPO(
-        anchor="proximal", correction=MIS(min_ratio=0.0, max_ratio=3.0, level="sequence-product")
-    ),
-    "divergence-gate": lambda: PPO(anchor="proximal", correction=DivergenceGate()),
 }
 
 

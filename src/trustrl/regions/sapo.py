@@ -3,6 +3,14 @@ r"""SAPO: a sigmoid gate on the ratio instead of an edge.
     objective = (4/τ) σ(x) A,   x = τ(r − 1),   r = π/b,   τ by the sign of A
     M = 1,   w = 4 r σ(x) σ(−x),   ∂objective/∂log π = w A
 
+The weight is 1 at r = 1, follows r nearby, and falls to 0 as r grows. The gate does not depend on the side: a token
+that the update pulls back is damped as well, and so is one that has nearly vanished. The difference between
+`trustrl/ratio_mean` and `trustrl/weight_mean` is what the gate damps. The value of the loss is the negative objective.
+
+In other libraries:
+
+- verl's `sapo` takes the mean over sequences whatever `loss_agg_mode` says.
+
 Reference: Soft Adaptive Policy Optimization, arXiv:2511.20347.
 """
 

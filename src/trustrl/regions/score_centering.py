@@ -3,12 +3,30 @@ r"""Score centering: subtracts the score that the sampler expects from each toke
     ℓ = −A·[w(a)·log π(a) − Σ_c sg(b_c w_c)·log π_c],   w = f(π/b),   gradient −A·(w(a)·s(a) − E_b[w s]),   s = ∇log π
 
 The cells c are the K recorded ids and one for all others, whether the sampled token is among them or not: they must not
-depend on it. The last cell stands for an anchor that is proportional to the policy outside the K ids. For an advantage
-that does not depend on the token, the gradient then has the expectation 0 over cells.
+depend on it. The last cell stands for an anchor that is proportional to the policy outside the K ids, as in the paper.
+For an advantage that does not depend on the token, the gradient then has the expectation 0 over cells: the drift
+towards the sampler, which plain policy gradient has off-policy, is gone. Over the vocabulary the bias that is left
+moves mass between ids outside the top K alone, at most 2·|A|·b_rest in total.
 
-Reference: Score Centering Stabilizes Off-policy Reinforcement Learning, arXiv:2609.20807.
+Limits:
 
-Cost per token: one exponential per column and side, two with a weight.
+- This region bounds nothing: several updates on one rollout can move the policy as far as without a region.
+- The recorded top K must be the anchor's, and the trainer must pass the policy's log-probs at these ids with gradient.
+  Columns beyond K join the tail.
+- `anchor="proximal"` centers on π', which leaves a drift of the mismatch. `correction=TIS(max_ratio=math.inf)` removes
+  it; a lower cap leaves a part.
+- `weight=TIS(max_ratio=math.inf)` is `pg-is`. Masked importance sampling in the paper is `weight=IcePop(...)`.
+- Twice `trustrl/anchor_tail_mean` bounds the bias of the tail. `trustrl/weight_mean` is 1, because w is part of the
+  differentiated term. Cost per token: one exponential per column and side, two with a weight.
+
+In other libraries:
+
+- miles, vime and NeMo RL sum over the head alone, which is the same gradient, and floor the policy's tail at a constant
+  such as 1e-6. Here the floor is the resolution of the record.
+- NeMo RL and SkyRL's pull request add the term to a clipped or masked loss. Here it is a region by itself.
+
+Reference: Score Centering Stabilizes Off-policy Reinforcement Learning, arXiv:2609.20807. We read its abstract and the
+implementations named above, which cite its appendix A.
 """
 
 from __future__ import annotations
@@ -39,7 +57,8 @@ class ScoreCentering(AnchoredRegion):
     kind: ClassVar[str] = "score-centering"
 
     k: int = field(default=128, kw_only=True)
-    """Number of the anchor's most probable ids with a cell each. All others are one cell."""
+    """Number of the anchor's most probable ids with a cell each. All others are one cell. 128 is the paper's, as miles
+    and vime report it."""
 
     tail_mass: float = field(default=1e-5, kw_only=True)
     """Largest anchor mass that a record with fewer than k columns may leave out. Tokens that leave out more are dropped

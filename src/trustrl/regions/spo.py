@@ -3,7 +3,14 @@ r"""SPO: a quadratic penalty on r − 1 instead of an edge.
     objective = r A − |A| (r − 1) x / (2ε),   x = r − 1,   r = π/b
     M = 1,   w = r [1 − sign(A) x / ε],   ∂objective/∂log π = w A
 
-The objective has its maximum where x reaches ε. Past it w is negative and pulls the token back.
+The objective has its maximum where x reaches sign(A) ε. Past it w is negative and pulls the token back. A < 0 with r >
+1 and A > 0 with r < 1 are strengthened: the penalty pulls towards r = 1 from both sides.
+
+Limits:
+
+- The weight grows with r²: a token with r = 50 and A > 0 has w = −12,200 at ε = 0.2. There is no cap. Read
+  `trustrl/ratio_max`.
+- `TrustRegion(Ratio(...), action="penalize")` has one width per side.
 
 Reference: Simple Policy Optimization, arXiv:2401.16025.
 """

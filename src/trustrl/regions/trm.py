@@ -3,6 +3,18 @@ r"""TRM: masks a whole sequence if any of its tokens moved too far.
     M = 0 for the whole sequence  iff  max_t D_t > δ, or mean_t D_t > δ_mean if it is set
     w = min(r, C),   r = π/b,   ℓ = −sg(M w) A log π
 
+There is no sign test. The longer a sequence, the more likely one token exceeds δ: compare `trustrl/masked_share` with
+the length.
+
+Limits:
+
+- A sequence must be whole in its call, and both bounds of a statistic must be equal.
+- `mean` must read the same ids as `statistic`, and a mean of the same class needs the smaller bound, because a mean
+  never exceeds the maximum: `TRM(mean=TopKKL(max_increase=0.001))`.
+- D over the top K is a lower bound of the KL, so a sequence may pass that the full KL would drop. k2, in `trm-sampled`,
+  bounds nothing; set `mean=SampledK3()` there to test the mean by k3.
+- `trustrl/divergence_p50` is a quantile of each sequence's maximum, repeated on its tokens.
+
 Reference: Trust Region Masking for Long-Horizon LLM Reinforcement Learning, arXiv:2512.23075.
 """
 

@@ -8,8 +8,7 @@ r"""The general region: a point on the shared axes, each an independent choice.
 Combinations without a meaning raise. Most published regions are points on these axes (their `axes`). The action
 "truncate" masks nothing, and "penalize" replaces mask and weight by SPO's quadratic penalty.
 
-Reference: `dis` is that of GLM-5: from Vibe Coding to Agentic Engineering, arXiv:2602.15763, section 4.1;
-`flash-reinforce` that of FlashREINFORCE (NVIDIA, September 2026), eq. 11.
+There is no paper: the axes are ours.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from trustrl.config import validators
 from trustrl.config.axes import Needs, PrefixBudget
-from trustrl.config.statistics import BinaryKL, BinaryTV, Divergence, Ratio, SequenceRatio, Statistic
+from trustrl.config.statistics import BinaryTV, Divergence, Ratio, SequenceRatio, Statistic
 from trustrl.errors import ConfigError
 from trustrl.regions import ops
 from trustrl.regions.base import AnchoredRegion, check_common, needs_of
@@ -198,7 +197,4 @@ class TrustRegion(AnchoredRegion):
         return text + capped(self.max_ratio, b)
 
 
-PRESETS = {
-    "dis": lambda: TrustRegion(Ratio(max_increase=5.0, max_decrease=0.3), direction="symmetric"),
-    "flash-reinforce": lambda: TrustRegion(BinaryKL(max_increase=3e-3), direction="symmetric", level="sequence"),
-}
+PRESETS = {}  # `dis.py` and `flash_reinforce.py` have presets of this class

@@ -2,10 +2,26 @@ r"""VESPO: a smooth weight on the sequence's whole ratio, which masks nothing.
 
     φ(w) = w^k exp(λ(1 − w)),   w = Π_t r_t,   r = π/b,   k and λ by the sign of A,   ℓ = −sg(φ) A log π
 
-φ(1) = 1, and φ goes to 0 where w is small or large. Computed in logs: w may overflow where φ is 0.
+φ(1) = 1, φ is largest at w = k/λ, and it goes to 0 where w is small or large. With the defaults a sequence that is
+pushed up loses weight once it has risen (φ(2) = 0.20), and one that is pushed down once it has fallen (φ(0.5) = 0.34).
+Computed in logs: w may overflow where φ is 0.
+
+Limits:
+
+- A sequence must be whole in its call. The ratio has no length normalization: a shift of 0.01 nats per token is w = e^5
+  over 500 tokens. Near 0, `trustrl/weight_mean` shows that most sequences no longer count.
+- Any reduction is allowed; the authors and TRL use the mean over tokens, `trustrl.TokenMean`.
+- Each token's own A selects k and λ, and A = 0 those of A ≥ 0. There is no `correction`.
+
+In other libraries:
+
+- Gradients agree with TRL 1.16 to 1e-6. The authors clamp each log-ratio and log w to ±20, TRL clamps log w. Here
+  nothing is clamped; inside these clamps φ differs only below 1e-12.
+- TRL multiplies π/π' by a truncated or masked π'/μ. With its `token_mask` one masked token removes its whole sequence.
+- unsloth 2026.10.9 calls TRL's function. verl 0.9.1 has none; the authors' recipe adds it.
 
 Reference: VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training,
-arXiv:2602.10693.
+arXiv:2602.10693. We read the abstract and the authors' code, which sets the defaults.
 """
 
 from __future__ import annotations
@@ -31,7 +47,7 @@ class VESPO(StalenessRegion):
     kind: ClassVar[str] = "vespo"
 
     power_positive: float = 2.0
-    """k for A ≥ 0."""
+    """k for A ≥ 0, as in the authors' scripts."""
 
     decay_positive: float = 3.0
     """λ for A ≥ 0."""

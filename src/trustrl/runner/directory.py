@@ -163,6 +163,22 @@ class RunDirectory(StoredRun):
         with (self.path / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite(row)) + "\n")
 
+    def append_evaluation(
+        self, step: int, sets: Mapping[str, tuple[float, int]], passed: Mapping[str, float] | None = None
+    ) -> float:
+        """Appends one evaluation to evaluation.jsonl, and returns the mean score over all its problems.
+
+        Args:
+            step: The step after which the model was evaluated.
+            sets: Mean score and number of problems of each set of problems.
+            passed: pass@k of each set, by key.
+        """
+        count = sum(number for _, number in sets.values())
+        accuracy = sum(mean * number for mean, number in sets.values()) / count
+        more = {f"accuracy/{name}": mean for name, (mean, _) in sets.items()} if len(sets) > 1 else {}
+        self.append("evaluation", {"step": step, "accuracy": accuracy, "count": count, **more, **(passed or {})})
+        return accuracy
+
     def finish(self, result: Mapping[str, Any]) -> None:
         """Writes the result, which marks the run as finished, after the files that it is computed from."""
         for name in ("metrics.jsonl", "evaluation.jsonl"):

@@ -21,6 +21,7 @@ VERL_KEYS = {
 }
 """verl's setting for each key of [layout]."""
 
+TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 OPTIONAL_SIZES = ("expert_tensor_parallel",)
 SIZES = (
     "tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", *OPTIONAL_SIZES, "ulysses_parallel",
@@ -58,7 +59,16 @@ class Layout:
     router_replay: Literal["disabled", "R2", "R3"] = "disabled"
     """Megatron: R2 replays the experts of the trainer's own recomputation, R3 those of the sampler."""
 
+    recompute: bool = False
+    """Megatron: recomputes all activations of every layer in the backward pass. FSDP always does."""
+
+    router_dtype: Literal["float32"] | None = None
+    """Megatron: dtype of a mixture of experts' router. Defaults to the model's."""
+
     def __post_init__(self) -> None:
+        validators.truth("layout.recompute", self.recompute)
+        if self.router_dtype is not None:
+            validators.one_of("layout.router_dtype", self.router_dtype, ("float32",))
         if self.strategy is not None:
             validators.one_of("layout.strategy", self.strategy, STRATEGIES)
         for name in SIZES:
@@ -70,7 +80,7 @@ class Layout:
             self._check_megatron()
             return
         for name, value in self.chosen().items():
-            if VERL_KEYS[name].startswith(MEGATRON):
+            if VERL_KEYS.get(name, MEGATRON).startswith(MEGATRON):
                 raise ConfigError(
                     f"layout.{name} must be left out without Megatron, got {value!r}. Set layout.strategy='megatron'."
                 )
@@ -134,7 +144,14 @@ class Layout:
 
     def verl_settings(self) -> dict[str, Any]:
         """Returns verl's own settings for this layout."""
-        settings = {VERL_KEYS[name]: value for name, value in self.chosen().items()}
+        settings = {VERL_KEYS[name]: value for name, value in self.chosen().items() if name in VERL_KEYS}
+        if self.recompute:
+            settings |= {
+                f"{TRANSFORMER}.recompute_granularity": "full", f"{TRANSFORMER}.recompute_method": "uniform",
+                f"{TRANSFORMER}.recompute_num_layers": 1,
+            }  # fmt: skip
+        if self.router_dtype is not None:
+            settings[f"+{TRANSFORMER}.moe_router_dtype"] = "fp32"
         if self.megatron:
             settings["model_engine"] = "megatron"  # the group of verl's defaults
         if self.ulysses_parallel > 1:

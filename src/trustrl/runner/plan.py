@@ -1,20 +1,27 @@
 """Plan of a recipe before anything is loaded: roles, counts, memory, cost, and the engine's own settings."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trustrl.errors import MissingPackageError
 from trustrl.recording.recording_settings import Recording
 from trustrl.recording.schema import bytes_per_token
+from trustrl.regions.dppo import DPPO
 from trustrl.regions.loading import config_to_dict
+from trustrl.regions.presets import preset
+from trustrl.regions.recommended import recommended
 from trustrl.runner import trl_arguments, verl_command
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import shape_of
+from trustrl.runner.plan_cost import Cost
 from trustrl.runner.plan_memory import memory
 from trustrl.runner.policy_roles import Roles, roles
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.region_costs import RegionCost, region_costs
+from trustrl.world import tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +31,7 @@ class Plan:
     recipe: Recipe
     roles: Roles
     counts: dict[str, int]
+    cost: Cost
     memory: dict[str, int | None]
     records: dict[str, Any] | None
     """Directory of the token records, and the largest size of a token in memory. None if nothing is recorded."""
@@ -42,6 +50,7 @@ class Plan:
             "recipe": self.recipe.to_dict(),
             "roles": self.roles.to_dict(),
             "counts": self.counts,
+            "cost": self.cost.to_dict(),
             "memory_bytes_per_rank": self.memory,
             "records": self.records,
             "layout": None if self.layout is None else asdict(self.layout),
@@ -50,22 +59,36 @@ class Plan:
         }
 
 
-def plan(recipe: Recipe, folder: Path = Path("runs")) -> Plan:
+def plan(
+    recipe: Recipe, folder: Path = Path("runs"), *, tokens_per_second: float | None = None, price: float | None = None
+) -> Plan:
     """Resolves a recipe. Downloads nothing and needs no engine.
 
+    Args:
+        recipe: The recipe.
+        folder: The run directory.
+        tokens_per_second: Completion tokens that one GPU samples and trains in a second, for the cost.
+        price: Price of a GPU hour.
+
     Raises:
-        ConfigError: If the region needs values that this engine and sampler do not record, or if the engine would
-            refuse a setting.
+        ConfigError: If the region needs values that this engine and sampler do not record, if the engine would refuse
+            a setting, or if files, columns or functions of the data and the reward are missing.
+        RecordError: If the first row of a file cannot be read.
+        UnknownNameError: If no task has the recipe's name.
     """
+    with suppress(MissingPackageError):  # a plan may be made where the task's packages are not installed
+        tasks.load(recipe.task.name, **recipe.task.settings).check()
     shape = shape_of(recipe.model)
     recipe_roles = roles(recipe, shape.hidden_size)
     engine = engine_settings(recipe, folder)
     on_verl = recipe.engine.name == "verl"
     layout = verl_command.layout_of(recipe) if on_verl else Layout()
+    counts = _counts(recipe, layout)
     return Plan(
         recipe,
         recipe_roles,
-        _counts(recipe, layout),
+        counts,
+        Cost(counts["completion_tokens_sampled"], recipe.engine.ranks, tokens_per_second, price),
         memory(recipe, shape, layout),
         _records(recipe.recording(folder), recipe.region.needs().topk),
         layout if on_verl else None,
@@ -117,6 +140,7 @@ def engine_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "GRPOConfig": trl_arguments.grpo_fields(recipe, str(folder / "checkpoints")),
         "TrustRegionGRPOTrainer": {
             **trl_arguments.trainer_arguments(recipe),
+            **({} if (lora := trl_arguments.lora_fields(recipe)) is None else {"peft_config": lora}),
             "region": config_to_dict(recipe.region),
             "recording": None if recording is None else config_to_dict(recording),
         },
@@ -136,9 +160,10 @@ def text(made: Plan) -> str:
     """Formats the plan for the terminal."""
     recipe, counts = made.recipe, made.counts
     lines = [
-        f"{recipe.name}: train {recipe.model.name} on {recipe.task.name} with {recipe.region.kind}, on "
+        f"{recipe.name}: train {recipe.model.name} on {_trained_on(recipe)} with {recipe.region.kind}, on "
         f"{recipe.engine.name} ({recipe.engine.ranks} × {recipe.engine.device})",
         "",
+        *_advice(recipe),
         "Roles",
         f"  behavior      {made.roles.behavior}",
         f"  proximal      {made.roles.proximal}",
@@ -153,6 +178,7 @@ def text(made: Plan) -> str:
         f"  total         {counts['steps']:,} updates, {counts['batches']:,} batches, "
         f"{counts['sequences_sampled']:,} sequences, {counts['completion_tokens_sampled']:,} completion tokens",
         "",
+        *made.cost.text(),
         *_layout_text(made),
         f"Estimated memory on each rank{_of_last_stage(made)} (without activations and the sampler's cache)",
         *(f"  {name.replace('_', ' '):<26}{_size(value):>12}" for name, value in made.memory.items()),
@@ -166,6 +192,25 @@ def text(made: Plan) -> str:
         *_engine_text(made.engine),
     ]
     return "\n".join(lines)
+
+
+def _advice(recipe: Recipe) -> list[str]:
+    """Returns the recommended region and its values, if the recipe has another."""
+    name = recommended(recipe.region.needs())
+    region = preset(name)
+    if recipe.region == region or not isinstance(region, DPPO):
+        return []
+    bound, cap = region.divergence.max_increase, region.max_ratio
+    return [
+        f"Recommended unless a paper is reproduced: {name}, a bound of {bound:g} and weights of at most {cap:g}",
+        "",
+    ]
+
+
+def _trained_on(recipe: Recipe) -> str:
+    """Returns the task, or the files of verl's own settings that replace it."""
+    files = verl_command.engine_settings(recipe).get("data.train_files") if recipe.engine.name == "verl" else None
+    return recipe.task.label if files is None else ", ".join(map(str, files if isinstance(files, list) else [files]))
 
 
 def _lengths(recipe: Recipe) -> str:

@@ -22,9 +22,11 @@ def memory(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None
     sampler_copies = not on_trl or recipe.sampler.kind == "vllm"
     # Each TRL rank holds everything, unless accelerate's configuration shards it.
     share = 1 if on_trl else recipe.engine.ranks
+    trained = _trained(recipe, shape)
     model = _on_megatron(recipe, shape, layout) if layout.megatron else {
-        name: _times(shape.parameters, arrays * width / share)
-        for name, arrays in {"weights": 1, "gradients": 1, "adam": 2}.items()
+        "weights": _times(shape.parameters, width / share),
+        "gradients": _times(trained, width / share),
+        "adam": _times(trained, 2 * width / share),
     }  # fmt: skip
     parts = {
         **model,
@@ -35,6 +37,15 @@ def memory(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None
     }
     known = [value for value in parts.values() if value is not None]
     return parts | {"total": sum(known) if len(known) == len(parts) else None}
+
+
+def _trained(recipe: Recipe, shape: Shape) -> int | None:
+    """Returns the number of trained parameters: all of them, or those of the adapters, which are estimated."""
+    if recipe.lora is None:
+        return shape.parameters
+    if shape.parameters is None or shape.vocab_size is None or shape.hidden_size is None:
+        return None
+    return recipe.lora.parameters(shape.parameters - shape.vocab_size * shape.hidden_size, shape.hidden_size)
 
 
 def _on_megatron(recipe: Recipe, shape: Shape, layout: Layout) -> dict[str, int | None]:

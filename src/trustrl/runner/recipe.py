@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trustrl.regions.loading import config_from_dict, config_to_dict
 from trustrl.regions.presets import override, preset
 from trustrl.registry import nearest
 from trustrl.runner import recipe_files, recipe_tables
+from trustrl.runner.algorithm_tables import Advantage, LoRA, Loss
 from trustrl.runner.layout import Layout
 from trustrl.runner.recipe_tables import (
     TABLES,
@@ -28,10 +29,18 @@ from trustrl.runner.recipe_tables import (
     Schedule,
     TaskChoice,
 )
+from trustrl.world.rewards import RewardFunction
+from trustrl.world.tasks.own_data import DataSet, OwnData, table_of
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LEFT_OUT = ("folder", "spool", "spool_bytes")
 """Settings of a recording that a recipe does not have: its records are in the run directory."""
+
+OWN_DATA = "data"
+"""Name of the task that [data] and [reward] make."""
+
+DATA_TABLES: dict[str, type] = {"data": DataSet, "reward": RewardFunction}
+"""Tables that a recipe may have instead of [task], once or several times."""
 
 RECORD_KEYS = tuple(setting.name for setting in fields(Recording) if setting.name not in LEFT_OUT)
 """Keys that [records] accepts."""
@@ -56,6 +65,11 @@ class Recipe:
     sampler: Sampler = field(default_factory=Sampler)
     evaluation: Evaluation = field(default_factory=Evaluation)
     logging: Logging = field(default_factory=Logging)
+    advantage: Advantage = field(default_factory=Advantage)
+    loss: Loss = field(default_factory=Loss)
+    lora: LoRA | None = None
+    """None trains all weights."""
+
     records: Recording | None = None
     """Settings of the token records. None records nothing. `folder` is ignored: records go into the run directory."""
 
@@ -79,18 +93,32 @@ class Recipe:
                 f"sampler.ranks must divide engine.ranks_per_node, {self.engine.ranks_per_node}, got "
                 f"{self.sampler.ranks}."
             )
-        if self.task.problems < self.schedule.prompts_per_batch:
+        if self.task.problems is not None and self.task.problems < self.schedule.prompts_per_batch:
             raise ConfigError(
                 f"task.problems must be at least the {self.schedule.prompts_per_batch} prompts of a batch, got "
                 f"{self.task.problems}."
             )
+        labels = [DataSet(**table).label for table in self.task.settings.get("data", ())]
+        for block in self.evaluation.blocks():
+            recipe_tables.text("evaluation.sets.name", block.name)
+            if block.data not in labels:
+                raise ConfigError(
+                    f"evaluation.sets.data must name a set of [data], got {block.data!r}. The recipe has: "
+                    f"{', '.join(labels) or 'none'}."
+                )
         if self.engine.name == "verl":
             self._check_verl()
-        elif self.layout.chosen():
+            return
+        if self.advantage.estimator != "group" or self.loss.entropy:
+            raise ConfigError(
+                "advantage.estimator must be 'group' and loss.entropy 0 on TRL, got "
+                f"{self.advantage.estimator!r} and {self.loss.entropy}. Only verl has the others."
+            )
+        if self.layout.chosen():
             raise ConfigError(
                 f"[layout] must be left out on TRL, got {', '.join(self.layout.chosen())}. Only verl reads it."
             )
-        elif self.sampler.kind == "transformers" and self.sampler.dtype != self.model.dtype:
+        if self.sampler.kind == "transformers" and self.sampler.dtype != self.model.dtype:
             raise ConfigError(
                 f"sampler.dtype must be the model's, {self.model.dtype!r}, when TRL samples with transformers, got "
                 f"{self.sampler.dtype!r}. The sampler is then the trainer's network."
@@ -124,7 +152,10 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` reads back as an equal recipe. Contains all settings of the region."""
-        plain = {name: _plain(getattr(self, name)) for name in TABLES}
+        plain = {name: _plain(table) for name in TABLES if (table := getattr(self, name)) is not None}
+        if self.task.name == OWN_DATA:
+            del plain["task"]
+            plain |= self.task.settings
         plain["region"] = recipe_files.without_none(config_to_dict(self.region))
         if self.records is not None:
             records = recipe_files.without_none(config_to_dict(self.records))
@@ -139,7 +170,9 @@ class Recipe:
             ConfigError: If a key is unknown or missing, or a value is invalid.
             UnknownNameError: If no such preset or kind of region exists.
         """
-        _refuse_unknown("A recipe", data, ["name", *TABLES, "region", "records"])
+        _refuse_unknown("A recipe", data, ["name", *TABLES, *DATA_TABLES, "region", "records"])
+        if DATA_TABLES.keys() & data.keys():
+            data = {name: table for name, table in data.items() if name not in DATA_TABLES} | {"task": _own_data(data)}
         _refuse_missing("A recipe", data, cls)
         tables = {name: _table(name, kind, data[name]) for name, kind in TABLES.items() if name in data}
         if "records" in data:
@@ -158,13 +191,26 @@ class Recipe:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Loads a recipe from a TOML file, or a shipped recipe by name, and applies overrides.
 
-    An override has the form `schedule.steps=50`.
+    An override has the form `schedule.steps=50`. A recipe may extend another: `extends = "<name or file>"`.
 
     Raises:
         ConfigError: If the file does not exist or is not TOML, or if a setting is invalid.
         UnknownNameError: If no such recipe, preset or kind of region exists.
     """
-    return Recipe.from_dict(recipe_files.override(_read("The recipe", recipe_files.file_of(path)), overrides))
+    return Recipe.from_dict(recipe_files.override(_extended(recipe_files.file_of(path)), overrides))
+
+
+def _extended(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Returns the tables of a recipe file, with those of the recipe that it extends."""
+    data = _read("The recipe", file)
+    base = data.pop("extends", None)
+    if base is None:
+        return data
+    recipe_tables.text("extends", base)
+    next_file = recipe_files.file_of(file.parent / base if base.endswith(".toml") else base)
+    if next_file.resolve() in (*above, file.resolve()):
+        raise ConfigError(f"extends must not lead back to the same recipe, got {base!r} in {file}.")
+    return recipe_files.extended(_extended(next_file, (*above, file.resolve())), data)
 
 
 def load_arms(path: str | Path) -> dict[str, Region]:
@@ -183,6 +229,19 @@ def load_arms(path: str | Path) -> dict[str, Region]:
     return arms
 
 
+def check_enough(recipe: Recipe, problems: int) -> None:
+    """Raises if there are fewer training problems than a batch needs.
+
+    Raises:
+        ConfigError: If they are too few.
+    """
+    if problems < recipe.schedule.prompts_per_batch:
+        raise ConfigError(
+            f"The data must have at least the {recipe.schedule.prompts_per_batch} prompts of a batch to train on, got "
+            f"{problems}. Lower schedule.prompts_per_step, or data.held_out."
+        )
+
+
 def _read(what: str, path: str | Path) -> dict[str, Any]:
     try:
         return parsed_toml(read_regular(Path(path), LARGEST_TOML))
@@ -199,7 +258,8 @@ def _region(data: Any, where: str = "region") -> Region:
     if "preset" not in data:
         if "kind" not in data:
             raise ConfigError(
-                f"{where} must have a preset or a kind, got neither. Write for example preset = 'dppo-binary-tv'."
+                f"{where} must have a preset or a kind, got neither. "
+                "Write for example preset = 'dppo-binary-tv-capped'."
             )
         region = config_from_dict(data)
     else:
@@ -218,6 +278,22 @@ def _records(data: Any) -> Recording:
         )
     _refuse_unknown("[records]", data, list(RECORD_KEYS))
     return Recording.of({"folder": RECORDS, **data})
+
+
+def _own_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the task that [data] and [reward] make, each a table or a list of tables."""
+    if "task" in data:
+        raise ConfigError("A recipe must have either [task], or [data] and [reward], got both.")
+    tables = {
+        name: [
+            table_of(kind, name, table)
+            for table in (data.get(name, ()) if isinstance(data.get(name, ()), (list, tuple)) else [data[name]])
+        ]
+        for name, kind in DATA_TABLES.items()
+    }
+    OwnData(data=tables["data"], reward=tables["reward"])
+    settings = {name: [recipe_files.without_none(asdict(table)) for table in tables[name]] for name in DATA_TABLES}
+    return {"name": OWN_DATA, "chat": tables["data"][0].chat, "problems": None, "settings": settings}
 
 
 def _table(name: str, kind: type, data: Any) -> Any:
@@ -244,4 +320,4 @@ def _refuse_missing(where: str, data: Mapping[str, Any], kind: type) -> None:
 
 
 def _plain(table: Any) -> dict[str, Any]:
-    return {setting.name: value for setting in fields(table) if (value := getattr(table, setting.name)) is not None}
+    return recipe_files.without_none(asdict(table))

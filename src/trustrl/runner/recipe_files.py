@@ -14,12 +14,15 @@ from trustrl.files import parsed_toml
 from trustrl.optional_imports import need, shipped_folder
 from trustrl.registry import nearest
 
+SOURCES = ("files", "hub", "package")
+SOURCE_KEYS = (*SOURCES, "subset", "held_out_split")
 WORD = re.compile(r"[A-Za-z_.~/][\w.:/~+-]*")  # on a command line, such words need no quotes
 
 
 def shipped() -> dict[str, Path]:
     """Returns the file of each shipped recipe, by name."""
-    return {file.stem: file for file in sorted(shipped_folder("recipes").glob("*.toml"))}
+    files = shipped_folder("recipes").glob("*.toml")
+    return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
 
 def named(name: str) -> Path:
@@ -109,6 +112,7 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
     """Returns `data` with settings replaced or added, in order.
 
     `region.preset` and `region.kind` replace the whole region: they discard the recipe's other region settings.
+    `data.files`, `data.hub` and `data.package` discard the recipe's source of the data.
 
     Raises:
         ConfigError: If an override is malformed, or its path leads through a value that is not a table.
@@ -118,12 +122,35 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
         where, value = read_override(text)
         if where in (("region", "preset"), ("region", "kind")):
             merged["region"] = {}
+        if where[0] == "data" and where[-1] in SOURCES and isinstance(merged.get("data"), dict):
+            merged["data"] = {name: value for name, value in merged["data"].items() if name not in SOURCE_KEYS}
         table = merged
         for depth, name in enumerate(where[:-1]):
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
                 raise ConfigError(f"{'.'.join(where[: depth + 1])} must be a table to apply {text!r}, got {table!r}.")
         table[where[-1]] = value
+    return merged
+
+
+def extended(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recipe with another one laid over it, table by table. [region], [data] and [reward] replace the base's.
+
+    Example:
+        >>> extended({"name": "a", "schedule": {"steps": 8, "seed": 1}}, {"name": "b", "schedule": {"steps": 2}})
+        {'name': 'b', 'schedule': {'steps': 2, 'seed': 1}}
+    """
+    merged: dict[str, Any] = _copied(base)
+    if "data" in data:
+        merged.pop("task", None)
+    if "task" in data:
+        merged = {name: table for name, table in merged.items() if name not in ("data", "reward")}
+    for name, table in data.items():
+        own: Any = merged.get(name)
+        if isinstance(own, dict) and isinstance(table, Mapping) and name not in ("region", "data", "reward"):
+            merged[name] = {**own, **table}
+        else:
+            merged[name] = table
     return merged
 
 

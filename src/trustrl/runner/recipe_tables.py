@@ -7,7 +7,10 @@ from typing import Any, Literal
 from trustrl.config import validators
 from trustrl.core.metrics import Choice, check_choice
 from trustrl.errors import ConfigError
+from trustrl.runner.algorithm_tables import Advantage, LoRA, Loss
+from trustrl.runner.evaluation_tables import Evaluation
 from trustrl.runner.layout import Layout
+from trustrl.world.tasks.own_data import DataSet
 
 DTYPES = ("float32", "bfloat16", "float16")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -22,6 +25,9 @@ class Model:
 
     dtype: str = "float32"
     """Dtype of the trained weights."""
+
+    architecture: str | None = None
+    """Used only for a rehearsal, if the model is not on this machine: transformers' name of its architecture."""
 
     parameters: int | None = None
     """Used only for the plan's memory estimate, if the model is not on this machine."""
@@ -38,6 +44,8 @@ class Model:
     def __post_init__(self) -> None:
         text("model.name", self.name)
         validators.one_of("model.dtype", self.dtype, DTYPES)
+        if self.architecture is not None:
+            text("model.architecture", self.architecture)
         for name in ("parameters", "expert_parameters", "hidden_size", "vocab_size"):
             if getattr(self, name) is not None:
                 validators.whole(f"model.{name}", getattr(self, name), low=1)
@@ -58,8 +66,8 @@ class TaskChoice:
     chat: bool = False
     """True if prompts are chat messages."""
 
-    problems: int = 2000
-    """Number of training problems to draw prompts from."""
+    problems: int | None = 2000
+    """Number of training problems to draw prompts from. With [data], all of them."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """The task's own settings."""
@@ -67,8 +75,16 @@ class TaskChoice:
     def __post_init__(self) -> None:
         text("task.name", self.name)
         validators.truth("task.chat", self.chat)
-        validators.whole("task.problems", self.problems, low=1)
+        if self.problems is not None:
+            validators.whole("task.problems", self.problems, low=1)
         mapping("task.settings", self.settings)
+
+    @property
+    def label(self) -> str:
+        """The name, or the names of the sets of data to train on."""
+        tables = self.settings.get("data", ()) if self.name == "data" else ()
+        sets = [DataSet(**table) for table in tables]
+        return ", ".join(chosen.label for chosen in sets if chosen.use != "held_out") or self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +106,9 @@ class Engine:
     micro_batch: int | None = None
     """Sequences in one forward pass of a rank. Defaults to the rank's share of a step."""
 
+    micro_batch_tokens: int | None = None
+    """Tokens in one forward pass of a rank on verl, if `micro_batch` is not set. Defaults to verl's."""
+
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of GRPOConfig, or verl settings as dotted keys or tables. They override the recipe's other settings."""
 
@@ -100,6 +119,13 @@ class Engine:
         validators.whole("engine.ranks_per_node", self.ranks_per_node, low=1)
         if self.micro_batch is not None:
             validators.whole("engine.micro_batch", self.micro_batch, low=1)
+        if self.micro_batch_tokens is not None:
+            validators.whole("engine.micro_batch_tokens", self.micro_batch_tokens, low=1)
+            if self.name == "trl":
+                raise ConfigError(
+                    f"engine.micro_batch_tokens must be left out on TRL, got {self.micro_batch_tokens}. Set "
+                    "engine.micro_batch."
+                )
         mapping("engine.settings", self.settings)
 
     @property
@@ -125,11 +151,17 @@ class Sampler:
     ranks: int = 1
     """Tensor-parallel size of vLLM: the number of GPUs that share one copy of its weights."""
 
+    memory_share: float | None = None
+    """Share of a GPU's memory for vLLM. Defaults to the engine's choice."""
+
     def __post_init__(self) -> None:
         validators.one_of("sampler.kind", self.kind, ("transformers", "vllm"))
         validators.one_of("sampler.dtype", self.dtype, DTYPES)
         validators.real("sampler.temperature", self.temperature, rule="a temperature > 0", low=0.0)
         validators.whole("sampler.ranks", self.ranks, low=1)
+        if self.memory_share is not None:
+            rule = "a share in (0, 1]"
+            validators.real("sampler.memory_share", self.memory_share, rule=rule, low=0.0, high=1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,26 +284,6 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
-    """[evaluation]: accuracy on held-out problems before and after training, and optionally during it."""
-
-    count: int = 500
-    """Number of answers to score. With fewer held-out problems, some are answered more than once."""
-
-    every: int = 0
-    """Steps between evaluations. 0 evaluates before and after only. On verl a multiple of
-    `schedule.updates_per_batch`."""
-
-    temperature: float = 1.0
-    """Sampling temperature. 0 decodes greedily."""
-
-    def __post_init__(self) -> None:
-        validators.whole("evaluation.count", self.count, low=1)
-        validators.whole("evaluation.every", self.every, low=0)
-        validators.non_negative("evaluation.temperature", self.temperature)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Logging:
     """[logging]: the metrics that the engine logs, and the tracker that receives them."""
 
@@ -289,7 +301,8 @@ class Logging:
 
 TABLES: dict[str, type] = {
     "model": Model, "task": TaskChoice, "engine": Engine, "layout": Layout, "sampler": Sampler,
-    "optimiser": Optimiser, "schedule": Schedule, "evaluation": Evaluation, "logging": Logging,
+    "optimiser": Optimiser, "advantage": Advantage, "loss": Loss, "lora": LoRA, "schedule": Schedule,
+    "evaluation": Evaluation, "logging": Logging,
 }  # fmt: skip
 """All tables except [region] and [records], which have the settings of regions and `trustrl.recording.Recording`."""
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from trustrl.config.axes import Needs, Region
 from trustrl.regions.presets import preset
+from trustrl.regions.recommended import SAMPLED_TOKEN, TOP_K
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import BYTES, Shape
 from trustrl.runner.policy_roles import roles
@@ -60,8 +61,8 @@ DYNAMIC_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens in one of verl's micro-batches on a rank if the recipe sets no micro-batch."""
 
 COMPARED = {
-    "dppo-binary-tv": preset("dppo-binary-tv"),
-    "dppo-topk-tv": preset("dppo-topk-tv"),
+    SAMPLED_TOKEN: preset(SAMPLED_TOKEN),
+    TOP_K: preset(TOP_K),
     "troll": preset("troll"),
     "dppo-full-tv, proximal": preset("dppo-full-tv", anchor="proximal"),
 }
@@ -187,7 +188,8 @@ def _fixed(recipe: Recipe) -> bool:
 def _largest(recipe: Recipe, layout: Layout) -> int:
     """Returns verl's limit of tokens on a rank. It must hold the longest sequence: verl stops at a longer one."""
     longest = recipe.schedule.max_prompt_tokens + recipe.schedule.max_completion_tokens
-    limit = engine_settings(recipe).get(MAX_TOKENS, DYNAMIC_TOKENS[recipe.engine.device])
+    limit = recipe.engine.micro_batch_tokens or DYNAMIC_TOKENS[recipe.engine.device]
+    limit = engine_settings(recipe).get(MAX_TOKENS, limit)
     return max(limit, -(-longest // layout.sequence_ranks))
 
 

@@ -18,6 +18,7 @@ from trustrl.runner.plan import plan
 from trustrl.runner.processes import Progress, is_main_process
 from trustrl.runner.recipe import Recipe
 from trustrl.runs.run_verdict import summary
+from trustrl.world import tasks
 
 Engine = Callable[[Recipe, RunDirectory, Progress], None]
 """Trains in the directory, from its last checkpoint if any, and appends metrics and evaluations to it."""
@@ -68,6 +69,7 @@ def run(
             train(recipe, directory, progress)
             return {}
         require("tomli_w", advice='Run `pip install "trustrl[run]"`.')  # for recipe.toml
+        tasks.load(recipe.task.name, **recipe.task.settings).start()
         with directory.held(), _full_disk_named(folder):
             directory.begin(recipe, resume=resume, log=progress.log)
             train(recipe, directory, progress)

@@ -17,9 +17,9 @@ from trustrl.runner.directory import RunDirectory
 from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.plan import launcher
 from trustrl.runner.processes import Progress, is_main_process, take_a_port
-from trustrl.runner.recipe import Recipe
+from trustrl.runner.recipe import Recipe, check_enough
 from trustrl.runner.signing import load_key
-from trustrl.runner.trl_arguments import grpo_fields, trainer_arguments
+from trustrl.runner.trl_arguments import grpo_fields, lora_fields, trainer_arguments
 from trustrl.runs.metric_names import CUT, OF_ROLLOUT, TRL_KEPT
 from trustrl.world import models, tasks
 
@@ -197,15 +197,19 @@ def _trainer(
         need("torch", extra="trl").set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     task = tasks.load(recipe.task.name, **recipe.task.settings)
     folder = models.path(recipe.model.name)
+    dataset = task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat)
+    check_enough(recipe, len(dataset))
+    lora = lora_fields(recipe)
     trainer = TrustRegionGRPOTrainer(
         model=folder,
         reward_funcs=task.reward,
         args=args,
-        train_dataset=task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat),
+        train_dataset=dataset,
         processing_class=_tokenizer(folder),
         callbacks=[*([_watcher(recipe, directory, progress)] if seal else []), _keeper(keep, seal, committer)],
         region=recipe.region,
         recording=recipe.recording(directory.path),
+        peft_config=None if lora is None else need("peft", extra="trl").LoraConfig(**lora),
         **trainer_arguments(recipe),
     )
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
@@ -271,21 +275,21 @@ def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step:
     """Evaluates on held-out problems, always with transformers, unless this step was evaluated before."""
     if any(row["step"] == step for row in directory.rows("evaluation")):
         return
-    from trustrl.world.models.accuracy import accuracy, held_out_problems
+    from trustrl.runner.evaluation_sets import Accuracies, problems_of
+    from trustrl.world.models.accuracy import Decoding, answer_scores
 
-    wanted, schedule = recipe.evaluation, recipe.schedule
+    schedule, accuracies = recipe.schedule, Accuracies()
     task = tasks.load(recipe.task.name, **recipe.task.settings)
-    score = accuracy(
-        model,
-        _tokenizer(models.path(recipe.model.name)),
-        task,
-        held_out_problems(task, wanted.count, schedule.seed, chat=recipe.task.chat),
-        seed=schedule.seed,
-        max_new_tokens=schedule.max_completion_tokens,
-        temperature=wanted.temperature,
-    )
-    directory.append("evaluation", {"step": step, "accuracy": score, "count": wanted.count})
-    progress.log(f"held-out accuracy {score:.3f} at step {step}")
+    tokenizer = _tokenizer(models.path(recipe.model.name))
+    for block, problems in problems_of(recipe, task):
+        n, rows = block.answers or 1, [row for row in problems for _ in range(block.answers or 1)]
+        decoding = Decoding(schedule.seed, schedule.max_completion_tokens, block.temperature or 0.0, block.top_p or 1.0)
+        scores = answer_scores(model, tokenizer, task, rows, decoding)
+        for index, row in enumerate(problems):
+            own = scores[index * n : (index + 1) * n]
+            accuracies.add(row.get("data_set", recipe.task.name), own, block.pass_at or ())
+    mean = directory.append_evaluation(step, accuracies.means(), accuracies.passed())
+    progress.log(f"held-out accuracy {mean:.3f} at step {step}")
 
 
 def _tokenizer(folder: str) -> Any:

@@ -20,7 +20,7 @@ from trustrl.runner.recipe import Recipe
 from trustrl.runner.verl_cpu_settings import DEFAULTS, PACKAGE, PLAIN_PROMPTS
 from trustrl.world.verl_dataset import REWARD
 
-TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"
+TRAIN, HELD_OUT, ANSWERS = "train.parquet", "held_out.parquet", "answers"
 CHECKPOINTS = "checkpoints"
 CHOSEN_HERE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.default_local_dir")
 """Settings that would make verl load a checkpoint that trustrl has not verified."""
@@ -101,7 +101,7 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
         "data.max_prompt_length": schedule.max_prompt_tokens,
         "data.max_response_length": schedule.max_completion_tokens,
         "data.seed": schedule.seed,
-        "algorithm.adv_estimator": "grpo",
+        **recipe.advantage.verl_settings(model, schedule.prompts_per_step),
         "actor_rollout_ref.model.path": model,
         f"{ROLLOUT}.name": f"{sampler.kind}_cpu" if on_cpu else sampler.kind,
         f"{ROLLOUT}.dtype": sampler.dtype,
@@ -111,8 +111,12 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
         f"{ROLLOUT}.seed": schedule.seed,
         f"{ROLLOUT}.val_kwargs.temperature": recipe.evaluation.temperature,
         f"{ROLLOUT}.val_kwargs.do_sample": recipe.evaluation.temperature > 0,
+        **_if_chosen(f"{ROLLOUT}.val_kwargs.top_p", recipe.evaluation.top_p, 1.0),
+        **_if_chosen(f"{ROLLOUT}.val_kwargs.n", recipe.evaluation.answers, 1),
+        **_if_chosen(f"{ROLLOUT}.gpu_memory_utilization", sampler.memory_share),
+        **_if_chosen(MAX_TOKENS, None if engine.micro_batch else engine.micro_batch_tokens),
         **_policy_loss(recipe, folder),
-        f"{ACTOR}.loss_agg_mode": "token-mean" if recipe.region.needs().reduction is None else "seq-mean-token-mean",
+        **recipe.loss.verl_settings(recipe.region.needs().reduction, schedule.max_completion_tokens),
         f"{ACTOR}.ppo_mini_batch_size": schedule.prompts_per_step,
         f"{ACTOR}.ppo_epochs": updates if schedule.update_sees == "batch" else 1,
         f"{ACTOR}.optim.lr": optimiser.learning_rate,
@@ -138,15 +142,26 @@ def _from_recipe(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
     return settings | _trainer_settings(recipe, folder)
 
 
+def _if_chosen(key: str, value: Any, default: Any = None) -> dict[str, Any]:
+    return {} if value == default else {key: value}
+
+
 def _engine_settings(recipe: Recipe) -> dict[str, Any]:
     """Returns the settings that FSDP and Megatron name differently."""
     decay, seed = recipe.optimiser.schedule, recipe.schedule.seed
     if not layout_of(recipe).megatron:
         return {
+            **(recipe.lora.verl_settings(merged=recipe.engine.device == "cpu") if recipe.lora else {}),
             f"{ACTOR}.optim.lr_scheduler_type": decay,
             f"{ACTOR}.fsdp_config.model_dtype": SHORT[recipe.model.dtype],
             f"{ACTOR}.fsdp_config.seed": seed,
         }
+    if recipe.lora is not None:
+        raise ConfigError(
+            "layout.strategy must be 'fsdp' or 'fsdp2' with [lora] on verl, got 'megatron', for which verl ignores "
+            "lora_rank and trains all weights. Choose FSDP, or remove [lora] and set actor_rollout_ref.model.lora in "
+            "engine.settings."
+        )
     return {
         f"{ACTOR}.optim.lr_decay_style": decay,
         f"{MEGATRON}.dtype": recipe.model.dtype,
@@ -180,7 +195,8 @@ def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Returns the settings of verl's trainer: its size, length, checkpoints and evaluations."""
     schedule, engine = recipe.schedule, recipe.engine
     updates, batches = schedule.updates_per_batch, schedule.steps // schedule.updates_per_batch
-    epochs = math.ceil(batches / (recipe.task.problems // schedule.prompts_per_batch)) + 1
+    known = recipe.task.problems  # otherwise, an epoch has at least one batch
+    epochs = batches if known is None else math.ceil(batches / (known // schedule.prompts_per_batch)) + 1
     return {
         "trainer.project_name": trackers.PROJECT,
         "trainer.experiment_name": recipe.name,
@@ -196,6 +212,7 @@ def _trainer_settings(recipe: Recipe, folder: Path) -> dict[str, Any]:
         "trainer.val_before_train": True,
         "trainer.test_freq": recipe.evaluation.every // updates or batches,
         "hydra.run.dir": folder / "hydra",
+        **({"trainer.validation_data_dir": folder / ANSWERS} if recipe.evaluation.needs_answers else {}),
     }
 
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -14,21 +15,23 @@ from typing import Any
 
 from trustrl.errors import ConfigError, EngineError
 from trustrl.files import write_whole
-from trustrl.optional_imports import require
+from trustrl.optional_imports import need, require
 from trustrl.runner import trackers
 from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign
 from trustrl.runner.commit_points import Committer, loss_before, take_back
 from trustrl.runner.directory import RunDirectory
+from trustrl.runner.evaluation_sets import passed_on_verl, problems_of
 from trustrl.runner.manifests import Seal, fault_of, is_marked, write_manifest
 from trustrl.runner.processes import Progress, ends_with_its_parent
-from trustrl.runner.recipe import Recipe
+from trustrl.runner.ray_cluster import wait_for_nodes
+from trustrl.runner.recipe import Recipe, check_enough
 from trustrl.runner.signing import load_key
-from trustrl.runner.verl_command import HELD_OUT, TRAIN, command, hydra
+from trustrl.runner.verl_command import ANSWERS, HELD_OUT, TRAIN, command, hydra
 from trustrl.runner.verl_cpu_settings import PACKAGE
 from trustrl.runs.metric_names import ACCURACY, ADVANTAGES, AT_LIMIT, LONGEST, VERL_NAMES
 from trustrl.world import models
-from trustrl.world.tasks import load
-from trustrl.world.verl_dataset import write_parquet
+from trustrl.world.tasks import Task, load
+from trustrl.world.verl_dataset import SOURCE, benchmark_row, verl_row, write_parquet, write_rows
 
 POLLING_SECONDS = 0.5
 QUIET_SECONDS = 600.0
@@ -67,23 +70,28 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     survey = survey_of(directory, progress, seal)
     batches, checkpoint, updates = survey.step, survey.chosen, recipe.schedule.updates_per_batch
     done = batches * updates
-    _write_data(recipe, folder)
+    sets = _write_data(recipe, folder)
     loss = None if checkpoint is None else survey.losses.get(checkpoint)
     take_back(directory, checkpoint, done, loss, progress.log)
     committer = Committer(directory)
+    wait_for_nodes(recipe.engine.nodes, progress.log)
     if done:
         progress.log(f"resuming after step {done}")
     log = folder / f"verl-{time.time_ns()}.jsonl"  # verl truncates the file it is given
-    environment = {**trackers.environment(recipe, folder), **os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
+    ours = {**trackers.environment(recipe, folder), "VERL_FILE_LOGGER_PATH": str(log)}
+    environment = {**ours, **os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
+    # A Ray cluster that is already running has a separate environment, and verl logs in one of its processes.
+    passed_on = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={json.dumps(environment[name])}" for name in ours]
     with (folder / "verl.log").open("ab") as output:
         # A new session, so that Ray's processes do not outlive the run.
         process = subprocess.Popen(
-            [*command(recipe, folder, model), *resumption(checkpoint)], stdout=output, stderr=subprocess.STDOUT,
-            env=environment, cwd=folder, start_new_session=True, preexec_fn=ends_with_its_parent,
+            [*command(recipe, folder, model), *resumption(checkpoint), *passed_on], stdout=output,
+            stderr=subprocess.STDOUT, env=environment, cwd=folder, start_new_session=True,
+            preexec_fn=ends_with_its_parent,
         )  # fmt: skip
         try:
             _follow(
-                process, log, recipe, directory, progress,
+                process, log, recipe, directory, progress, sets,
                 lambda logged: _mark(directory.checkpoints, range(batches + 1, logged + 1), seal, committer, updates),
             )  # fmt: skip
         finally:
@@ -96,19 +104,45 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         raise EngineError(
             f"verl must exit without an error, got code {process.returncode}. The end of its log:\n" + "\n".join(last)
         )
+    logged = max((row["step"] for row in directory.rows("metrics")), default=0)
+    if logged < recipe.schedule.steps:
+        raise EngineError(
+            f"verl must log {recipe.schedule.steps} steps, got {logged}, though it ended without an error. The node "
+            f"that writes verl's log must see {folder}. See verl.log there."
+        )
     committer.commit(recipe.schedule.steps, recorded=recipe.schedule.steps // updates)
 
 
-def _write_data(recipe: Recipe, folder: Path) -> None:
+def _write_data(recipe: Recipe, folder: Path) -> dict[str, int]:
+    """Writes the data unless it is there. Returns the number of held-out problems by verl's name of their set."""
     task = load(recipe.task.name, **recipe.task.settings)
-    held_out = recipe.evaluation.count if task.endless else min(recipe.evaluation.count, len(task.rows("held_out")))
-    wanted = {TRAIN: ("train", recipe.task.problems), HELD_OUT: ("held_out", held_out)}
+    wanted = {TRAIN: ("train", recipe.task.problems)}
+    if not recipe.evaluation.sets:
+        held_out = recipe.evaluation.count if task.endless else min(recipe.evaluation.count, len(task.rows("held_out")))
+        wanted[HELD_OUT] = ("held_out", held_out)
+    elif not (folder / HELD_OUT).exists():
+        write_rows(folder / HELD_OUT, _benchmarks(recipe, task))
     for name, (split, count) in wanted.items():
         if not (folder / name).exists():
             write_parquet(
                 folder / name, recipe.task.name, split, count=count, seed=recipe.schedule.seed, chat=recipe.task.chat,
                 **recipe.task.settings,
             )  # fmt: skip
+    parquet = need("pyarrow.parquet", extra="verl")
+    check_enough(recipe, parquet.read_metadata(folder / TRAIN).num_rows)
+    return dict(Counter(parquet.read_table(folder / HELD_OUT, columns=["data_source"])["data_source"].to_pylist()))
+
+
+def _benchmarks(recipe: Recipe, task: Task) -> list[dict[str, Any]]:
+    """Returns the problems of all benchmarks, each with the number of its answers and its sampling settings."""
+    pairs = [(block, row) for block, problems in problems_of(recipe, task) for row in problems]
+    return [
+        benchmark_row(
+            verl_row(row, index, recipe.task.name, "held_out", recipe.task.settings),
+            block.answers or 1, block.temperature or 0.0, block.top_p or 1.0,
+        )
+        for index, (block, row) in enumerate(pairs)
+    ]  # fmt: skip
 
 
 def survey_of(directory: RunDirectory, progress: Progress, seal: Seal) -> Survey:
@@ -209,7 +243,13 @@ def _mark(folder: Path, batches: range, seal: Seal, committer: Committer, update
 
 
 def _follow(
-    process: Any, log: Path, recipe: Recipe, directory: RunDirectory, progress: Progress, mark: Callable[[int], None]
+    process: Any,
+    log: Path,
+    recipe: Recipe,
+    directory: RunDirectory,
+    progress: Progress,
+    sets: Mapping[str, int],
+    mark: Callable[[int], None],
 ) -> None:
     """Translates verl's log until verl ends. Calls `mark` with the last batch that verl has logged."""
     read, logged, began = 0, 0, time.monotonic()
@@ -221,7 +261,7 @@ def _follow(
         read += len(whole)
         for line in whole.splitlines():
             entry = json.loads(line)
-            _translate(entry["step"], entry["data"], recipe, directory, progress, time.monotonic() - began)
+            _translate(entry["step"], entry["data"], recipe, directory, progress, sets, time.monotonic() - began)
             logged = max(logged, entry["step"])
         mark(logged)
         if ended:
@@ -240,14 +280,26 @@ def _follow(
 
 
 def _translate(
-    batch: int, data: Mapping[str, Any], recipe: Recipe, directory: RunDirectory, progress: Progress, seconds: float
+    batch: int,
+    data: Mapping[str, Any],
+    recipe: Recipe,
+    directory: RunDirectory,
+    progress: Progress,
+    sets: Mapping[str, int],
+    seconds: float,
 ) -> None:
     step = batch * recipe.schedule.updates_per_batch
-    for name, value in data.items():
-        known = any(row["step"] == step for row in directory.rows("evaluation"))
-        if ACCURACY.fullmatch(name) and not known:
-            directory.append("evaluation", {"step": step, "accuracy": value, "count": recipe.evaluation.count})
-            progress.log(f"held-out accuracy {value:.3f} at step {step}")
+    scores = {name.split("/", 1)[1].rsplit("/", 2)[0]: data[name] for name in data if ACCURACY.fullmatch(name)}
+    if scores and not any(row["step"] == step for row in directory.rows("evaluation")):
+        counts = {name: sets.get(name, recipe.evaluation.count) for name in scores}  # engine.settings may name others
+        names = {name: short if (short := name.removeprefix(SOURCE)) not in scores else name for name in scores}
+        passed = {}
+        if recipe.evaluation.needs_answers:
+            answers = {block.name: block.answers or 1 for block in recipe.evaluation.blocks()}
+            lines = sum(counts[name] * answers.get(names[name], 1) for name in scores)
+            passed = passed_on_verl(directory.path / ANSWERS / f"{batch}.jsonl", recipe, lines)
+        mean = directory.append_evaluation(step, {names[name]: (scores[name], counts[name]) for name in scores}, passed)
+        progress.log(f"held-out accuracy {mean:.3f} at step {step}")
     if "actor/grad_norm" in data:
         row = {"step": step, **metrics_of(data), "seconds": round(seconds, 2)}
         directory.append("metrics", row)

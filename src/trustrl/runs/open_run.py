@@ -30,6 +30,7 @@ from trustrl.runs.readers import (
 )
 from trustrl.runs.readers.files import Files, files_of
 from trustrl.runs.run import Run
+from trustrl.runs.run_folders import check_one_run, run_around, run_folders
 
 READERS: tuple[Any, ...] = (
     trl_output, verl_file, verl_console, verl_dumps, verl_config, prime_rl, slime, wandb_offline, trackio,
@@ -39,8 +40,6 @@ READERS: tuple[Any, ...] = (
 
 MOST_FAULTS = 20
 """Entries of a folder that are named as unfit to be read."""
-
-_INNER = ("*/recipe.toml", "*/trainer_state.json", "*/checkpoint-*/trainer_state.json")
 
 
 def open_run(path: str | Path) -> Run:
@@ -63,6 +62,7 @@ def open_run(path: str | Path) -> Run:
         got = "another kind of file" if folder.exists() else "nothing there"
         raise ConfigError(f"RUN must be a folder or file that exists, got {path}: {got}.")
     files = files_of(folder, run or None)
+    check_one_run(path, files)
     parts = _parts(files)
     if files.faults and parts:
         parts[0].faults += [*files.faults[:MOST_FAULTS], *_further(files.faults)]
@@ -114,9 +114,10 @@ def _nothing(path: str | Path, files: Files, parts: Sequence[Part]) -> str:
     faults = [*files.faults, *(fault for part in parts for fault in part.faults if fault not in files.faults)]
     if faults:
         return f"RUN must contain metrics, completions or token records, got {path}: {'; '.join(faults[:3])}."
-    inner = sorted({files.short(file).split("/")[0] for file in files.matching(*_INNER)})
-    if inner:
-        return f"RUN must be one run, got {path}, a folder of runs. Pass {', '.join(inner[:5])} inside it."
+    inner, above = run_folders(files), next(run_around(Path(path)), None)
+    nearest = f"{inner[0]} inside it" if inner and inner[0] else above
+    if nearest is not None:
+        return f"RUN must be a run, got {path}, which is not one. The nearest one is {nearest}."
     known = "; ".join(f"{reader.LOOKS_FOR} ({reader.NAME})" for reader in (trustrl_directory, *READERS, exports))
     return f"RUN must be a run in a known format, got {path}. None of these was found: {known}."
 

@@ -18,7 +18,9 @@ class Part:
     engine: str | None = None
     name: str | None = None
     rows: list[Row] = field(default_factory=list[Row])
+    rows_in: str = ""
     evaluations: list[Row] = field(default_factory=list[Row])
+    evaluations_in: str = ""
     evaluated: set[int] = field(default_factory=set[int])
     """Steps with any validation metric."""
 
@@ -38,7 +40,7 @@ class Part:
 
     def take(self, points: Points, where: str) -> None:
         """Fills in rows, evaluations and the engine from metrics, and adds to `found`."""
-        self.engine = self.engine or points.engine()
+        self.engine, self.rows_in, self.evaluations_in = self.engine or points.engine(), where, where
         rows = points.renamed(self.engine)
         self.evaluated = {row["step"] for row in rows if any(map(is_validation, row))}
         self.rows, self.evaluations, score = divided(rows)
@@ -89,8 +91,10 @@ def merged(parts: Sequence[Part], path: str, name: str) -> Run:
     completions = _first([*recorded, *ordered], "completions")
     return Run(
         path=path, name=_first(ordered, "name") or name, source=" + ".join(dict.fromkeys(p.source for p in parts)),
-        settings=chosen, rows=rows, row_is=richest.row_is, steps_per_row=richest.steps_per_row,
-        evaluations=_evaluations(ordered), completions=completions or no_completions,
+        settings=chosen, rows=rows, rows_in=richest.rows_in, row_is=richest.row_is, steps_per_row=richest.steps_per_row,
+        evaluations=_evaluations(ordered),
+        evaluations_in=next((part.evaluations_in for part in ordered if part.evaluations), ""),
+        completions=completions or no_completions,
         records=tuple(dict.fromkeys(folder for part in parts for folder in part.records)),
         recipe=_first(ordered, "recipe") or {}, status=_status(ordered, rows, chosen),
         seconds=_first(ordered, "seconds"), last_words=_first(ordered, "last_words") or "", found=tuple(findings),

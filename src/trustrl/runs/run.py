@@ -116,8 +116,14 @@ class Run:
     steps_per_row: int = 1
     """Steps that each row averages over, such as TRL's `logging_steps`."""
 
+    rows_in: str = ""
+    """File of the rows, relative to the path."""
+
     evaluations: list[Row] = field(default_factory=list[Row])
     """`step`, `accuracy` and, if known, `count`. Other validation metrics keep their names."""
+
+    evaluations_in: str = ""
+    """File of the evaluations, relative to the path."""
 
     completions: Callable[[], Iterator[Completion]] = no_completions
     """Yields the completions in order of steps. Reads files only when called."""

@@ -86,10 +86,75 @@ WHERE e.name = 'trustrl' ORDER BY r.start_time DESC"""
 """Names and ids of the runs, for the dashboard's variable `run`."""
 
 
+ALERTS = """groups:
+- name: trustrl
+  rules:
+  - alert: TrustRLCauseFound
+    expr: trustrl_cause{kind="cause"} >= 0.7
+    for: 2m
+    labels: {severity: page}
+    annotations: {summary: "{{ $labels.run }}: {{ $labels.cause }}"}
+  - alert: TrustRLCollapsed
+    expr: trustrl_collapsed == 1
+    for: 2m
+    labels: {severity: page}
+    annotations: {summary: "{{ $labels.run }} collapsed"}
+  - alert: TrustRLNotFinite
+    expr: trustrl_not_finite > 0
+    labels: {severity: page}
+    annotations: {summary: "{{ $labels.run }}: {{ $value }} metrics are not finite"}
+  - alert: TrustRLStalled
+    expr: trustrl_running == 1 and time() - trustrl_last_change_timestamp_seconds > 1800
+    labels: {severity: ticket}
+    annotations: {summary: "{{ $labels.run }} has written nothing for half an hour"}
+"""
+"""Alert rules of Prometheus on the metrics that `trustrl watch --prometheus` writes."""
+
+PROMETHEUS = "prometheus"
+_SCRAPED = {"type": PROMETHEUS, "uid": "${prometheus}"}
+
+
+def prometheus_json() -> bytes:
+    """Returns a Grafana dashboard that reads the metrics of `trustrl watch --prometheus` from Prometheus."""
+
+    def panel(chart: Chart) -> dict[str, Any]:
+        targets = [
+            {"refId": chr(65 + place), "datasource": _SCRAPED, "expr": f'trustrl_{line.label}{{run=~"$run"}}',
+             "legendFormat": f"{{{{run}}}} {line.label}"}
+            for place, line in enumerate(chart.series)
+        ]  # fmt: skip
+        return {"type": "timeseries", "datasource": _SCRAPED, "targets": targets}
+
+    causes = Chart("Causes", "Confidence of each cause that `trustrl explain` names.", (Series("cause", ()),))
+    variables = [
+        {"type": "datasource", "name": PROMETHEUS, "label": "Prometheus", "query": PROMETHEUS},
+        {"type": "query", "name": "run", "label": "Run", "datasource": _SCRAPED, "refresh": 2, "multi": True,
+         "includeAll": True, "query": "label_values(trustrl_step, run)"},
+    ]  # fmt: skip
+    return _dashboard("trustrl-prometheus", {"Diagnosis": [causes], **sections()}, panel, variables)
+
+
 def grafana_json() -> bytes:
     """Returns a dashboard as JSON for Grafana's import. It reads MLflow's database through the PostgreSQL source."""
-    panels, top = [], 0
-    for title, charts in sections().items():
+
+    def panel(chart: Chart) -> dict[str, Any]:
+        target = {"refId": "A", "datasource": _SOURCE, "format": "table", "rawQuery": True, "rawSql": query(chart)}
+        return {"type": "trend", "datasource": _SOURCE, "targets": [target], "options": {"xField": "step"}}
+
+    variables = [
+        {"type": "datasource", "name": "mlflow", "label": "MLflow's database", "query": SOURCE},
+        {"type": "query", "name": "run", "label": "Run", "datasource": _SOURCE, "query": RUNS, "refresh": 2},
+    ]
+    return _dashboard("trustrl-core", sections(), panel, variables)
+
+
+def _dashboard(
+    uid: str, shown: dict[str, list[Chart]], panel: Callable[[Chart], dict[str, Any]], variables: list[dict[str, Any]]
+) -> bytes:
+    """Lays the panels of all charts out in rows."""
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for title, charts in shown.items():
         panels.append(
             {
                 "id": len(panels) + 1, "type": "row", "title": title, "collapsed": False, "panels": [],
@@ -99,21 +164,13 @@ def grafana_json() -> bytes:
         for place, chart in enumerate(charts):
             row, column = divmod(place, COLUMNS)
             where = {"x": column * WIDTH, "y": top + 1 + row * HEIGHT, "w": WIDTH, "h": HEIGHT}
-            target = {"refId": "A", "datasource": _SOURCE, "format": "table", "rawQuery": True, "rawSql": query(chart)}
-            panels.append(
-                {
-                    "id": len(panels) + 1, "type": "trend", "title": chart.title, "description": chart.about,
-                    "gridPos": where, "datasource": _SOURCE, "targets": [target], "options": {"xField": "step"},
-                }
-            )  # fmt: skip
+            about = {"id": len(panels) + 1, "title": chart.title, "description": chart.about, "gridPos": where}
+            panels.append(about | panel(chart))
         top += 1 + -(-len(charts) // COLUMNS) * HEIGHT
     dashboard = {
-        "uid": "trustrl-core", "title": "trustrl", "tags": ["trustrl"], "editable": True, "schemaVersion": 39,
+        "uid": uid, "title": "trustrl", "tags": ["trustrl"], "editable": True, "schemaVersion": 39,
         "graphTooltip": 1, "refresh": "1m", "time": {"from": "now-6h", "to": "now"}, "panels": panels,
-        "templating": {"list": [
-            {"type": "datasource", "name": "mlflow", "label": "MLflow's database", "query": SOURCE},
-            {"type": "query", "name": "run", "label": "Run", "datasource": _SOURCE, "query": RUNS, "refresh": 2},
-        ]},
+        "templating": {"list": variables},
     }  # fmt: skip
     return (json.dumps(dashboard, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -207,5 +264,7 @@ DASHBOARDS: dict[str, Callable[[], bytes]] = {
     "tensorboard": layout_events,
     "wandb": workspace_script,
     "grafana": grafana_json,
+    "prometheus": prometheus_json,
+    "alerts": ALERTS.encode,
 }
 """The content of each dashboard's file."""

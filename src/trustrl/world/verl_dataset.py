@@ -17,6 +17,12 @@ from trustrl.world.tasks import SPLITS, Task, load
 REWARD = {"path": __file__, "name": "reward"}
 """Value of verl's `reward.custom_reward_function`. verl loads this file by its path."""
 
+SOURCE = "trustrl/"
+"""Beginning of the name of a set of problems in verl."""
+
+SAMPLING = "sampling"
+"""Key of `extra_info` with a benchmark's temperature and top-p."""
+
 PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Chat template that adds nothing. verl supports only chats, and a small model may support only plain text."""
 
@@ -47,7 +53,11 @@ def write_parquet(
         ConfigError: If `trustrl.world.tasks.load` or `Task.rows` raises it.
     """
     rows = load(task, **settings).rows(split, count, seed, chat)
-    table = [verl_row(row, index, task, split, settings) for index, row in enumerate(rows)]
+    return write_rows(path, [verl_row(row, index, task, split, settings) for index, row in enumerate(rows)])
+
+
+def write_rows(path: str | Path, table: list[dict[str, Any]]) -> Path:
+    """Writes rows in verl's columns to a Parquet file and returns its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     arrow = need("pyarrow", extra="verl")
@@ -59,7 +69,7 @@ def verl_row(row: Mapping[str, Any], index: int, task: str, split: str, settings
     """Returns one problem in verl's columns. `extra_info` contains everything that scoring needs."""
     prompt = row["prompt"]
     return {
-        "data_source": f"trustrl/{task}",
+        "data_source": f"{SOURCE}{row.get('data_set', task)}",  # verl evaluates each source by itself
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
         "ability": task.partition(":")[0],
         "reward_model": {"style": "rule", "ground_truth": row["answer"]},
@@ -72,10 +82,18 @@ def verl_row(row: Mapping[str, Any], index: int, task: str, split: str, settings
     }
 
 
+def benchmark_row(row: dict[str, Any], answers: int, temperature: float, top_p: float) -> dict[str, Any]:
+    """Returns a row of `verl_row` with its own sampling settings, which the recording agent loops apply."""
+    extra = {**row["extra_info"], SAMPLING: {"temperature": temperature, "top_p": top_p}}
+    return {**row, "extra_info": extra, "__rollout_n__": answers}  # verl reads the number of answers there
+
+
 def reward(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
-) -> float:
+) -> float | dict[str, Any]:
     """Returns the task's score of one response. Has the signature of verl's custom reward functions.
+
+    For a benchmark, returns the problem too, which verl writes next to the answer.
 
     Raises:
         MissingDataError: If `write_parquet` did not write the row.
@@ -87,7 +105,11 @@ def reward(
             f"{data_source}. Write the data with trustrl.world.verl_dataset.write_parquet."
         )
     problem = json.loads(written)
-    return _task(problem["task"], json.dumps(problem["settings"])).score(solution_str, problem["row"])
+    score = _task(problem["task"], json.dumps(problem["settings"])).score(solution_str, problem["row"])
+    if not (extra_info or {}).get(SAMPLING):
+        return score
+    name = data_source.removeprefix(SOURCE)
+    return {"score": score, "acc": score, "problem": f"{name}#{(extra_info or {}).get('index')}"}
 
 
 @lru_cache

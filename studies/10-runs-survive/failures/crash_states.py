@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
 
-CALLS = ("fsync", "replace", "rename", "unlink", "remove", "mkdir", "rmdir")
+CALLS = ("fsync", "replace", "rename", "link", "unlink", "remove", "mkdir", "rmdir")
 
 
 class Change(NamedTuple):
@@ -73,11 +73,14 @@ class Trace:
         paths = {path.relative_to(self.root).as_posix(): path for path in sorted(self.root.rglob("*"))}
         for name in sorted(self._inodes.keys() - paths.keys() - {"."}, reverse=True):
             self.changes.append(Change("gone", *self._entry(name), self._inodes.pop(name)))
+        statuses = {name: path.stat() for name, path in paths.items()}
+        known = {status.st_ino: name for name, status in statuses.items() if name in self._inodes}
         for name, path in paths.items():
-            status = path.stat()
+            status = statuses[name]
             stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
             if name not in self._inodes:
-                self._inodes[name] = 1 + max(self._inodes.values(), default=1) + len(self.changes)
+                new = 1 + max(self._inodes.values(), default=1) + len(self.changes)
+                self._inodes[name] = self._inodes.get(known.get(status.st_ino, ""), new)  # a link has its file's number
                 self.changes.append(Change("name", *self._entry(name), self._inodes[name]))
             elif self._stamps.get(name) == stamp and status.st_size > 65_536:
                 continue  # a clock may be too coarse for small files that are written twice
@@ -95,8 +98,9 @@ class Trace:
         self.changes.append(Change("name", folder, last, self._inodes[new], before=self._entry(old)[1]))
 
     def synced(self, name: str) -> None:
-        """Notes an fsync."""
-        self.changes.append(Change("sync", self._inodes[name], name))
+        """Notes an fsync, unless a thread has deleted the file meanwhile."""
+        if name in self._inodes:
+            self.changes.append(Change("sync", self._inodes[name], name))
 
     def _entry(self, name: str) -> tuple[int, str]:
         folder, _, last = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""Truth tables and identities of OPSM, GMPO, VESPO, M2PO, sequence products, the divergence gate and TROLL in sequences."""
+"""Truth tables and identities of OPSM, GMPO, sequence products, the divergence gate and TROLL in sequences."""
 
 import math
 from dataclasses import replace
@@ -7,27 +7,9 @@ import pytest
 import torch
 
 import trustrl
-from support.worlds import grad_of, log, run, world
+from support.one_row import row
+from support.worlds import grad_of, run, world
 from trustrl import regions
-from trustrl.regions.m2po import beyond_moment
-
-
-def row(region, policy, behavior, advantage, proximal=None):
-    """Gradient per token by log π of one sequence, times −1/A where A is not 0, with the reduction's factor removed."""
-    logp = torch.tensor([[log(p) for p in policy]], dtype=torch.float64, requires_grad=True)
-    others = {"behavior_logp": behavior, "proximal_logp": proximal}
-    rollout = trustrl.RolloutTokens(
-        **{name: torch.tensor([[log(p) for p in x]], dtype=torch.float64) for name, x in others.items() if x},
-        advantage=torch.tensor([advantage], dtype=torch.float64),
-        in_loss=torch.ones(1, len(policy), dtype=torch.bool),
-    )
-    by_sequence = region.needs().reduction is not None
-    reduction = trustrl.SequenceMeanTokenMean(num_sequences=1) if by_sequence else trustrl.TokenSum()
-    out = trustrl.policy_loss(trustrl.PolicyTokens(logp=logp), rollout, region, reduction=reduction)
-    out.loss.backward()
-    factors = -logp.grad[0] * (len(policy) if by_sequence else 1) / (advantage or 1.0)
-    return factors.tolist(), out
-
 
 # ── OPSM ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,57 +94,6 @@ def test_a_clipped_token_of_gmpo_has_no_gradient_and_still_moves_the_weight():
     assert factors == pytest.approx([0.0, math.exp(0.2)])
     factors, _ = row(regions.GMPO(), [0.9, 0.3], [0.1, 0.3], -1.0)  # the update pulls it back
     assert factors == pytest.approx([3.0, 3.0])
-
-
-# ── VESPO ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(("advantage", "power", "decay"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
-def test_vespo_weighs_by_the_product_of_ratios(advantage, power, decay):
-    w = (0.5 / 0.4) * (0.2 / 0.3)
-    factors, out = row(regions.VESPO(), [0.5, 0.2], [0.4, 0.3], advantage)
-    assert factors == pytest.approx([w**power * math.exp(decay * (1 - w))] * 2)
-    assert out.decision.keep.all()
-
-
-def test_vespo_is_1_on_policy_and_0_far_from_it():
-    assert row(regions.VESPO(), [0.5, 0.2], [0.5, 0.2], 1.0)[0] == pytest.approx([1.0, 1.0])
-    for policy, behavior in (([0.9] * 400, [0.01] * 400), ([0.01] * 400, [0.9] * 400)):  # w = e^±1800
-        factors, out = row(regions.VESPO(), policy, behavior, -1.0)
-        assert factors == [0.0] * 400
-        assert trustrl.rates(out.sums)["trustrl/dropped_share"] == 0.0
-
-
-# ── M2PO ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_m2po_removes_the_largest_outward_log_ratios_until_the_mean_is_at_its_bound():
-    behavior = [0.1] * 5
-    policy = [0.1 * math.exp(d) for d in (0.1, 0.3, 0.5, -2.0, 0.2)]
-    factors, _ = row(regions.M2PO(0.098), policy, behavior, 1.0)  # the mean of (.01, .04, .09, .25) is .0975
-    assert [f != 0 for f in factors] == [True, True, True, True, True]
-    factors, _ = row(regions.M2PO(0.0467), policy, behavior, 1.0)  # the mean of (.01, .04, .09) is .04667
-    assert [f != 0 for f in factors] == [True, True, False, True, True]
-    factors, _ = row(regions.M2PO(0.0466), policy, behavior, 1.0)
-    assert [f != 0 for f in factors] == [True, False, False, True, True]
-    factors, _ = row(regions.M2PO(0.009), policy, behavior, 1.0)  # even the smallest, .01, is too large
-    assert [f != 0 for f in factors] == [False, False, False, True, False]  # the fourth is pulled back
-
-
-def test_a_mean_at_m2pos_bound_is_inside_and_the_first_of_equal_tokens_stays():
-    x, among = torch.tensor([0.5, 0.25, 0.5, 9.0], dtype=torch.float64), torch.tensor([True, True, True, False])
-    assert beyond_moment(x, among, bound=0.375).tolist() == [False, False, True, False]
-    assert beyond_moment(x, among, bound=0.37).tolist() == [True, False, True, False]
-
-
-def test_m2po_ignores_tokens_outside_the_loss():
-    w = world(2, drift=0.4)
-    out, _ = run(regions.M2PO(), w)
-    changed = w.at_token(w.behavior).clone()
-    changed[~w.in_loss] = -30.0
-    again, _ = run(regions.M2PO(), w, behavior_logp=changed)
-    assert torch.equal(out.decision.keep[w.in_loss], again.decision.keep[w.in_loss])
-    assert not out.decision.keep[w.in_loss].all()
 
 
 # ── corrections over sequences ──────────────────────────────────────────────────────────────────────────────────────
@@ -257,6 +188,30 @@ def test_ppo_relaxed_never_clips_improbable_tokens():
     assert row(regions.PPO(), policy, behavior, 1.0)[0] == pytest.approx([0.0, 0.0, 2 / 3])
     _, out = row(regions.PPO(relax_below=0.1, action="clip"), policy, behavior, 2.0)
     assert out.loss.item() == pytest.approx(-2 * (5 / 3 + 1.28 + 2 / 3))
+
+
+@pytest.mark.parametrize(("side", "relaxed"), [("both", 0.0), ("increase", 1.0), ("decrease", -1.0)])
+def test_one_side_of_the_clip_is_relaxed_in_gradient_and_value(side, relaxed):
+    """The textbook objective by autograd, without its clip at improbable tokens of the relaxed side."""
+    w = world(5, rows=6, drift=0.6)
+    region = regions.PPO(relax_below=0.1, relax_side=side, action="clip")
+    out, policy = run(region, w)
+    rollout = w.rollout()
+    logp = policy.logp.detach().clone().requires_grad_()
+    ratio, advantage = (logp - rollout.behavior_logp).exp(), w.advantage.expand_as(logp)
+    free = (rollout.behavior_logp.exp() < 0.1) & ((advantage * relaxed > 0) | (relaxed == 0.0))
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    objective = torch.where(free, ratio * advantage, clipped)
+    loss = -(objective * w.in_loss).sum()
+    loss.backward()
+    plain, _ = run(regions.PPO(), w)
+    assert (out.decision.keep & ~plain.decision.keep).any()
+    assert not out.decision.keep[w.in_loss].all()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-10)
+    torch.testing.assert_close(grad_of(policy.logp), logp.grad, rtol=1e-10, atol=1e-12)
+    masked, by_mask = run(regions.PPO(relax_below=0.1, relax_side=side), w)
+    assert torch.equal(masked.decision.keep, out.decision.keep)
+    assert torch.equal(grad_of(by_mask.logp), grad_of(policy.logp))
 
 
 def test_dppo_minimal_masks_only_a_losing_token_that_lost_half_of_the_mass():

@@ -27,6 +27,15 @@ def test_the_gradient_is_the_closed_form(name, seed, drift):
     np.testing.assert_allclose(policy.logp.grad.numpy(), want * case.in_loss, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [n for n in CLOSED_FORM if n.endswith(("-scaling", "-capped"))])
+def test_a_capped_preset_has_its_closed_form_where_the_cap_acts(name):
+    w = world(1, drift=2.5, rows=12)
+    out, policy = run(name, w)
+    want = -oracle.factors(name, w.case()) * w.case().advantage
+    np.testing.assert_allclose(policy.logp.grad.numpy(), want * w.case().in_loss, rtol=1e-12, atol=1e-12)
+    assert (out.decision.extra["capped"] & out.decision.keep & w.in_loss).any()
+
+
 @pytest.mark.parametrize(
     "name", [n for n in CLOSED_FORM if n not in ("pg-is", "cispo", "sapo", "spo", "drpo", "vespo")]
 )

@@ -9,7 +9,7 @@ pytest.importorskip("openrlhf")
 
 from support import precision_layouts, self_divergence as own
 
-KINDS = ("Binary TV", "PPO clip", "both anchors")
+KINDS = ("Binary TV", "PPO clip", "both anchors", "Top-K TV", "TROLL")
 
 
 def test_a_policy_is_itself_in_bf16(tmp_path):

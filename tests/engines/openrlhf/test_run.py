@@ -27,9 +27,14 @@ def reward_func(queries, prompts, labels, **more):
     digits = [float(sum(c.isdigit() for c in q[len(p) :])) for q, p in zip(queries, prompts)]
     return {"rewards": torch.tensor(digits), "scores": torch.tensor(digits), "extra_logs": {}}
 """
+SAMPLED = ("--trustrl.region", "dppo-binary-tv", "--algo.advantage.is_correction_level", "token")
+VOCABULARY = {
+    "top_k": ("--trustrl.region", '{"preset": "dppo-topk-tv", "anchor": "proximal"}'),
+    "troll": ("--trustrl.region", "troll"),
+}
 SETTINGS = """
---trustrl.region dppo-binary-tv --algo.advantage.is_correction_level token --algo.advantage.estimator group_norm
---algo.kl.init_coef 0 --rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --rollout.micro_batch_size 8
+--algo.advantage.estimator group_norm --algo.kl.init_coef 0
+--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --rollout.micro_batch_size 8
 --rollout.max_new_tokens 8 --train.batch_size 16 --train.micro_batch_size 8 --train.max_epochs 4 --data.max_len 64
 --data.label_key label --actor.adam.lr 3e-3 --actor.lr_scheduler constant --actor.lr_warmup_ratio 0
 --actor.num_gpus_per_node 1 --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo
@@ -40,7 +45,16 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
+    return train(tmp_path_factory.mktemp("run"), SAMPLED)
+
+
+@pytest.fixture(scope="module", params=VOCABULARY)
+def trained_on_vocabulary(request, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"), VOCABULARY[request.param])
+
+
+def train(folder, region):
+    """Runs the command; returns the folder with the model before and after, and the log."""
     save_model(folder / "model", tied=False)
     lines = [json.dumps({"input": f"{i % 10}+{i // 10}=", "label": str(i)}) for i in range(8 * STEPS)]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
@@ -59,9 +73,9 @@ def trained(tmp_path_factory):
             "RAY_OVERRIDE_RESOURCES": '{"GPU": 2, "CPU": 6}', "DS_ACCELERATOR": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1",
             "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "VLLM_PLUGINS": "",
         }  # fmt: skip
-        command = [sys.executable, "-m", "trustrl.engines.openrlhf", *SETTINGS.split(), *places]
+        command = [sys.executable, "-m", "trustrl.engines.openrlhf", *region, *SETTINGS.split(), *places]
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200, check=False
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=2400, check=False
         )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
@@ -69,10 +83,14 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logged(trained):
+    return numbers(trained)
+
+
+def numbers(folder):
     """Every logged number by name, step by step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (file,) = (trained / "logs").rglob("events.out.*")
+    (file,) = (folder / "logs").rglob("events.out.*")
     events = EventAccumulator(str(file))
     events.Reload()
     return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
@@ -91,11 +109,25 @@ def test_a_run_on_ray_with_stubs_for_cuda_logs_the_regions_metrics_every_step(lo
     assert set(named(logged, "trustrl/dropped_share")) == {0.0}
 
 
+def moved(folder):
+    """The mean change of the output layer's weights."""
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("model", "trained"))
+    return (after["lm_head.weight"].float() - before["lm_head.weight"].float()).abs().mean()
+
+
 @pytest.mark.long
 def test_a_run_on_ray_with_stubs_for_cuda_trains_and_keeps_the_sampler_in_step(trained, logged):
-    before, after = (load_file(trained / name / "model.safetensors") for name in ("model", "trained"))
-    moved = (after["lm_head.weight"].float() - before["lm_head.weight"].float()).abs().mean()
-    assert moved > 1e-3
-    assert torch.isfinite(moved)
+    assert moved(trained) > 1e-3
+    assert torch.isfinite(moved(trained))
     # log μ by vLLM and log π' by the trainer after each weight sync, both in bf16
     assert max(map(abs, named(logged, "vllm_kl"))) < 0.02
+
+
+@pytest.mark.long
+def test_a_top_k_and_a_troll_run_on_ray_with_stubs_for_cuda_train_and_log_every_step(trained_on_vocabulary):
+    logged = numbers(trained_on_vocabulary)
+    for name in ("trustrl/masked_share", "trustrl/kl_k3", "trustrl/dropped_share", "ppo_kl"):
+        assert len(named(logged, name)) == STEPS, name
+    assert set(named(logged, "trustrl/dropped_share")) == {0.0}
+    assert max(named(logged, "trustrl/kl_k3")) > 1e-3
+    assert 1e-3 < moved(trained_on_vocabulary) < 1

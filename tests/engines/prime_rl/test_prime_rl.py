@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 import trustrl
 from support import parity
-from trustrl.engines import prime_rl as engine
+from trustrl.engines.prime_rl import losses as engine
 from trustrl.errors import ConfigError, EngineError
 
 PATH = "trustrl.engines.prime_rl.region_loss"
@@ -55,7 +55,8 @@ def error(found, wanted):
 
 def test_the_presets_are_those_with_one_anchor():
     assert {"dppo-binary-tv", "dppo-binary-kl", "ppo", "ipo", "pg-is"} <= set(FED)
-    assert {"minirl", "tis", "icepop", "mis", "dppo-decoupled"} == set(BOTH_ANCHORS)
+    both = {"minirl", "tis", "tis-product", "icepop", "mis", "mis-product", "dppo-decoupled", "divergence-gate"}
+    assert both == set(BOTH_ANCHORS)
 
 
 @pytest.mark.parametrize("name", FED)
@@ -71,7 +72,7 @@ def test_a_preset_that_reads_the_proximal_policy_is_refused(name):
 
 @pytest.mark.parametrize("name", parity.PER_SEQUENCE)
 def test_a_preset_defined_per_sequence_is_refused(name):
-    with pytest.raises(ConfigError, match=r"must describe a region defined per token, got gspo"):
+    with pytest.raises(ConfigError, match=f"must describe a region defined per token, got {name}"):
         run(chosen(preset=name), batch_of())
 
 

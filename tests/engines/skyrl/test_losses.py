@@ -89,17 +89,17 @@ SAMPLING, ALGORITHM = "generator.sampling_params", "trainer.algorithm"
 @pytest.mark.parametrize(
     ("loss", "arguments", "says"),
     [
-        ("trustrl-dppo-topk-tv", [], "the 20 most probable ids"),
-        ("trustrl-troll", [], "the 64 most probable ids"),
-        ("trustrl-dppo-full-kl", [], "the whole vocabulary"),
+        ("trustrl-dppo-topk-tv", [], "got 'dppo'. SkyRL keeps only the sampled token's log-prob"),
+        ("trustrl-troll", ["trainer.strategy=megatron"], "trainer.strategy must be fsdp"),
+        ("trustrl-dppo-full-kl", [], "does not keep the rollout's hidden states"),
         ("trustrl", [], "python -m trustrl.engines.skyrl"),
         ("dppo-binary-tv", [], "Did you mean 'trustrl-dppo-binary-tv'"),
         ("trustrl-ppo", [f"{ALGORITHM}.region.kind=spo"], "policy_loss_type='trustrl'"),
         ("trustrl-gspo", [], f"{ALGORITHM}.loss_reduction must be sequence_mean"),
         (
             "trustrl-ipo",
-            [f"{ALGORITHM}.region.log_ratio_penalty=0.1"],
-            f"{ALGORITHM}.region.log_ratio_penalty must be 0 with a region, got 0.1. SkyRL divides the advantages",
+            [f"{ALGORITHM}.region.log_ratio_penalty=0.1", "trainer.strategy=megatron"],
+            "trainer.strategy must be fsdp",
         ),
         ("trustrl-ppo", [f"{ALGORITHM}.eps_clip_high=0.28"], f"{ALGORITHM}.eps_clip_high must be left at 0.2"),
         ("trustrl-dppo-binary-tv", [f"{ALGORITHM}.dppo.delta_low=0.1"], f"{ALGORITHM}.dppo must be left at"),
@@ -167,9 +167,9 @@ def test_the_sampler_is_enough_for_a_region_anchored_on_it():
 @pytest.mark.parametrize(
     ("name", "region", "says"),
     [
-        ("troll", None, "64 most probable"),
+        ("troll", None, "must run in trustrl's policy worker, got SkyRL's own"),
         ("gspo", None, "sequence_mean"),
-        ("ipo", {"log_ratio_penalty": 0.1}, "log_ratio_penalty must be 0"),
+        ("ipo", {"log_ratio_penalty": 0.1}, "must run in trustrl's policy worker, got SkyRL's own"),
     ],
 )
 def test_a_loss_refuses_what_it_cannot_run(name, region, says):

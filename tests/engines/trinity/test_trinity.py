@@ -6,6 +6,7 @@ import torch
 import trustrl
 from support import parity
 from trustrl.errors import ConfigError, MissingDataError
+from trustrl.regions.recommended import SAMPLED_TOKEN
 
 algorithm = pytest.importorskip("trinity.algorithm")
 config_module = pytest.importorskip("trinity.common.config")
@@ -139,7 +140,7 @@ def test_trinitys_validator_takes_the_algorithm_and_its_loss_by_their_paths():
     config = settings(algorithm__loss_agg_mode="seq-mean-token-mean")
     validator.AlgorithmConfigValidator().validate(config)
     assert config.algorithm.policy_loss_fn == f"{WAY}.RegionLoss"
-    assert config.algorithm.policy_loss_fn_args == {"region": "dppo-binary-tv", "loss_agg_mode": "seq-mean-token-mean"}
+    assert config.algorithm.policy_loss_fn_args == {"region": SAMPLED_TOKEN, "loss_agg_mode": "seq-mean-token-mean"}
 
 
 @pytest.mark.parametrize(

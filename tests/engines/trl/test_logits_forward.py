@@ -28,11 +28,15 @@ def one_rank(tmp_path_factory):
     dist.destroy_process_group()
 
 
-def asked(model, ids, length=4):
-    """(output, request) of a pass that reads the last tokens."""
+def request(ids, length=4):
+    """A request that reads the last tokens."""
     where = TokenPlaces.of_mask(torch.ones(len(ids), length, dtype=torch.bool))
-    wanted = at_completions(ids, where, temperature=TEMPERATURE, top_k=K)
-    asking = AskingModel(model, wanted)
+    return at_completions(ids, where, temperature=TEMPERATURE, top_k=K)
+
+
+def asked(model, ids):
+    """The output of a pass that reads the last tokens."""
+    asking = AskingModel(model, request(ids))
     output = asking(input_ids=ids)
     assert asking.outputs == [output]
     return output
@@ -83,6 +87,43 @@ def test_a_sharded_model_has_the_gradients_of_the_whole_model(one_rank, sharding
         gradients.append({name: whole(p.grad) for name, p in one.named_parameters()})
     for name, wanted in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharding", [*SHARDINGS, RESHARDED])
+def test_a_pending_request_has_the_values_and_gradients_of_the_keyword(one_rank, sharding):
+    model = world.tiny_model()
+    ids = token_ids(model)
+    gradients, outputs = [], []
+    for pending in (False, True):
+        sharded = copy.deepcopy(model)
+        shard(sharded, sharding, 1)
+        forward = LogitsForward(sharded, float32_head=False)
+        if pending:
+            with forward.pending(request(ids)) as passes:
+                returned = sharded(input_ids=ids)  # the engine's own call
+            (output,) = passes
+            assert torch.equal(returned.logits, output.logits)
+        else:
+            output = asked(sharded, ids)
+        (output.topk_logp.exp().sum() + output.log_probs.sum()).backward()
+        gradients.append({name: whole(p.grad) for name, p in sharded.named_parameters()})
+        outputs.append(output)
+    assert not hasattr(sharded(input_ids=ids), "topk_logp")  # the context is over
+    assert torch.equal(outputs[1].topk_logp, outputs[0].topk_logp)
+    for name, wanted in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_pending_request_that_is_not_answered_once_is_refused(calls):
+    model = world.tiny_model()
+    ids = token_ids(model)
+    forward = LogitsForward(model, float32_head=False)
+    refused = pytest.raises(EngineError, match=f"call the model once for each micro-batch, got {calls} calls")
+    with refused, forward.pending(request(ids)):
+        for _ in range(calls):
+            model(input_ids=ids)
+    assert not hasattr(model(input_ids=ids), "topk_logp")
 
 
 def test_a_model_that_skips_its_output_layer_is_refused():

@@ -34,7 +34,7 @@ def peak_beside_gradients(name):
 
 @pytest.mark.compiled
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("name", ["dppo-topk-tv", "troll"])
+@pytest.mark.parametrize("name", ["dppo-topk-tv", pytest.param("troll", marks=pytest.mark.long)])
 def test_a_step_at_a_real_vocabulary_needs_a_sixth_of_the_logits_memory(name):
     """One copy of the logits is 622 MB, and plain code holds several. TRL's own head, in larger tiles, takes 1,100."""
     used = peak_beside_gradients(name)

@@ -19,6 +19,7 @@ from support import trl_world as world
 from support.refusal_examples import TRL, cases
 from trustrl import regions
 from trustrl.engines.common import seam
+from trustrl.engines.common.sampler_contract import Wanted
 from trustrl.engines.common.step_check import check_first_loss
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import VocabularyForward, refuse_adapted_head, softcap
@@ -254,11 +255,16 @@ def test_a_model_that_caps_its_logits_has_its_own_log_probs():
 
 
 @pytest.mark.parametrize(
-    "region", [trustrl.preset("dppo-topk-tv"), regions.TROLL(), regions.DPPO(regions.FullTV(), anchor="proximal")]
+    ("region", "version", "least"),
+    [
+        (trustrl.preset("dppo-topk-tv"), "1.8.2", "1.9"),
+        (regions.TROLL(), "1.8.2", "1.9"),
+        (regions.DPPO(regions.FullTV(), anchor="proximal"), "1.14.2", "1.15"),
+    ],
 )
-def test_a_trl_without_the_fused_output_layer_is_refused_where_the_vocabulary_is_needed(region, monkeypatch):
-    monkeypatch.setattr(seam.metadata, "version", lambda _: "1.14.2")
-    with pytest.raises(EngineError, match=r'trl must be at least 1.15, got 1.14.2.*exact.*pip install "trl>=1.15"'):
+def test_a_trl_that_never_ran_a_kind_of_region_is_refused(region, version, least, monkeypatch):
+    monkeypatch.setattr(seam.metadata, "version", lambda _: version)
+    with pytest.raises(EngineError, match=rf'trl must be at least {least}, got {version}.*pip install "trl>={least}"'):
         world.ours(region)
 
 
@@ -545,9 +551,9 @@ def with_server(**more: Any) -> SimpleNamespace:
 
 
 def test_a_server_with_raw_log_probs_is_refused_at_another_temperature():
-    sampler.prepare(with_server(), sampler.Asked())
+    sampler.prepare(with_server(), Wanted())
     with pytest.raises(ConfigError, match=r"logprobs_mode must be 'processed_logprobs'.*--logprobs-mode"):
-        sampler.prepare(with_server(temperature=0.7), sampler.Asked())
+        sampler.prepare(with_server(temperature=0.7), Wanted())
 
 
 @pytest.mark.parametrize("preset", ["dppo-binary-tv", "dppo-topk-tv"])

@@ -4,6 +4,7 @@ The sampler is another network than the trainer's: the same architecture with sl
 records differs from what the trainer would compute.
 """
 
+import numpy as np
 import pytest
 
 pytest.importorskip("trl")
@@ -16,8 +17,10 @@ import trustrl
 from support import trl_world as world
 from trustrl import regions
 from trustrl.engines.common import replica_gaps, seam
+from trustrl.engines.common.kept_columns import column_of
+from trustrl.engines.common.sampled_record import UNKNOWN, SampledRecord
 from trustrl.engines.refusals.trl import OLDEST_FUSED
-from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin
+from trustrl.engines.trl import TrustRegionGRPOTrainer, TrustRegionMixin, rollout_fields
 from trustrl.errors import ConfigError, EngineError, MissingDataError, NonFiniteError, RecordError, TrustRLWarning
 
 EDGE = 0.002
@@ -377,3 +380,41 @@ def test_kept_ids_that_are_missing_are_an_error():
     trainer = trainer_of(roll_out=truncating_func(world.tiny_model().eval(), records=False), top_k=9)
     with pytest.raises(MissingDataError, match=r"got none at 6 tokens of sequence 0\. A rollout_func returns them"):
         trainer.train()
+
+
+def record_of(versions, **more):
+    count, logp = len(versions), -np.float32(0.75) * np.arange(1, K + 1, dtype=np.float32)
+    return SampledRecord(
+        tokens=np.arange(5, 5 + count, dtype=np.int32), logp=logp[:count],
+        topk_ids=np.tile(np.arange(5, 5 + K, dtype=np.int32), (count, 1)), topk_logp=np.tile(logp, (count, 1)),
+        version=np.array(versions, np.int32), **more,
+    )  # fmt: skip
+
+
+@fused
+def test_records_of_any_sampler_are_the_fields_that_the_trainer_reads(monkeypatch):
+    """A sampler that draws the same ids in the same order, from weights of two versions and from K kept ids."""
+    kept = column_of([list(range(5, 5 + K))] * 4)
+
+    def roll_out(prompts, trainer):
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return rollout_fields(ids, [record_of([-2, -2, 0, 0], kept=kept, replica="b") for _ in prompts])
+
+    region = regions.DPPO(regions.TopKTV(k=K))
+    trainer = trainer_of(
+        region, roll_out=roll_out, top_k=K, max_steps=1, num_iterations=1, given={"startup_checks": False}
+    )
+    seen = world.spy(monkeypatch)
+    trainer.train()
+    ((_, _, rollout),) = seen
+    assert rollout.token_ids.tolist() == [5, 6, 7, 8] * 6
+    assert rollout.version.tolist() == [-2, -2, 0, 0] * 6
+    assert rollout.behavior_logp.tolist() == [-0.75, -1.5, -2.25, -3.0] * 6
+    assert rollout.topk.ids.tolist() == [list(range(5, 5 + K))] * 24
+    assert (rollout.kept_ids >= 0).sum(-1).tolist() == [K] * 24
+
+
+def test_a_sampler_that_knows_the_version_of_some_tokens_is_refused():
+    assert "trustrl_version" not in rollout_fields([[5]], [record_of([UNKNOWN, UNKNOWN])])
+    with pytest.raises(MissingDataError, match=r"of each token or of none, got 1 unknown of 3\. Abort or retract"):
+        rollout_fields([[5], [5]], [record_of([UNKNOWN, 3]), record_of([3])])

@@ -55,8 +55,8 @@ def assert_same(folder, uninterrupted):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, id=name, marks=pytest.mark.xdist_group(f"runs, {name}"))
-        for name in ("dppo-binary-tv", "troll")
+        pytest.param(name, id=name, marks=[pytest.mark.xdist_group(f"runs, {name}"), *more])
+        for name, more in (("dppo-binary-tv", ()), ("troll", (pytest.mark.long,)))
     ],
 )
 def whole(request, tmp_path_factory):

@@ -95,10 +95,15 @@ OLDER = {
         "trl must be at least 1.0, got 0.29.1: trustrl was not tested with older versions. "
         'Run `pip install "trl>=1.0"`.',
     ),
-    "a region on the vocabulary": (
-        TOPK, "1.14.2",
-        "trl must be at least 1.15, got 1.14.2: older versions have no fused output layer, which Top-K, TROLL, and "
-        'exact regions need. Run `pip install "trl>=1.15"`.',
+    "a region on the top K": (
+        TOPK, "1.8.0",
+        "trl must be at least 1.9, got 1.8.0: Top-K and TROLL were not tested with older versions. "
+        'Run `pip install "trl>=1.9"`.',
+    ),
+    "an exact region": (
+        trustrl.preset("dppo-full-tv"), "1.14.2",
+        "trl must be at least 1.15, got 1.14.2: exact regions were not tested with older versions. "
+        'Run `pip install "trl>=1.15"`.',
     ),
 }  # fmt: skip
 

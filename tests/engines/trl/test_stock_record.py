@@ -17,11 +17,12 @@ from trl import GRPOTrainer
 
 import trustrl
 from support import trl_world as world
+from support.record_names import part_name
 from support.rendezvous import own_environment, python_path
 from trustrl import regions
 from trustrl.engines.trl import TrustRegionGRPOTrainer, record
 from trustrl.errors import ConfigError, TrustRLWarning
-from trustrl.recording import Recorder, Recording, read, read_run, read_sequences, read_texts, uploads
+from trustrl.recording import Recorder, Recording, rank_writer, read, read_run, read_sequences, read_texts, uploads
 
 UPDATES_PER_ROLLOUT = 4
 SCHEDULE = {
@@ -384,6 +385,36 @@ def test_training_ends_when_a_slow_store_has_the_record(has_region, tmp_path, mo
     else:
         trained(tmp_path, recording, **schedule)
     assert set(read(recording["folder"])["step"].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("saves", ["steps", "epoch"])
+@pytest.mark.parametrize("has_region", [False, True], ids=["stock", "with a region"])
+def test_the_record_is_on_the_disk_before_a_checkpoint_exists(has_region, saves, tmp_path, monkeypatch):
+    synced = {}
+
+    def noted(path):
+        if path.name.startswith("step-"):
+            synced[path.name] = sorted(x.name for x in tmp_path.glob("checkpoint-*"))
+
+    monkeypatch.setattr(rank_writer, "sync", noted)
+    more = {"num_iterations": 1, "steps_per_generation": 2, "save_strategy": saves, "save_steps": 2}
+    schedule = SCHEDULE | more | {"max_steps": 4, "loss_type": "grpo"}
+    recording = {"folder": tmp_path / "records", "sample": 1.0}
+    if has_region:
+        region = {
+            "region": trustrl.preset("dppo-binary-tv"),
+            "behavior": "trainer",
+            "recording": Recording(**recording),
+        }
+        settings = world.settings(output_dir=str(tmp_path), **schedule)
+        world.trainer_of(TrustRegionGRPOTrainer, world.tiny_model(), settings, **region).train()
+    else:
+        trained(tmp_path, recording, **schedule)
+    saved = sorted(int(x.name.removeprefix("checkpoint-")) for x in tmp_path.glob("checkpoint-*"))
+    assert saved == [2, 4] if saves == "steps" else saved
+    for step in range(saved[-1]):
+        before = [checkpoint for checkpoint in saved if checkpoint <= step]
+        assert synced[part_name(step, 0)] == [f"checkpoint-{checkpoint}" for checkpoint in before]
 
 
 def test_nan_in_a_stock_run_dumps_the_last_steps(tmp_path):

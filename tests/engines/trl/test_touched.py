@@ -11,6 +11,7 @@ pytest.importorskip("trl")
 
 from support.tiny_models import save_model
 from support.touched import touched
+from trustrl.runner.recipe import Recipe, load
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes/sanity.toml")
@@ -55,6 +56,19 @@ def test_a_comparison_starts_runs_alone(model, tmp_path):
     assert_connects_to_nothing(events, listened)
     started = [command for command in programs(events) if os.path.basename(command[0]) not in ASIDE]
     assert [command[:4] for command in started] == [[sys.executable, "-m", "trustrl.cli", "run"]]
+
+
+def test_a_selection_connects_to_nothing_and_starts_judges_alone(model, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    plain = {key: table for key, table in load(RECIPE, [f"model.name={model}"]).to_dict().items() if key != "task"}
+    recipe = Recipe.from_dict({**plain, "data": {"files": str(data)}, "reward": {"function": "exact"}})
+    (tmp_path / "mine.toml").write_text(recipe.to_toml())
+    words = [str(tmp_path / "mine.toml"), "--answers", "2", "--out", "kept"]
+    code, events, listened = touched(tmp_path / "here", "select", *words, HF_HUB_OFFLINE="1")
+    assert code == 0
+    assert_connects_to_nothing(events, listened)
+    assert {tuple(command[1:3]) for command in programs(events)} == {("-m", "trustrl.world.rewards.judge")}
 
 
 def test_a_probe_of_a_local_model_connects_to_nothing(model, tmp_path):

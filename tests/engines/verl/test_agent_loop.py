@@ -27,7 +27,16 @@ from verl.workers.rollout.replica import TokenOutput
 import trustrl
 from trustrl import regions
 from trustrl.engines.common.kept_columns import KeptColumn, column_of
-from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, REPLICA, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.common.sampler_fields import (
+    KEPT,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    REPLICA,
+    TOPK,
+    TOPK_IDS,
+    TOPK_LOGP,
+    UNRECORDED,
+)  # fmt: skip
 from trustrl.engines.verl import anchors, rollout_pieces
 from trustrl.engines.verl.agent_loop import RecordsTopK, wanted
 from trustrl.errors import EngineError, MissingDataError
@@ -158,6 +167,15 @@ def test_each_response_token_gets_the_row_it_was_drawn_from_and_no_second_reques
     assert per_token(found, 3) == ([7, 7, 7], [0, 0, 0])
     assert len(server.asked) == 1
     assert TOPK_IDS not in found  # verl would carry them to the trainer a second time
+
+
+def test_a_prompt_of_a_benchmark_is_answered_with_its_own_settings():
+    server, shared = TableServer([[5], [9]]), {"temperature": 1.0, "top_p": 1.0}
+    loop = Loop(config(), client(server))
+    for extra in ({"sampling": {"temperature": 0.0, "top_p": 0.5}}, {}):
+        asyncio.run(loop.run(shared, extra_info=extra))
+    assert [(asked["temperature"], asked["top_p"]) for asked in server.asked] == [(0.0, 0.5), (1.0, 1.0)]
+    assert shared == {"temperature": 1.0, "top_p": 1.0}  # verl gives every prompt of a batch the same
 
 
 def test_a_tool_loop_of_three_turns_keeps_the_rows_of_each():
@@ -420,6 +438,20 @@ def test_min_p_of_a_loops_own_requests_is_recorded_with_max_kept():
     assert anchors.FAULT not in out.extra_fields
 
 
+def test_the_reason_why_a_server_recorded_nothing_reaches_the_worker():
+    """Raised in the loop, it would only remove the sequence, and verl would ask for another one."""
+
+    class Refusing(TableServer):
+        async def _generate(self, *args, **more):
+            output = await super()._generate(*args, **more)
+            output.extra_fields[UNRECORDED] = "top_k must be smaller."
+            return output
+
+    out = run(Loop(config(**BINARY, max_kept=10), client(Refusing([[5, 9], [2]])), tools=([10],)), top_p=0.9)
+    assert out.extra_fields[anchors.FAULT] == "EngineError: top_k must be smaller."
+    assert UNRECORDED not in out.extra_fields
+
+
 def test_validation_may_truncate_with_verls_own_settings():
     """They are those that verl passes to the loop, and validation trains on nothing."""
     out = run(Loop(config(**BINARY), client(TableServer([[5, 9]]))), top_p=0.7, temperature=0.6)
@@ -438,7 +470,7 @@ def test_a_sequence_carries_the_name_of_the_server_that_sampled_it():
 
 @pytest.mark.parametrize("length", [1, 512, 4096])
 def test_a_region_on_the_sampled_token_adds_a_few_bytes_per_sequence_and_none_per_token(length):
-    """As verl's queue encodes them. `docs/engines/verl.md` has the figures."""
+    """As verl's queue encodes them. `docs/reference/verl.md` has the figures."""
     answers = [[token % VOCABULARY for token in range(length)]]
     loop = Loop(config(**BINARY), client(TableServer(answers, rows=length + 8)), response_length=length)
     fields = run(loop).extra_fields

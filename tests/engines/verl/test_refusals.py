@@ -112,6 +112,8 @@ ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollo
 
 TOPK = [f"{POLICY_LOSS}.loss_mode=trustrl-dppo-topk-tv"]
 RECORDED = [*TOPK, f"{ROLLOUT}.agent.default_agent_loop=trustrl_single_turn_agent"]
+TRUNCATED = [*RECORDED, f"{ROLLOUT}.top_p=0.95", *KEPT]
+SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
 
 # name: (overrides, what the message must say)
 REFUSED = {
@@ -168,9 +170,26 @@ REFUSED = {
     "a tool loop that does not record": (
         [*TOPK, f"{ROLLOUT}.agent.default_agent_loop=tool_agent"], ["must be trustrl_tool_agent"]
     ),
-    "a top-K of SGLang": (
-        [*RECORDED, f"{ROLLOUT}.name=sglang"],
-        [f"{ROLLOUT}.name must be vllm", "does not read the ids of SGLang", "region on the sampled token"],
+    "a top-K of TensorRT-LLM": (
+        [*RECORDED, f"{ROLLOUT}.name=trtllm"],
+        [f"{ROLLOUT}.name must be vllm or sglang", "does not read the ids of TensorRT-LLM", "region on the sampled token"],
+    ),
+    "kept ids of SGLang without a top_k": (
+        [*TRUNCATED, f"{ROLLOUT}.name=sglang"],
+        [f"{ROLLOUT}.top_k must be from 1 to 4096", "got -1", "largest number of ids that a token may keep"],
+    ),
+    "more kept ids than SGLang returns": (
+        [*TRUNCATED, f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.top_k=600", f"+{SGLANG}.sampling_mask_max_tokens=512"],
+        ["top_k must be from 1 to 512", "got 600", "raise actor_rollout_ref.rollout.engine_kwargs.sglang"],
+    ),
+    "log-probs that SGLang rounds": (
+        [*RIGHT, f"{ROLLOUT}.name=sglang", f"+{SGLANG}.rl_on_policy_target=fsdp"],
+        [f"{SGLANG}.rl_on_policy_target must be absent", "bf16"],
+    ),
+    "log-probs of SGLang from before the temperature": (
+        [*RIGHT, f"{ROLLOUT}.name=sglang",
+         "+ray_kwargs.ray_init.runtime_env.env_vars.SGLANG_RETURN_ORIGINAL_LOGPROB='1'"],
+        ["SGLANG_RETURN_ORIGINAL_LOGPROB must be absent", "before the temperature"],
     ),
     "separate prefill and decode": (
         [*RECORDED, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.disaggregation.enabled=True"],
@@ -262,9 +281,21 @@ def test_every_region_gets_the_loop_that_records_versions(region):
     assert fill_in(configuration(*region, f"{ROLLOUT}.agent.default_agent_loop=mine")) == {}
 
 
+@pytest.mark.parametrize(
+    "more",
+    [[], [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=200"],
+     [f"{ROLLOUT}.top_k=600", f"+{SGLANG}.sampling_mask_max_tokens=1024"]],
+    ids=["the-whole-vocabulary", "top-p", "a-raised-limit"],
+)  # fmt: skip
+def test_a_top_k_region_takes_sglang(more):
+    config = configuration(*RECORDED, f"{ROLLOUT}.name=sglang", *more)
+    fill_in(config)
+    assert check_settings(config) == trustrl.preset("dppo-topk-tv")
+
+
 @pytest.mark.parametrize("name", ["sglang", "trtllm"])
 def test_a_region_on_the_sampled_token_takes_other_samplers(name):
-    """Their log-prob of the sampled token is in verl's own contract. Settings only: no such sampler runs here."""
+    """Their log-prob of the sampled token is in verl's own contract. Settings only."""
     config = configuration(*RIGHT, f"{ROLLOUT}.name={name}")
     fill_in(config)
     assert check_settings(config) == trustrl.preset("dppo-binary-tv")

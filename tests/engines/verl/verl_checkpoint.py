@@ -5,6 +5,7 @@ import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch.distributed as dist
 import verl_regions as regions
@@ -31,7 +32,10 @@ def main(model, folder):
     dist.init_process_group("gloo")
     worker = regions.training_worker(model, kind=RegionWorker, checkpoint=CheckpointConfig())
     use(worker, "trustrl-dppo-binary-tv")
+    synced = []
+    worker._recorder = SimpleNamespace(sync=lambda: synced.append(len([*Path(folder).rglob("*.pt")])))
     worker.save_checkpoint(folder, global_step=4)
+    assert synced == [0], "the record must be on the disk before the checkpoint"
     said = {"the same": loaded(worker, folder)}
     use(worker, "trustrl-ppo")
     said["another"] = loaded(worker, folder)

@@ -6,7 +6,6 @@ and with one update per sync it is verl's one-step-off-policy mode.
 """
 
 import json
-import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,26 +14,17 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("pyarrow")
 
-import pyarrow.parquet as pq
-
-from support.verl_cpu_runs import STEPS, trained
+from support.verl_cpu_runs import ROLLOUT, SEPARATE, STEPS, logged_run, sequences_of
 from trustrl.cli import main
 from trustrl.engines.common.sampler_fields import TOPK_IDS, TOPK_LOGP
 from trustrl.engines.common.seam import version_of
 from trustrl.runner.directory import RunDirectory
 
-V1, ROLLOUT = "engine.settings.trainer.v1", "engine.settings.actor_rollout_ref.rollout"
 COMMON = [
     "region.preset=dppo-topk-tv", "records.topk=true", f"{ROLLOUT}.max_num_seqs=8",
     "engine.settings.algorithm.rollout_correction.bypass_mode=true",
 ]  # fmt: skip
-RUNS = {
-    "colocate_async": [],
-    "separate_async": [
-        f"{V1}.separate_async.parameter_sync_step=1", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=1",
-        "engine.settings.+ray_kwargs.ray_init.num_gpus=2",
-    ],
-}  # fmt: skip
+RUNS = {"colocate_async": [], "separate_async": SEPARATE}
 
 pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
 
@@ -47,22 +37,8 @@ CASES = [pytest.param(mode, marks=[pytest.mark.xdist_group(mode), *MARKS[mode]])
 def run(request, tmp_path_factory):
     """The folder of a run, with the sampler's log next to it."""
     folder = tmp_path_factory.mktemp(request.param)
-    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    code, said = trained(
-        folder, [*COMMON, f"{V1}.trainer_mode={request.param}", *RUNS[request.param]], PYTHONPATH=here,
-        VERL_USE_EXTERNAL_MODULES="verl_logged_server", TRUSTRL_TEST_LOG=str(folder / "sampler.jsonl"),
-    )  # fmt: skip
-    assert code == 0, said[-6000:]
-    return folder / "run"
-
-
-def sequences_of(run):
-    """Each recorded sequence: its rows in order."""
-    found = defaultdict(list)
-    for file in sorted((run / "records").glob("*.parquet")):
-        for row in pq.read_table(file).to_pylist():
-            found[row["sequence"]].append(row)
-    return [sorted(rows, key=lambda row: row["position"]) for rows in found.values()]
+    server = Path(__file__).with_name("verl_logged_server.py")
+    return logged_run(folder, request.param, [*COMMON, *RUNS[request.param]], server)
 
 
 def said_by_the_sampler(run):

@@ -83,11 +83,12 @@ def test_texts_and_run_are_described(run):
     assert about["region"] is None
 
 
-def test_ray_data_counts_the_record_as_one_process_does(run):
+def test_ray_data_counts_the_record_as_one_process_does(run, monkeypatch):
     files, of = part_files(run[0]), partial(TokenCounts.of, arms=[arm(name, preset(name)) for name in ("ppo", "dppo")])
     assert len(files) == 2 * STEPS
     import ray
 
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not the cluster of another test on this machine, which may end first
     here = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=2, where="processes")
     try:
         on_ray = count_records(files, of, kind=TokenCounts, columns=COLUMNS, workers=2, where="ray")

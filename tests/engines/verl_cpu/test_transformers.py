@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("verl")
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from support.tiny_models import VOCABULARY, full_logps, perturb, save_model, some_sequences
@@ -178,6 +179,35 @@ def test_new_weights_arrive(path, loaded):
     old = full_logps(AutoModelForCausalLM.from_pretrained(path), ids).gather(-1, token)[:, 0]
     assert (found - old).abs().max() > 0.1
     assert answer.extra_fields["global_steps"] == 7
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["each expert by itself", "all in one tensor"])
+def test_the_experts_of_a_mixture_arrive_under_both_names(apart, tmp_path):
+    """transformers has one tensor for all experts of a layer. Checkpoints and Megatron have matrices of each."""
+    save_model(tmp_path, tied=False, experts=4)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path)
+    perturb(trained)
+    trained.save_pretrained(tmp_path / "trained")
+    weights = load_file(tmp_path / "trained/model.safetensors") if apart else trained.state_dict()
+    assert any(name.endswith("experts.3.gate_proj.weight") for name in weights) == apart
+
+    def sends(weights):
+        async def update(server):
+            await server.begin_weights()
+            for piece in buckets(weights.items(), limit=20_000):
+                await server.load_weights(piece)
+            await server.end_weights(7)
+
+        return update
+
+    (ids,) = some_sequences(20)
+    (answer,), _ = ask(tmp_path, [(ids, scoring(0))], before=sends(weights), load_weights=False)
+    found = torch.tensor(answer.extra_fields["prompt_logprobs"])[:-1, 0]
+    token = torch.tensor(ids[1:])[:, None]
+    torch.testing.assert_close(found, full_logps(trained, ids).gather(-1, token)[:, 0], atol=EXACT, rtol=0)
+    last = [name for name in weights if ".experts." in name][-1]
+    with pytest.raises(EngineError, match=r"1 are missing" if apart else r"[48] are missing"):
+        ask(tmp_path, [], before=sends({name: weight for name, weight in weights.items() if name != last}))
 
 
 def test_weights_that_do_not_fit_or_are_missing_are_refused(path):

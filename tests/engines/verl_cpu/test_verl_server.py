@@ -61,11 +61,11 @@ def test_the_registration_leaves_another_plugins_server_alone(monkeypatch):
         raise AssertionError
 
     monkeypatch.setitem(replica.RolloutReplicaRegistry._registry, "vllm", theirs)
-    server_choice.register_server()
+    server_choice.register_servers()
     assert replica.RolloutReplicaRegistry._registry["vllm"] is theirs
     monkeypatch.setitem(replica.RolloutReplicaRegistry._registry, "vllm", replica._load_vllm)
-    server_choice.register_server()
-    assert replica.RolloutReplicaRegistry._registry["vllm"] is server_choice.load
+    server_choice.register_servers()
+    assert replica.RolloutReplicaRegistry._registry["vllm"] is server_choice.load_vllm
 
 
 @pytest.mark.parametrize("k", [3, 64])

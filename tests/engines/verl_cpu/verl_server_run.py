@@ -53,9 +53,9 @@ def plain(output):
 
 async def main(path, out):
     from trustrl.engines.common.sampler_fields import TOPK
-    from trustrl.engines.verl.rollout_pieces import register_server
+    from trustrl.engines.verl.rollout_pieces import register_servers
 
-    register_server()
+    register_servers()
     recording = replica.get_rollout_replica_class("vllm")
     from trustrl.engines.verl.vllm_server import RecordingServer
 

@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 
 from support.tiny_models import LONGEST, VOCABULARY, save_model, some_sequences
 from trustrl.engines.common.kept_columns import check_limit
-from trustrl.engines.vllm import cpu_options, decode_record
+from trustrl.engines.vllm import cpu_options, decode_record, kept_in_engine
 from trustrl.engines.vllm.decode_record import REQUEST, DecodedLogprobs, RecordedLogprob, install, recording
 from trustrl.errors import EngineError
 
@@ -32,10 +32,12 @@ def llm(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_model(path, tied=False)
     install()
-    return LLM(
+    started = LLM(
         str(path), max_model_len=LONGEST, max_logprobs=-1, logprobs_mode="processed_logprobs", seed=0,
         **cpu_options(kv_cache_memory_bytes=1 << 26),
     )  # fmt: skip
+    install()  # again, for the engine in this process
+    return started
 
 
 def sample(llm, parameters):
@@ -117,10 +119,66 @@ def test_kept_ids_are_those_that_vllm_gave_mass_to(llm, settings):
             assert set(row) == set(ids[t][np.isfinite(logp[t])])
             assert ours.outputs[0].token_ids[t] in row
         table_ids, table_logp = ours.outputs[0].logprobs.table()
-        np.testing.assert_array_equal(table_ids[:, 1:], ids[:, :5])
         np.testing.assert_array_equal(table_logp[:, 1:], logp[:, :5].astype(np.float32))
+        finite = np.isfinite(table_logp[:, 1:])  # all removed ids have the same log-prob, so any may follow
+        np.testing.assert_array_equal(table_ids[:, 1:][finite], ids[:, :5][finite])
         later = ours.outputs[0].logprobs[7:11].kept().rows()
         assert [list(row) for row in later] == [list(row) for row in kept[7:11]]
+
+
+@pytest.mark.parametrize("settings", TRUNCATED)
+def test_the_sampler_sends_kept_ids_alone_and_they_are_those_of_the_columns(llm, settings, monkeypatch):
+    """Without `kept_in_engine`, as on a GPU, the columns show which ids were kept."""
+    more = {"max_tokens": 40, "ignore_eos": True, "detokenize": False, "seed": 3, **settings}
+    widths = []
+    monkeypatch.setattr(DecodedLogprobs, "add", noting(DecodedLogprobs.add, widths))
+    asked = SamplingParams(**recording(5, max_kept=VOCABULARY - 1), **more)
+    compact = [output.outputs[0].logprobs for output in sample(llm, asked)]
+    assert {columns for _, columns in widths} == {6}
+    kept = np.concatenate([record.kept().counts for record in compact])
+    assert sorted(ids - 6 for ids, _ in widths) == sorted(kept)
+    widths.clear()
+    monkeypatch.setattr(kept_in_engine, "plan_of", lambda *_: None)
+    columns = [output.outputs[0].logprobs for output in sample(llm, asked)]
+    assert set(widths) == {(VOCABULARY + 1, VOCABULARY + 1)}
+    for ours, theirs in zip(compact, columns, strict=True):
+        assert [set(row) for row in ours.kept().rows()] == [set(row) for row in theirs.kept().rows()]
+        np.testing.assert_array_equal(ours.table()[1], theirs.table()[1])
+        finite = np.isfinite(ours.table()[1])
+        np.testing.assert_array_equal(ours.table()[0][finite], theirs.table()[0][finite])
+
+
+def noting(add, widths):
+    def noted(self, ids, logp, ranks):
+        widths.append((ids.shape[1], logp.shape[1]))
+        add(self, ids, logp, ranks)
+
+    return noted
+
+
+def test_requests_with_and_without_kept_ids_share_a_batch(llm):
+    more = {"max_tokens": 40, "ignore_eos": True, "detokenize": False, "seed": 3}
+    asked = [
+        SamplingParams(**recording(2, max_kept=9), **more, top_k=9), parameters(30, arrays=True),
+        SamplingParams(**recording(0, max_kept=3), **more, top_k=9), parameters(7, arrays=False),
+        SamplingParams(**more), SamplingParams(**recording(4, max_kept=20), **more, top_k=12),
+    ]  # fmt: skip
+    alone = [llm.generate([p], sampling_params=[a], use_tqdm=False)[0] for p, a in zip(PROMPTS, asked, strict=True)]
+    for single, shared in zip(alone, sample(llm, asked), strict=True):
+        one, other = single.outputs[0], shared.outputs[0]
+        assert one.token_ids == other.token_ids
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob)
+        if isinstance(one.logprobs, DecodedLogprobs):
+            np.testing.assert_array_equal(one.logprobs.table()[1], other.logprobs.table()[1])
+            assert kept_by(one) == kept_by(other)
+    rows = [kept_by(alone[row].outputs[0]) for row in (0, 1, 2, 5)]
+    assert rows[1] is None
+    assert [{*map(len, rows[row])} for row in (0, 2, 3)] == [{9}, {4}, {12}]  # 4: one more than the limit
+
+
+def kept_by(completion):
+    column = completion.logprobs.kept()
+    return None if column is None else [sorted(row) for row in column.rows()]
 
 
 def test_more_kept_ids_than_the_limit_are_an_error_with_the_figure(llm):

@@ -29,15 +29,16 @@ def on_strategy(module):
 
 
 def on_distributed(module):
-    """Weights travel over gloo."""
+    """Weights travel over gloo, inside this machine: a channel refuses the address that Ray gives the machine."""
 
     def group(address, port, rank, world_size, device):
         from trustrl.engines.vllm.gloo_channel import Channel, Listener
 
+        address = "127.0.0.1"
         if rank == 0:
-            listener = Listener(address, port, num_receivers=world_size - 1, timeout_seconds=120)
+            listener = Listener(address, port, num_receivers=world_size - 1, timeout_seconds=900)
             return Sender(listener.accept(lambda: None))
-        return Channel.join(address, port, rank=rank, world_size=world_size, timeout_seconds=120)
+        return Channel.join(address, port, rank=rank, world_size=world_size, timeout_seconds=900)
 
     class Sender:
         def __init__(self, channel):

@@ -27,9 +27,10 @@ def test_processes_count_what_one_stream_counts(files):
     assert count_records(files, OF, kind=TokenCounts, columns=COLUMNS, workers=2) == one
 
 
-def test_ray_data_counts_what_one_stream_counts(files):
+def test_ray_data_counts_what_one_stream_counts(files, monkeypatch):
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # not the cluster of another test on this machine, which may end first
     try:
         found = count_records(files, OF, kind=TokenCounts, columns=COLUMNS, where="ray")
     finally:

@@ -72,19 +72,20 @@ def test_tensorboard_loads_the_layout_and_finds_the_metrics_of_both_engines(boar
         }
 
 
-def test_grafanas_sdk_knows_every_field():
+@pytest.mark.parametrize(("kind", "panel_type", "more"), [("grafana", "trend", 0), ("prometheus", "timeseries", 1)])
+def test_grafanas_sdk_knows_every_field(kind, panel_type, more):
     """The SDK's types come from Grafana's schema: a field that they do not have would be lost."""
     models = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.cog.plugins import register_default_plugins
 
     register_default_plugins()
-    ours = json.loads(DASHBOARDS["grafana"]())
+    ours = json.loads(DASHBOARDS[kind]())
     theirs = json.loads(JSONEncoder().encode(models.Dashboard.from_json(ours)))
     filled_in = {"annotations", "fiscalYearStartMonth", "style", "timezone"}
     assert set(theirs) == set(ours) | filled_in
     assert lost(ours, theirs) == []
-    assert [panel["type"] for panel in ours["panels"]].count("trend") == sum(map(len, sections().values()))
+    assert [panel["type"] for panel in ours["panels"]].count(panel_type) == more + sum(map(len, sections().values()))
 
 
 def lost(ours, theirs, at=""):

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import trustrl
-from trustrl.world import models
-from trustrl.world.models import cache
+from trustrl.world import cache, models
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def test_a_folder_that_exists_passes_through(tmp_path, monkeypatch):
         pytest.param("smollm2", "Did you mean 'smollm2-135m'?", id="a size left out"),
         pytest.param(
             "gpt2",
-            "Known: smollm2-135m, tiny, tiny-long, tiny-long-llama, tiny-tied. A model can also be an existing directory, or a hub id",
+            "stand-in-smollm3, tiny, tiny-long, tiny-long-llama, tiny-tied. A model can also be an existing directory, or a hub id",
             id="others",
         ),
     ],

@@ -37,7 +37,7 @@ sys.exit(", ".join({"torch", "transformers", "datasets", "reasoning_gym", "numpy
     [
         pytest.param("arithmetik", "Did you mean 'arithmetic'?", id="a typing mistake"),
         pytest.param("reasoning-gim:chain_sum", "Did you mean 'reasoning-gym'?", id="a mistake before the colon"),
-        pytest.param("chess", "Known: arithmetic, reasoning-gym.", id="nothing near"),
+        pytest.param("chess", "Known: arithmetic, data, reasoning-gym.", id="nothing near"),
     ],
 )
 def test_unknown_tasks_are_refused_with_the_nearest(name, says):

@@ -18,7 +18,7 @@ Run verl's main_ppo without a GPU. Accepts all of main_ppo's settings, with defa
   data.train_files=train.parquet data.val_files=held_out.parquet
   actor_rollout_ref.model.path=<folder>
   actor_rollout_ref.rollout.name=transformers_cpu, or vllm_cpu with TRUSTRL_VLLM_PYTHON=<its environment>/bin/python
-  actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv
+  actor_rollout_ref.actor.policy_loss.loss_mode=trustrl-dppo-binary-tv-capped
   trainer.total_training_steps=30
   trainer.n_gpus_per_node=2                      ranks (1)
   actor_rollout_ref.actor.strategy=megatron      Megatron instead of FSDP2, with environments/verl-megatron.txt

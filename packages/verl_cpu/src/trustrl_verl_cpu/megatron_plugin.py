@@ -81,6 +81,8 @@ check_machine()
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 # Megatron compiles small functions for a GPU. Its modules are imported before this one, too early for a variable.
 torch.compiler.set_stance("force_eager")
+# verl compiles its entropy at its first use, and the compiler finds one function under several names of CUDA.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 megatron_device.install()
 megatron_layers.install()
 megatron_optimizer.install()

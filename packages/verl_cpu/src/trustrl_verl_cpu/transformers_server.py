@@ -133,10 +133,13 @@ class TransformersServer(BatchingServer):
                     yield scores(token_T1.tolist(), logp_TV.gather(-1, token_T1).tolist(), k)
 
     def _begin_weights(self) -> None:
-        self._missing = set(dict(self._model.named_parameters()))
+        parameters = self._model.named_parameters()
+        self._missing = {part for name, weight in parameters for part in _experts(name, weight) or {name: weight}}
 
     def _load_weights(self, bucket: Bucket) -> None:
-        weights = self._model.state_dict()
+        weights: dict[str, Tensor] = self._model.state_dict()
+        parts = {name: _experts(name, weight) for name, weight in weights.items()}
+        weights |= {part: view for views in parts.values() for part, view in views.items()}
         for name, tensor in bucket.tensors():
             if name not in weights or weights[name].shape != tensor.shape:
                 raise EngineError(
@@ -144,7 +147,7 @@ class TransformersServer(BatchingServer):
                     "is not. Load both from the same model, and merge adapters (model.lora.merge=True)."
                 )
             weights[name].copy_(tensor)
-            self._missing.discard(name)
+            self._missing -= {name, *parts.get(name, ())}
 
     def _end_weights(self) -> None:
         if self._missing:
@@ -153,6 +156,19 @@ class TransformersServer(BatchingServer):
                 f"The trainer must send all of the sampler's weights, and {len(self._missing)} are missing: {some}. "
                 "Load both from the same model."
             )
+
+
+def _experts(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Returns the matrices of a tensor of all experts, under their names in checkpoints and in Megatron."""
+    prefix, _, kind = name.rpartition(".")
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+    if not prefix.endswith(".experts") or weight.ndim != 3 or not kinds:
+        return {}
+    return {
+        f"{prefix}.{expert}.{part}.weight": view
+        for expert, matrices in enumerate(weight)
+        for part, view in zip(kinds, matrices.chunk(len(kinds)), strict=True)
+    }
 
 
 def _padded(sequences: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import trustrl
-from trustrl.engines.common.sampler_fields import KEPT, TOPK
-from trustrl.engines.vllm.decode_record import install, recorded_fields, recording_parameters
+from trustrl.engines.common.sampler_contract import Wanted
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT, cpu_options
 from trustrl.engines.vllm.routed_experts import fill_on_cpu
+from trustrl.engines.vllm.sampler_adapter import VLLMAdapter, sampled_record
 from trustrl.engines.vllm.scoring import score
 from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
 from trustrl.errors import ConfigError, EngineError
@@ -146,8 +146,8 @@ class VLLMServer(BatchingServer):
         }
         if self._routing:
             options["enable_prefix_caching"] = False  # the routers do not see tokens that the cache holds
-        install()
         self._llm = import_module("vllm").LLM(model=self._path, **options)
+        self._adapter = VLLMAdapter.of(self._llm.llm_engine.vllm_config)
         if self._routing:
             if not self._llm.model_config.is_moe:
                 raise ConfigError(
@@ -170,13 +170,11 @@ class VLLMServer(BatchingServer):
 
     def _sampled(self, requests: list[Request]) -> list[Answer]:
         make: Any = import_module("vllm").SamplingParams
-        vocabulary = self._llm.llm_engine.model_config.get_vocab_size()
         parameters = []
         for request in requests:
             options = {"detokenize": False, **request.options, "temperature": request.temperature}
-            extra = {**(options.pop("extra_args", None) or {}), TOPK: request.topk}
-            extra[KEPT] = min(request.max_kept, vocabulary - 1)
-            parameters.append(make(**{**options, **recording_parameters(extra), "max_tokens": request.max_tokens}))
+            own, _ = self._adapter.request(Wanted(request.topk, request.max_kept), options)
+            parameters.append(make(**{**own, "max_tokens": request.max_tokens}))
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         outputs = self._llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
         return [_answer(output, routing=self._routing) for output in outputs]
@@ -221,7 +219,7 @@ class VLLMServer(BatchingServer):
 
 def _answer(output: Any, *, routing: bool) -> Answer:
     completion = output.outputs[0]
-    record, experts = completion.logprobs, completion.routed_experts if routing else None
+    record, experts = sampled_record(completion), completion.routed_experts if routing else None
     tokens = list(completion.token_ids)
     rows = len(output.prompt_token_ids) + len(tokens) - 1
     if routing and (experts is None or len(experts) != rows):
@@ -229,5 +227,4 @@ def _answer(output: Any, *, routing: bool) -> Answer:
             f"vLLM must return the experts of {rows} tokens, got {0 if experts is None else len(experts)}. Install a "
             "vllm version listed in trustrl's documentation, or set enable_rollout_routing_replay=False."
         )
-    logps = record.table()[1][:, 0].tolist()
-    return Answer(tokens, logps, dict(recorded_fields(record)), routed_experts=experts)
+    return Answer(tokens, record.logp.tolist(), record.extra_fields(), routed_experts=experts)

@@ -53,12 +53,11 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         return clean_tokens(policy, rollout, needs, on_nonfinite=on_nonfinite)
     check_pair(policy, rollout)
     require_fields(policy, rollout, needs)
-    columns = resolution = divergence = sound = None
+    columns = resolution = divergence = sound = versions = None
     if policy.full_divergence is not None and needs.full:
         divergence, sound = clean_divergence(policy.full_divergence)
     elif needs.topk:
         columns, resolution = flat_columns(policy, rollout, needs)
-    versions = None
     if rollout.version is not None and policy.version is not None:
         versions = rollout.version.reshape(-1), policy.version
     num_cells = 2 + (0 if columns is None else columns.ids.shape[-1])
@@ -93,6 +92,7 @@ def clean(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs, *, on_nonf
         logp=_blank(policy.logp.reshape(-1), rows.blanked, rows.usable),
         log_policy=rows.log_policy,
         log_anchor=rows.log_anchor,
+        anchor=needs.anchor,
         log_ratio=rows.log_ratio,
         resolution=resolution_of(policy.logp, getattr(rollout, f"{needs.anchor}_logp")),
         largest_term=largest_term(policy.logp.dtype),

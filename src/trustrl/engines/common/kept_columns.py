@@ -52,9 +52,9 @@ def check_limit(column: KeptColumn, max_kept: int) -> None:
     if over:
         raise EngineError(
             f"Truncated sampling must keep at most {max_kept:,} ids at each token, got more at {over} of "
-            f"{len(column.counts)} tokens. Raise max_kept: a kept id costs 4 bytes in the record, and each token "
-            f"8 (max_kept + 2) bytes inside vLLM, {8 * (max_kept + 2):,} now. Or sample with a smaller top_p, with "
-            "top_k, or with a larger min_p."
+            f"{len(column.counts)} tokens. Raise max_kept: a kept id costs 4 bytes in the record, and a sampler on a "
+            f"GPU reserves 8 (max_kept + 2) bytes for each token, {8 * (max_kept + 2):,} now. Or sample with a smaller "
+            "top_p, with top_k, or with a larger min_p."
         )
 
 

@@ -71,7 +71,7 @@ def region_named(name: str, fields: Any, settings: SettingNames) -> Region:
         if not fields:
             raise ConfigError(
                 f"{settings.region} must describe the region with {short}={PREFIX!r}, got {fields!r}. "
-                f"{settings.how}, or name a preset: {short}={PREFIX}-dppo-binary-tv."
+                f"{settings.how}, or name a preset: {short}={PREFIX}-dppo-binary-tv-capped."
             )
         region = config_from_dict(fields)
     else:
@@ -111,7 +111,7 @@ def region_given(description: Any, setting: str) -> Region:
     if not isinstance(description, Mapping) or not description.keys() & {"preset", "kind"}:
         raise ConfigError(
             f"{setting} must be a preset's name, or a dictionary with `preset` or `kind`, got {description!r}. Try "
-            "'dppo-binary-tv'."
+            "'dppo-binary-tv-capped'."
         )
     changes = {str(name): value for name, value in description.items() if name != "preset"}
     region = preset(description["preset"], **changes) if "preset" in description else config_from_dict(changes)

@@ -67,12 +67,20 @@ class SampledLoss:
             MissingDataError: If an anchor of the region is None; names the engine's setting.
         """
         self.check(region)
+        self.require_anchors(rollout, region)
+        return policy_loss(PolicyTokens(logp=logp), rollout, region, reduction=reduction, on_nonfinite=on_nonfinite)
+
+    def require_anchors(self, rollout: RolloutTokens, region: Region) -> None:
+        """Raises if an anchor of the region is missing.
+
+        Raises:
+            MissingDataError: If an anchor of the region is None; names the engine's setting.
+        """
         logps = {"behavior": rollout.behavior_logp, "proximal": rollout.proximal_logp}
         for anchor in sorted(region.needs().anchors):
             if logps[anchor] is None:
                 argument, advice = self.anchors[anchor]
                 raise MissingDataError(f"{argument} must be given with {region.kind}, got None. {advice}")
-        return policy_loss(PolicyTokens(logp=logp), rollout, region, reduction=reduction, on_nonfinite=on_nonfinite)
 
 
 def token_weights(reduce: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:

@@ -17,3 +17,6 @@ REPLICA = "trustrl_replica"
 
 KEPT_IDS, KEPT_COUNTS = "trustrl_kept_ids", "trustrl_kept_counts"
 """The answer in `extra_fields`: (n,) int32 ids, one token after the other, and the (T,) int32 number at each token."""
+
+UNRECORDED = "trustrl_unrecorded"
+"""The key of `extra_fields` with the reason why a server answered a request without what it was asked for."""

@@ -40,7 +40,7 @@ def observable(region: Region | str | None) -> Region | None:
     if more := more_than_sampled_tokens(candidate):
         raise ConfigError(
             f"region must read only the sampled token in a run with the trainer's own loss, got {candidate.kind}, "
-            f"which reads {' and '.join(more)}. Train with the region, or choose one such as 'dppo-binary-tv'."
+            f"which reads {' and '.join(more)}. Train with the region, or choose one such as 'dppo-binary-tv-capped'."
         )
     return candidate
 

@@ -12,6 +12,8 @@ backward pass of every tensor in a field of the output, so `LogitsOutput` declar
 
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,13 +41,47 @@ class VocabularyForward:
         self.float32_head = float32_head
         self.rollout_head: Head | None = None
         self._original = original = model.forward
+        self._pending: tuple[Wanted, list[VocabularyOutput]] | None = None
 
         @functools.wraps(type(model).forward)  # `generate` reads the signature
         def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
             request: Opaque[Wanted] | None = kwargs.pop(KEYWORD, None)
-            return original(*args, **kwargs) if request is None else self._run(this, request.value, *args, **kwargs)
+            if request is not None:
+                return self._run(this, request.value, *args, **kwargs)
+            if self._pending is None:
+                return original(*args, **kwargs)
+            wanted, outputs = self._pending
+            outputs.append(self._run(this, wanted, *args, **kwargs))
+            return outputs[-1]
 
         model.forward = types.MethodType(forward, model)
+
+    @contextmanager
+    def pending(self, wanted: Wanted) -> Iterator[list[VocabularyOutput]]:
+        """Makes a request in the next forward pass, for engines whose own code calls the model without the keyword.
+
+        The output is the one that forward returned: FSDP2 adds its backward hooks to these tensors, and rounds copies.
+
+        Args:
+            wanted: The request.
+
+        Yields:
+            A list that receives the output of the pass.
+
+        Raises:
+            EngineError: If the model is not called exactly once in the context.
+        """
+        outputs: list[VocabularyOutput] = []
+        self._pending = (wanted, outputs)
+        try:
+            yield outputs
+        finally:
+            self._pending = None
+        if len(outputs) != 1:
+            raise EngineError(
+                f"The trainer must call the model once for each micro-batch, got {len(outputs)} calls. Choose a region "
+                "on the sampled token such as dppo-binary-tv."
+            )
 
     def remember_head(self, model: nn.Module) -> Head:
         """Keeps a copy of the current head, and returns it. Exact divergences are measured against it."""

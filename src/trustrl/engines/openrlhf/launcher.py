@@ -38,7 +38,7 @@ def check_settings(args: Any, region: Any) -> Region:
     """
     if not region:
         raise ConfigError(
-            f"{OPTION} must name a region, got {region!r}. Try {OPTION} dppo-binary-tv, or set {VARIABLE}."
+            f"{OPTION} must name a region, got {region!r}. Try {OPTION} dppo-binary-tv-capped, or set {VARIABLE}."
         )
     chosen = region_given(region, OPTION)
     check(ROWS, _arguments(args), chosen)

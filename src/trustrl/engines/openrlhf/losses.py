@@ -1,7 +1,7 @@
 """A region with the call and the return of OpenRLHF's policy loss.
 
 Seam:     `ActorPPOTrainer` in `openrlhf.trainer.ray.ppo_actor`, replaced by a subclass with another `actor_loss_fn`
-Switch:   `python -m trustrl.engines.openrlhf --trustrl.region dppo-binary-tv`, or the variable TRUSTRL_REGION
+Switch:   `python -m trustrl.engines.openrlhf --trustrl.region dppo-binary-tv-capped`, or the variable TRUSTRL_REGION
 Borrowed: `aggregate_loss`, whose derivative is the factor on each token
 Carried:  by Ray's `worker_process_setup_hook`, which replaces the trainer in each worker that imports it
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
 from trustrl.core.diagnostics import Sums
+from trustrl.core.policy_loss import LossOutput
 from trustrl.core.records import RolloutTokens
 from trustrl.engines.common import seam
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
@@ -52,11 +53,12 @@ class RegionLoss(nn.Module):
         seam.require_version("openrlhf", OLDEST, "trustrl was not tested with older versions")
         seam.require_parameters(openrlhf_loss.PolicyLoss, "forward", CALLED_WITH)
         seam.require_parameters(openrlhf_loss, "aggregate_loss", REDUCED_WITH)
-        SAMPLED.check(region)
         self.region = region
         self.loss_agg_mode = loss_agg_mode
         self.sums: Sums | None = None
         """The sums of the last call."""
+
+        self._check()
 
     def extra_repr(self) -> str:
         """Returns the settings that `print` shows."""
@@ -105,12 +107,11 @@ class RegionLoss(nn.Module):
             ),
             log_probs.detach(),
         )
-        out = SAMPLED(
+        out = self._region_loss(
             log_probs,
             RolloutTokens(
                 behavior_logp=rollout_log_probs, proximal_logp=old_log_probs, advantage=advantages, in_loss=in_loss
             ),
-            self.region,
             TokenWeights(weights, like=REDUCTIONS.get(self.loss_agg_mode)),
         )
         self.sums = out.sums
@@ -122,6 +123,13 @@ class RegionLoss(nn.Module):
             return out.loss, masked, ppo_kl, None, None
         dropped = added.get("extra/correction_zero", torch.zeros_like(added["tokens"]))
         return out.loss, masked, ppo_kl, _mean(rollout_log_probs - old_log_probs, in_loss), (dropped / tokens).float()
+
+    def _check(self) -> None:
+        SAMPLED.check(self.region)
+
+    def _region_loss(self, log_probs: Tensor, rollout: RolloutTokens, reduction: TokenWeights) -> LossOutput:
+        """Returns the region's loss of (rows, tokens)."""
+        return SAMPLED(log_probs, rollout, self.region, reduction)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last call, which OpenRLHF averages over tokens."""

@@ -5,6 +5,8 @@ two modules first.
 """
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from openrlhf.trainer.ray import ppo_actor
@@ -13,6 +15,7 @@ from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
 from trustrl.engines.common import seam
 from trustrl.engines.openrlhf.launcher import VARIABLE, check_settings
 from trustrl.engines.openrlhf.losses import RegionLoss
+from trustrl.engines.openrlhf.vocabulary import VocabularyLoss, VocabularyPass
 
 STEPS_WITH = ("self", "experience", "kl_ctl", "step", "loss_batch_info")
 
@@ -25,18 +28,25 @@ class RegionActorPPOTrainer(ActorPPOTrainer):
         EngineError: If OpenRLHF's trainer differs from the one that this adapter was written for.
     """
 
-    def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, strategy: Any, actor: Any, *args: Any, **kwargs: Any) -> None:
         seam.require_parameters(ActorPPOTrainer, "training_step", STEPS_WITH)
         region = check_settings(strategy.args, os.environ.get(VARIABLE))
-        super().__init__(strategy, *args, **kwargs)
+        super().__init__(strategy, actor, *args, **kwargs)
         # OpenRLHF has no registry of losses, and builds its own in the constructor.
-        self.actor_loss_fn = RegionLoss(region, strategy.args.actor.loss_agg_mode)
+        mode = strategy.args.actor.loss_agg_mode
+        self._updating: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        if region.needs().topk:
+            self.actor_loss_fn = VocabularyLoss(region, mode)
+            self._updating = VocabularyPass(actor, self.actor_loss_fn).updating
+        else:
+            self.actor_loss_fn = RegionLoss(region, mode)
 
     def training_step(
         self, experience: Any, kl_ctl: float, step: int, loss_batch_info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Runs OpenRLHF's step and adds the region's metrics to its status, averaged over tokens."""
-        status = super().training_step(experience, kl_ctl, step, loss_batch_info)
+        with self._updating(experience):
+            status = super().training_step(experience, kl_ctl, step, loss_batch_info)
         metrics = self.actor_loss_fn.metrics()
         status["metrics"].update(metrics)
         status["weights"].update(dict.fromkeys(metrics, "token"))

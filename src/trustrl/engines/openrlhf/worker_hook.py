@@ -1,6 +1,6 @@
-"""Replacement of OpenRLHF's actor trainer at the moment when a process imports it.
+"""Replacement of two of OpenRLHF's classes at the moment when a process imports them.
 
-A process that never imports the trainer, such as vLLM's, imports nothing here either.
+A process that never imports them, such as vLLM's, imports nothing here either.
 """
 
 import sys
@@ -10,30 +10,33 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-PPO_ACTOR = "openrlhf.trainer.ray.ppo_actor"
-TRAINER = "trustrl.engines.openrlhf.trainer"
-"""Replaces OpenRLHF's trainer when it is imported."""
+REPLACED_BY = {
+    "openrlhf.trainer.ray.ppo_actor": "trustrl.engines.openrlhf.trainer",
+    "openrlhf.trainer.ppo_utils.experience_maker": "trustrl.engines.openrlhf.experience_maker",
+}
+"""Modules of OpenRLHF, each with the module that replaces a class in it when imported."""
 
 
 def install() -> None:
-    """Makes `openrlhf.trainer.ray.ppo_actor.ActorPPOTrainer` the trainer with a region, in this process.
+    """Replaces `ActorPPOTrainer` and `RemoteExperienceMaker` by those with a region, in this process.
 
     Ray calls it in every worker process, as `worker_process_setup_hook`. Calling it again changes nothing.
     """
-    if PPO_ACTOR in sys.modules:
-        import_module(TRAINER)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        # On import and not now: vLLM's workers run without DeepSpeed, which the trainer imports.
+    for module, ours in REPLACED_BY.items():
+        if module in sys.modules:
+            import_module(ours)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        # On import and not now: vLLM's workers run without DeepSpeed, which both modules import.
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the trainer's module with the other finders, and lets `_Loader` import it."""
+    """Finds the modules with the other finders, and lets `_Loader` import them."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != PPO_ACTOR:
+        if fullname not in REPLACED_BY:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
@@ -43,7 +46,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Imports a module with its own loader, then the module that replaces the trainer in it."""
+    """Imports a module with its own loader, then the module that replaces a class in it."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -53,4 +56,4 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        import_module(TRAINER)
+        import_module(REPLACED_BY[module.__name__])

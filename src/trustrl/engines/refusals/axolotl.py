@@ -4,7 +4,7 @@ The plugin checks them while axolotl reads the YAML file. TRL's rows follow when
 torch nor axolotl, so the documentation can list the rows anywhere.
 """
 
-from trustrl.engines.refusals.rows import Refusal, sampled_only, switch
+from trustrl.engines.refusals.rows import EXACT, Refusal, switch, unfit
 
 TRAINER = "trustrl.engines.axolotl.TrustRegionTrainer"
 """The value of `trainer_cls`."""
@@ -26,7 +26,12 @@ ROWS = (
         "cannot be imported.",
         refused=lambda name, lookup, region: not name,
     ),
-    sampled_only("trust_region", "which needs TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl."),
+    unfit(
+        "trust_region",
+        "Top-K or on the sampled token",
+        "Exact divergences need TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl.",
+        EXACT,
+    ),
     switch("trl.async_prefetch", _ASYNC, "false"),
     switch("trl.use_data_producer", f"{_ASYNC} The replay buffer and re-rolling belong to it.", "false"),
     Refusal(

@@ -5,12 +5,17 @@ Imports neither torch nor OpenRLHF, so the documentation can list the rows anywh
 
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
+    EVERY,
+    EXACT,
     ON_SAMPLER,
+    SAMPLER_TOPK,
+    VOCABULARY,
     Refusal,
     Scope,
     average_per_sequence,
+    is_set,
     not_asynchronous,
-    sampled_only,
+    unfit,
     whole_vocabulary,
 )
 
@@ -25,8 +30,58 @@ _CORRECTION = (
     "mis, divergence-gate."
 )
 
+
+def _at_most(setting: str, largest: int, default: int, why: str) -> Refusal:
+    """Returns the row of a number that regions on more than the sampled token bound."""
+    must_be = str(largest) if largest < 2 else f"at most {largest}"
+    return Refusal(setting, must_be, why, default, lambda got, lookup, region: got > largest, VOCABULARY)
+
+
+_VOCABULARY = (
+    unfit(
+        "--trustrl.region",
+        "Top-K or on the sampled token",
+        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
+        EXACT,
+    ),
+    unfit(
+        "--trustrl.region",
+        "on the sampled token, or anchored on the trainer,",
+        'OpenRLHF asks vLLM for the sampled token\'s log-prob only. Set "anchor": "proximal" on the region.',
+        SAMPLER_TOPK,
+    ),
+    unfit(
+        "--trustrl.region",
+        "without max_staleness",
+        "OpenRLHF does not record which weights sampled a token. TRL and verl do.",
+        EVERY,
+        refused=lambda got, lookup, region: getattr(region, "max_staleness", None) is not None,
+    ),
+    _at_most(
+        "--ds.zero_stage", 2, 2, "{region} reads the output layer's weight, of which ZeRO-3 holds a part on each rank."
+    ),
+    Refusal(
+        setting="--ds.packing_samples",
+        must_be="left out",
+        why="It needs flash attention, which we could not run with {region}. Batches with padding work.",
+        refused=is_set,
+        scope=VOCABULARY,
+        words={"region": "such a region"},
+    ),
+    _at_most("--ds.ring_attn_size", 1, 1, "We could not run {region} on split sequences."),
+    _at_most("--ds.tensor_parallel_size", 1, 1, "{region} reads the output layer's weight, which it splits."),
+    Refusal(
+        setting="--ds.deepcompile",
+        must_be="left out",
+        why="It compiles the model's forward pass, in which {region} reads the vocabulary.",
+        refused=is_set,
+        scope=VOCABULARY,
+    ),
+    _at_most("--data.max_images_per_prompt", 0, 0, "{region} on images is not supported."),
+)
+
 ROWS = (
-    sampled_only("--trustrl.region", "and OpenRLHF passes only sampled log-probs to a loss. TRL and verl support it."),
+    *_VOCABULARY,
     Refusal(
         setting=LEVEL,
         must_be="token",
@@ -72,6 +127,13 @@ ROWS = (
     ),
     average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean"),
     not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
-    whole_vocabulary("--rollout.top_p", "top_p", "1.0", 1.0),
+    whole_vocabulary(
+        "--rollout.top_p",
+        "top_p",
+        "1.0",
+        1.0,
+        "μ would be renormalized over the kept tokens and π would not: OpenRLHF does not record the ids that vLLM "
+        "keeps. TRL and verl do.",
+    ),
 )
 """Every row, in the order of the check."""

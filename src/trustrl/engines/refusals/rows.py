@@ -2,7 +2,7 @@
 
 Imports neither torch nor an engine. The rows of an engine are in the module of that name next to this one, so plans and
 the documentation can read them if the engine is not installed. `scripts/refusal_tables.py` writes them to
-`docs/engines/`.
+docs/reference/refused-settings.md.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,7 +11,6 @@ from typing import Any
 
 from trustrl.config.axes import Needs, Region
 from trustrl.config.sampling_parameters import TRUNCATION
-from trustrl.engines.common.region_needs import more_than_sampled_tokens
 from trustrl.errors import ConfigError
 
 TRUNCATED = "μ would be renormalized over the kept tokens and π would not. Sample from the whole vocabulary."
@@ -212,15 +211,18 @@ def not_averaged_over_tokens(setting: str, must_be: str) -> Refusal:
 
 
 def table(rows: Iterable[Refusal]) -> str:
-    """Returns the rows as a Markdown table."""
-    lines = ["| setting | must be | for regions | why |", "|---|---|---|---|"]
+    """Returns the rows as a Markdown table. Settings that share all other cells are in one line."""
+    settings: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        setting, must_be, regions, why = (cell.replace("|", "\\|") for cell in row.cells())
-        lines.append(f"| `{setting}` | {must_be} | {regions} | {why} |")
-    return "\n".join(lines)
+        setting, *others = (cell.replace("|", "\\|") for cell in row.cells())
+        settings.setdefault(tuple(others), []).append(f"`{setting}`")
+    lines = [f"| {', '.join(names)} | {' | '.join(others)} |" for others, names in settings.items()]
+    return "\n".join(["| setting | must be | for regions | why |", "|---|---|---|---|", *lines])
 
 
-def whole_vocabulary(setting: str, parameter: str, must_be: str, default: float | None = None) -> Refusal:
+def whole_vocabulary(
+    setting: str, parameter: str, must_be: str, default: float | None = None, why: str = TRUNCATED
+) -> Refusal:
     """Returns the row of a sampling parameter that must not truncate.
 
     Args:
@@ -228,11 +230,12 @@ def whole_vocabulary(setting: str, parameter: str, must_be: str, default: float 
         parameter: vLLM's name for it: top_p, top_k or min_p.
         must_be: The value that keeps the whole vocabulary, in words.
         default: The value if the setting is absent.
+        why: The reason and the fix.
     """
     return Refusal(
         setting,
         must_be,
-        TRUNCATED,
+        why,
         default,
         refused=lambda got, lookup, region: got is not None and TRUNCATION[parameter](got),
     )
@@ -262,24 +265,6 @@ EVERY_TOKEN = Refusal(
 def no_penalty(setting: str) -> Refusal:
     """Returns the row of a repetition penalty."""
     return Refusal(setting, "1.0", PENALISED, 1.0)
-
-
-def sampled_only(setting: str, because: str) -> Refusal:
-    """Returns the row of an engine that runs only regions of the sampled token.
-
-    Args:
-        setting: The engine's setting that names the region.
-        because: The reason and the fix, which follow "the region needs ... at each position".
-    """
-    return Refusal(
-        setting=setting,
-        must_be="a region of the sampled token",
-        why="{region} needs {wanted} at each position, " + because,
-        refused=always,
-        scope=VOCABULARY,
-        facts=lambda lookup, region: {"got": region.kind, "wanted": " and ".join(more_than_sampled_tokens(region))},
-        words={"region": "It", "wanted": "more of the vocabulary"},
-    )
 
 
 def not_asynchronous(setting: str, must_be: str, engine: str, anchored: str) -> Refusal:

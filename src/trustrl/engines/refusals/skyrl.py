@@ -9,15 +9,18 @@ from trustrl.config.axes import Region
 from trustrl.config.sampling_parameters import describes_the_draw, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
+    EXACT,
     ON_SAMPLER,
+    SAMPLER_TOPK,
+    VOCABULARY,
     Given,
     Refusal,
     Scope,
-    always,
     average_per_sequence,
+    is_set,
     not_asynchronous,
     plain_sampling,
-    sampled_only,
+    unfit,
 )
 
 ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
@@ -30,7 +33,11 @@ REDUCTIONS = {
 }
 """Maps SkyRL's `loss_reduction`s to reductions. SkyRL's trainer divides the advantages accordingly."""
 
-_PENALISED = Scope("with their own penalty (IPO)", lambda needs: needs.penalty is not None)
+WORKER = Scope(
+    "Top-K, TROLL, and with their own penalty (IPO)",
+    lambda needs: VOCABULARY.holds(needs) or needs.penalty is not None,
+)
+"""The regions that run in trustrl's subclasses of SkyRL's trainer and policy worker."""
 
 
 def _default(name: str, lookup: Given) -> Any:
@@ -45,9 +52,17 @@ def _corrected(correction: Any, lookup: Given, region: Region) -> bool:
 
 
 ALGORITHM_ROWS = (
-    sampled_only(
+    unfit(
         f"{ALGORITHM}.policy_loss_type",
-        "and SkyRL passes only sampled log-probs to a loss. TRL and verl support it.",
+        "Top-K or on the sampled token",
+        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
+        EXACT,
+    ),
+    unfit(
+        f"{ALGORITHM}.policy_loss_type",
+        "on the sampled token, or anchored on the trainer,",
+        "SkyRL keeps only the sampled token's log-prob of the sampler's answer. Set region.anchor=proximal.",
+        SAMPLER_TOPK,
     ),
     Refusal(
         setting=f"{ALGORITHM}.off_policy_correction",
@@ -55,19 +70,6 @@ ALGORITHM_ROWS = (
         why="Only SkyRL's own losses apply it. A region anchored on the sampler already contains π'/μ; one with "
         "anchor=proximal takes region.correction.",
         refused=_corrected,
-    ),
-    Refusal(
-        setting=f"{ALGORITHM}.region.{{penalty}}",
-        must_be="0",
-        why="SkyRL divides the advantages by its counts and adds up the losses of tokens, so a term without an "
-        "advantage would grow with the batch. TRL and verl support it.",
-        refused=always,
-        scope=_PENALISED,
-        facts=lambda lookup, region: {
-            "penalty": region.needs().penalty,
-            "got": getattr(region, region.needs().penalty or ""),
-        },
-        words={"penalty": "log_ratio_penalty"},
     ),
     average_per_sequence(f"{ALGORITHM}.loss_reduction", REDUCTIONS, "sequence_mean"),
     *(
@@ -121,5 +123,30 @@ SAMPLING_ROWS = (
 )
 """Rows about the sampler and the trainer around the loss."""
 
-ROWS = (*ALGORITHM_ROWS, *SAMPLING_ROWS)
+WORKER_ROWS = (
+    Refusal(
+        setting="trainer.strategy",
+        must_be="fsdp",
+        why="The adapter does not extend SkyRL's Megatron worker.",
+        default="fsdp",
+        scope=WORKER,
+    ),
+    Refusal(
+        setting="trainer.policy.sequence_parallel_size",
+        must_be="1",
+        why="We could not run regions on split sequences.",
+        default=1,
+        scope=VOCABULARY,
+    ),
+    Refusal(
+        setting="generator.step_wise_trajectories",
+        must_be="False",
+        why="SkyRL pads each mini-batch of steps on its own, so the rows of π' would not fit the sequences.",
+        refused=is_set,
+        scope=VOCABULARY,
+    ),
+)
+"""Rows about the trainer and the worker that trustrl extends."""
+
+ROWS = (*ALGORITHM_ROWS, *WORKER_ROWS, *SAMPLING_ROWS)
 """Every row, in the order of the check."""

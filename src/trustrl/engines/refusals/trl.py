@@ -36,8 +36,11 @@ from trustrl.engines.refusals.rows import (
 OLDEST = (1, 0)
 """The oldest supported TRL, for regions on the sampled token."""
 
+OLDEST_VOCABULARY = (1, 9)
+"""The oldest supported TRL for Top-K and TROLL."""
+
 OLDEST_FUSED = (1, 15)
-"""The oldest supported TRL for regions on more of the vocabulary."""
+"""The first TRL with a fused output layer, and the oldest supported for exact regions and truncated sampling."""
 
 LUSPO_WITHOUT_PADDING = (1, 10)
 """The first TRL whose `luspo` excludes padding from its average."""

@@ -28,11 +28,14 @@ from trustrl.engines.refusals.verl_settings import (
     ACTOR,
     AGENT_LOOP,
     CORRECTION,
+    MASK_LIMIT,
     MAX_KEPT,
     MAX_LOGPROBS,
     MEGATRON,
     RECORDING,
     ROLLOUT,
+    SGLANG,
+    SGLANG_MASK_LIMIT,
     VLLM_MAX_LOGPROBS,
     recorded_ids,
     truncated,
@@ -103,6 +106,14 @@ def _on_megatron(setting: str, why: str, must_be: str = "False", refused: Callab
     )
 
 
+def _on_sglang(lookup: Given) -> bool:
+    return lookup(f"{ROLLOUT}.name", None) == "sglang"
+
+
+def _mask_limit(lookup: Given) -> int:
+    return lookup(MASK_LIMIT, None) or SGLANG_MASK_LIMIT
+
+
 TRAINER = (
     Refusal(
         setting="trainer.use_v1",
@@ -157,6 +168,31 @@ SAMPLER_RECORD = (
             scope=ON_SAMPLER,
         )
         for setting in (f"{ROLLOUT}.logprobs_mode", f"{ROLLOUT}.engine_kwargs.vllm.logprobs_mode")
+    ),
+    *(
+        Refusal(
+            setting=setting,
+            must_be="absent",
+            why=why,
+            refused=lambda got, lookup, region: bool(got) and str(got).lower() != "false" and _on_sglang(lookup),
+            scope=ON_SAMPLER,
+        )
+        for setting, why in (
+            (
+                f"{SGLANG}.rl_on_policy_target",
+                "SGLang then rounds its log-probs to bf16, which has three digits. Its enable_deterministic_inference "
+                "keeps float32.",
+            ),
+            (
+                f"{SGLANG}.enable_watermark",
+                "SGLang returns log-probs from before the watermark, which are not those of the distribution that it "
+                "draws from.",
+            ),
+            (
+                "ray_kwargs.ray_init.runtime_env.env_vars.SGLANG_RETURN_ORIGINAL_LOGPROB",
+                "SGLang then returns log-probs from before the temperature.",
+            ),
+        )
     ),
 )
 """Rows about the log-probs that the sampler records."""
@@ -242,10 +278,10 @@ SAMPLER_DISTRIBUTION = (
     ),
     Refusal(
         setting=f"{ROLLOUT}.name",
-        must_be="vllm",
-        why="trustrl does not read the ids of SGLang or TensorRT-LLM. Use vllm, or a region on the sampled token "
-        "without top_p and top_k.",
-        refused=lambda name, lookup, region: name in ("sglang", "trtllm") and bool(recorded_ids(lookup, region)),
+        must_be="vllm or sglang",
+        why="trustrl does not read the ids of TensorRT-LLM. Use vllm, sglang, or a region on the sampled token without "
+        "top_p and top_k.",
+        refused=lambda name, lookup, region: name == "trtllm" and bool(recorded_ids(lookup, region)),
         scope=RECORDED_IDS,
     ),
     Refusal(
@@ -268,6 +304,19 @@ SAMPLER_DISTRIBUTION = (
         scope=RECORDED_IDS,
         facts=lambda lookup, region: {"k": recorded_ids(lookup, region)},
         words={"k": "K, and policy_loss.max_kept + 1"},
+    ),
+    Refusal(
+        setting=f"{ROLLOUT}.top_k",
+        must_be="from 1 to {limit}",
+        why="SGLang returns the kept ids of requests with such a top_k only, also where top_p or min_p truncates. Set "
+        "it to the largest number of ids that a token may keep, or raise " + MASK_LIMIT + ".",
+        refused=lambda top_k, lookup, region: (
+            _on_sglang(lookup) and truncated(lookup) and not 1 <= (top_k or -1) <= _mask_limit(lookup)
+        ),
+        default=-1,
+        scope=RECORDED_IDS,
+        facts=lambda lookup, region: {"limit": _mask_limit(lookup)},
+        words={"limit": f"sampling_mask_max_tokens, {SGLANG_MASK_LIMIT} by default, with top_p, top_k or min_p"},
     ),
 )
 """Rows about recording the sampler's top-K and passing it to the workers."""

@@ -15,12 +15,17 @@ LOSS, MEGATRON = f"{ACTOR}.policy_loss", f"{ACTOR}.megatron"
 MAX_KEPT = f"{LOSS}.max_kept"
 THEIR_LOSS, OUR_LOSS = "verl.workers.config.PolicyLossConfig", "trustrl.engines.verl.RegionLossConfig"
 AGENT_LOOP, MAX_LOGPROBS = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
+SGLANG = f"{ROLLOUT}.engine_kwargs.sglang"
+MASK_LIMIT = f"{SGLANG}.sampling_mask_max_tokens"
 
 RECORDING = {"single_turn_agent": "trustrl_single_turn_agent", "tool_agent": "trustrl_tool_agent"}
 """Maps verl's agent loops to the ones that record the sampler's side."""
 
 VLLM_MAX_LOGPROBS = 20
 """The largest number of ids that vLLM returns by default."""
+
+SGLANG_MASK_LIMIT = 4096
+"""The largest number of kept ids that SGLang returns by default."""
 
 
 def settings_needed(lookup: Given, region: Region) -> dict[str, Any]:

@@ -4,6 +4,10 @@ SkyRL pickles the losses in its registry. A process that needs a loss unpickles 
 the import does not register anything; `register()` does, once, in the process that starts Ray.
 """
 
+from trustrl.optional_imports import require
+
+require("skyrl", advice="Install SkyRL 0.3.")
+
 from trustrl.engines.skyrl.losses import main as main, register as register, registered as registered
 from trustrl.engines.skyrl.skyrl_config import (
     RegionAlgorithmConfig as RegionAlgorithmConfig,

@@ -8,22 +8,29 @@ Carried:  by SkyRL's registry actor on Ray, pickled by name: workers import this
 """
 
 import sys
-from typing import Any
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from skyrl.backends.skyrl_train.utils import ppo_utils
 from skyrl.train.config import make_config
 from torch import Tensor
 
+from trustrl.config.axes import Region
 from trustrl.config.terms import TokenWeights
-from trustrl.core.records import RolloutTokens
+from trustrl.core.policy_loss import LossOutput, policy_loss
+from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_settings import names
 from trustrl.engines.common.sampled_loss import SampledLoss, token_weights
 from trustrl.engines.common.step_sums import averages, on_host
-from trustrl.engines.refusals.skyrl import REDUCTIONS
+from trustrl.engines.common.token_places import TokenPlaces
+from trustrl.engines.common.vocabulary_read import VocabularyOutput, read_by_policy
+from trustrl.engines.refusals.skyrl import REDUCTIONS, WORKER
 from trustrl.engines.skyrl.skyrl_config import RegionAlgorithmConfig, check_algorithm, check_settings, region_of
-from trustrl.errors import DuplicateNameError, EngineError
+from trustrl.errors import ConfigError, DuplicateNameError, EngineError
 
 OLDEST = (0, 3)
 CALLED_WITH = ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs")
@@ -45,6 +52,34 @@ _SAMPLED = SampledLoss(
         ),
     },
 )
+
+
+FACTOR = "trustrl_factor"
+"""The key of the (B, T) factors by which SkyRL's average multiplies the tokens' losses."""
+
+ANCHOR = ("trustrl_logp", "trustrl_topk_ids", "trustrl_topk_logp", "trustrl_topk_tail_logp")
+"""The keys of π' in a batch: for each sequence, the rows of its tokens."""
+
+
+class MicroBatch(NamedTuple):
+    """The data of one micro-batch that SkyRL does not pass to a loss. N: tokens in the loss."""
+
+    where: TokenPlaces
+    factor: Tensor
+    """(N,)"""
+
+    token_ids: Tensor
+    """(N,)"""
+
+    anchor: Mapping[str, Tensor]
+    """The rows of π' by `ANCHOR`; empty for regions on the sampled token."""
+
+    passes: list[VocabularyOutput] | None
+    """The read of the running forward pass; None for regions on the sampled token."""
+
+
+MICRO_BATCH: ContextVar[MicroBatch | None] = ContextVar("trustrl_micro_batch", default=None)
+"""The micro-batch that `trustrl.engines.skyrl.vocabulary_worker` is running, or None in SkyRL's own workers."""
 
 
 class RegionLoss:
@@ -88,21 +123,69 @@ class RegionLoss:
         """
         region = region_of(self.name, config)
         check_algorithm(config, region)
+        micro, like = MICRO_BATCH.get(), REDUCTIONS.get(config.loss_reduction)
         mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask
-        weights = token_weights(lambda loss: ppo_utils.reduce_loss(loss, mask), log_probs.detach().float())
         rollout = RolloutTokens(
             behavior_logp=rollout_logprobs, proximal_logp=old_log_probs, advantage=advantages, in_loss=mask.bool()
         )
-        out = _SAMPLED(
-            log_probs,
-            rollout,
-            region,
-            TokenWeights(weights, like=REDUCTIONS.get(config.loss_reduction)),
-            getattr(config, "on_nonfinite", "drop"),
-        )
+        mode: Any = getattr(config, "on_nonfinite", "drop")  # `policy_loss` checks it
+        if micro is not None:
+            out = _packed_loss(log_probs, rollout, region, micro, mode, like)
+        else:
+            _refuse_stock_worker(self.name, region)
+            weights = token_weights(lambda loss: ppo_utils.reduce_loss(loss, mask), log_probs.detach().float())
+            out = _SAMPLED(log_probs, rollout, region, TokenWeights(weights, like=like), mode)
         sums = on_host(out.sums)  # SkyRL takes numbers, and ignores tensors
         masked = (sums.added["masked"] / sums.added["tokens"].clamp(min=1)).item()
         return out.loss, {"clip_ratio": masked, **averages(sums, getattr(config, "metrics", "core"), MORE)}
+
+
+def _packed_loss(
+    logp: Tensor, rollout: RolloutTokens, region: Region, micro: MicroBatch, mode: Any, like: Any
+) -> LossOutput:
+    """Returns the loss of the tokens in the loss, as one packed row."""
+    where, factor, needs = micro.where, micro.factor, region.needs()
+    policy: dict[str, Any] = {"logp": where.of(logp)}
+    behavior, proximal = (None if x is None else where.of(x) for x in (rollout.behavior_logp, rollout.proximal_logp))
+    topk = None
+    if micro.passes is not None:
+        # SkyRL's own are rounded to the dtype of the logits, and would not fit those at the K ids.
+        (output,) = micro.passes
+        policy = {"logp": output.log_probs, **read_by_policy(output, needs)}
+        proximal, ids, top_logp, tail_logp = (micro.anchor[name] for name in ANCHOR)
+        topk = TopK(ids.long(), top_logp, of=needs.anchor, tail_logp=tail_logp)
+    packed = RolloutTokens(
+        behavior_logp=behavior,
+        proximal_logp=proximal,
+        # SkyRL's trainer has multiplied the advantages. Undone, terms without an advantage get the same factor.
+        advantage=torch.where(factor > 0, where.of(rollout.advantage) / factor, 0.0),
+        in_loss=torch.ones_like(where.row, dtype=torch.bool),
+        token_ids=micro.token_ids,
+        sequence_ids=where.row,
+        topk=topk,
+    )
+    _SAMPLED.require_anchors(packed, region)
+    out = policy_loss(
+        PolicyTokens(**policy), packed, region, reduction=TokenWeights(factor, like=like), on_nonfinite=mode
+    )
+    if len(where.flat):
+        return out
+    # Every rank runs the backward pass, which FSDP needs, if the micro-batch has no token in the loss.
+    return replace(out, loss=out.loss + 0 * logp.sum())
+
+
+def _refuse_stock_worker(name: str, region: Region) -> None:
+    """Raises in SkyRL's own worker if the region needs trustrl's.
+
+    Raises:
+        ConfigError: If the region reads more than sampled tokens, or adds a penalty.
+    """
+    if WORKER.holds(region.needs()):
+        raise ConfigError(
+            f"trainer.algorithm.policy_loss_type={name} must run in trustrl's policy worker, got SkyRL's own. Start "
+            f"SkyRL with `python -m {__package__}`, or return `{__package__}.vocabulary_trainer.RegionTrainer` from "
+            "`get_trainer` of your entry point."
+        )
 
 
 def register() -> None:
@@ -175,7 +258,10 @@ def main() -> None:
     config = make_config(algorithm_cls=RegionAlgorithmConfig).from_cli_overrides(arguments)
     # Before Ray starts: `initialize_ray` carries the losses that are registered by then.
     register()
-    check_settings(config)
+    region = check_settings(config)
     main_base.validate_cfg(config)
     main_base.initialize_ray(config)
-    ray.get(main_base.skyrl_entrypoint.remote(config))
+    entrypoint: Any = main_base.skyrl_entrypoint
+    if WORKER.holds(region.needs()):
+        from trustrl.engines.skyrl.vocabulary_trainer import region_entrypoint as entrypoint
+    ray.get(entrypoint.remote(config))

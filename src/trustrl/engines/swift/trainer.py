@@ -70,7 +70,7 @@ def settings() -> Settings:
     if not variables.get(REGION):
         raise ConfigError(
             f"{REGION} must be set with `import trustrl.engines.swift`, got nothing. Set it to a preset's name, such "
-            "as dppo-binary-tv, in the environment or under ENV in ms-swift's YAML file."
+            "as dppo-binary-tv-capped, in the environment or under ENV in ms-swift's YAML file."
         )
     behavior, metrics = variables.get(BEHAVIOR) or "sampler", variables.get(METRICS) or "core"
     one_of(BEHAVIOR, behavior, ("sampler", "trainer"))
@@ -230,7 +230,7 @@ class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
         if anchor is None:
             raise MissingDataError(
                 f"The rollout must carry the anchor's top K with {self.region.kind}, got None. Several turns with a "
-                "changing number of samples lose it. Use a region on the sampled token, such as dppo-binary-tv."
+                "changing number of samples lose it. Use a region on the sampled token, such as dppo-binary-tv-capped."
             )
         own = self._needs.topk if self._needs.fills else 0
         wanted = self._wanted(inputs, where, gather_ids=anchor.ids, top_k=own)

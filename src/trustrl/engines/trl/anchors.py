@@ -19,14 +19,16 @@ from trustrl.config.axes import Needs
 from trustrl.config.statistics import Anchor
 from trustrl.core.records import RolloutTokens, TopK
 from trustrl.core.sampling import KeptSet, Sampling
+from trustrl.engines.common import seam
 from trustrl.engines.common.kept_columns import KeptColumn
 from trustrl.engines.common.loss_seam import SCORE, Score
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import check_recorded
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_forward import AskingModel
+from trustrl.engines.common.vocabulary_forward import AskingModel, LogitsForward, VocabularyForward
 from trustrl.engines.common.vocabulary_read import VocabularyOutput, Wanted, anchor_fields, at_completions, packed_kept
+from trustrl.engines.refusals.trl import OLDEST_FUSED
 from trustrl.engines.trl.sampled_rows import (
     NOT_RECORDED,
     SampledRows,
@@ -72,12 +74,36 @@ class FusedAskingModel(AskingModel):
             raise EngineError(
                 "TRL's _get_per_token_logps_and_entropies must call the model with `labels` and `fused_lm_head=True`, "
                 f"got {sorted(kwargs)}. Install a TRL version listed in trustrl's documentation, or choose a region on "
-                "the sampled token such as trustrl.preset('dppo-binary-tv')."
+                "the sampled token such as trustrl.preset('dppo-binary-tv-capped')."
             )
         where, wanted = self._wanted(kwargs["labels"])
         output = self._ask(wanted, *args, **kwargs)
         self.places.append(where)
         return VocabularyOutput(log_probs=where.padded(output.log_probs), entropy=where.padded(output.entropy))
+
+    def logp(self) -> Tensor:
+        """Returns the log-probs of all calls, (B, T)."""
+        return torch.cat([where.padded(out.log_probs) for where, out in zip(self.places, self.outputs, strict=True)])
+
+
+class LogitsAskingModel(FusedAskingModel):
+    """Model proxy for TRL before 1.15, which computes its own log-probs from logits.
+
+    trustrl uses those of its own read: TRL's have the dtype of the logits and would not fit those at the K ids.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> VocabularyOutput:
+        """Runs one forward pass."""
+        labels = kwargs["input_ids"].masked_fill(kwargs["attention_mask"] == 0, -100)
+        where, wanted = self._wanted(labels)
+        self.places.append(where)
+        return self._ask(wanted, *args, **kwargs)
+
+
+_FUSED = seam.version_of("trl") >= OLDEST_FUSED
+AskingTrlModel = FusedAskingModel if _FUSED else LogitsAskingModel
+ReadingForward = VocabularyForward if _FUSED else LogitsForward
+"""The proxy and the model's forward pass for the installed TRL."""
 
 
 class AnchorRecorder:
@@ -149,7 +175,7 @@ class AnchorRecorder:
             logp = None  # TRL's are those of the whole vocabulary
         distribution: dict[str, Tensor] = {}
         if shared is not None:
-            distribution = self._distribution(shared, rollout)
+            logp, distribution = shared.logp(), self._distribution(shared, rollout)
         elif self.distribution_from == "trainer" or (wanted and logp is None):
             logp, distribution = self._forward(model, rollout, rows, kept)
         added |= {f"trustrl_{anchor}_logp": logp for anchor in wanted}
@@ -196,7 +222,8 @@ class AnchorRecorder:
         if self.distribution_from != "trainer":
             return score(model)[0], {}
         asking = self.asking(model, length)
-        return score(asking)[0], self._distribution(asking, rollout)
+        score(asking)
+        return asking.logp(), self._distribution(asking, rollout)
 
     def asking(self, model: Any, length: int) -> FusedAskingModel:
         """Returns a proxy of the model that requests the trainer's distribution at so many last tokens."""
@@ -206,7 +233,7 @@ class AnchorRecorder:
             where = TokenPlaces.of_mask(labels[:, -length:] >= 0)
             return where, at_completions(labels, where, **request)
 
-        return FusedAskingModel(model, wanted)
+        return AskingTrlModel(model, wanted)
 
     @property
     def shares_trls_pass(self) -> bool:

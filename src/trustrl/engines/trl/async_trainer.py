@@ -46,7 +46,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
 
         trainer = TrustRegionAsyncGRPOTrainer(
             model="Qwen/Qwen3-0.6B", reward_funcs=reward, train_dataset=dataset, args=AsyncGRPOConfig(...),
-            region=trustrl.preset("dppo-binary-tv", max_staleness=2),
+            region=trustrl.preset("dppo-binary-tv-capped", max_staleness=2),
         )
     """
 
@@ -77,7 +77,9 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
             EngineError: If the adapter does not support the installed TRL.
         """
         if not isinstance(region, Region):
-            raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+            raise ConfigError(
+                f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv-capped')."
+            )
         check_choice(metrics)
         theirs = ("self", "model", "inputs", "return_outputs", "num_items_in_batch")
         seam.require_parameters(AsyncGRPOTrainer, "compute_loss", theirs)

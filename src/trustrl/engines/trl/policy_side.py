@@ -56,6 +56,6 @@ def policy_tokens(needs: Needs, seen: Seen, where: TokenPlaces, rollout: Rollout
         logp = sampled_logp(kept, token_ids)
         more = policy_fields(kept, needs, None if rollout.topk is None else rollout.topk.ids, token_ids)
     elif out is not None:
-        more = read_by_policy(out, needs)
+        logp, more = out.log_probs, read_by_policy(out, needs)
     entropy = None if seen.entropy is None else where.of(seen.entropy)
     return PolicyTokens(logp=logp, entropy=entropy, version=version, sampling=rollout.sampling, **more)

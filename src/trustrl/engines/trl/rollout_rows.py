@@ -20,10 +20,20 @@ GROUPS = -1
 
 
 class RecordEnd(TrainerCallback):
-    """Waits at the end of training until an object store has the record."""
+    """Brings the record to the disk before each checkpoint, and to an object store at the end of training."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Syncs the recorder if the trainer saves a checkpoint next."""
+        if control.should_save:
+            self._recorder.sync()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Syncs the recorder if the trainer saves a checkpoint next."""
+        if control.should_save:
+            self._recorder.sync()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Flushes the recorder."""

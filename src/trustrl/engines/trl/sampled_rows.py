@@ -8,8 +8,11 @@ need no code here. A `rollout_func` returns them as fields, one entry per comple
      "trustrl_version": [[12, 12, 13], ...],  # the trainer's step whose weights drew each token
      "trustrl_kept": [[[5, 9], [7], ...], ...],  # the ids that top-p, top-k, or min-p kept at each token
      "trustrl_replica": ["10.0.0.7:8000", ...]}  # the server that sampled each completion
+
+`rollout_fields` writes them from the records of any sampler.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trustrl.engines.common.kept_columns import KeptColumn, check_limit, column_of, require_kept
+from trustrl.engines.common.sampled_record import UNKNOWN, SampledRecord
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.common.step_check import missing_logps
 from trustrl.engines.vllm.decode_record import RecordedLogprob
@@ -38,6 +42,40 @@ class SampledRows(NamedTuple):
 
 NOT_RECORDED = SampledRows()
 """The records of a sampler that made none."""
+
+
+def rollout_fields(prompts: Sequence[list[int]], records: Sequence[SampledRecord]) -> dict[str, Any]:
+    """Returns what a `rollout_func` returns for completions of one request each.
+
+    Args:
+        prompts: The ids of each completion's prompt.
+        records: The record of each completion, from the adapter of its sampler. Its versions must be the trainer's
+            steps.
+
+    Raises:
+        MissingDataError: If the sampler knows the version of some tokens only.
+    """
+    fields: dict[str, Any] = {
+        "prompt_ids": list(prompts),
+        "completion_ids": [record.tokens.tolist() for record in records],
+        "logprobs": [record.logp.tolist() for record in records],
+    }
+    if any(record.topk_ids.shape[1] for record in records):
+        fields[TOPK] = [(record.topk_ids, record.topk_logp) for record in records]
+    if any(record.kept is not None for record in records):
+        fields[KEPT] = [() if record.kept is None else record.kept.rows() for record in records]
+    if any(record.replica is not None for record in records):
+        fields[REPLICA] = [record.replica for record in records]
+    versions = [np.full(len(record), UNKNOWN) if record.version is None else record.version for record in records]
+    unknown, tokens = sum(int((version == UNKNOWN).sum()) for version in versions), sum(map(len, records))
+    if 0 < unknown < tokens:
+        raise MissingDataError(
+            f"The sampler must know the version of each token or of none, got {unknown} unknown of {tokens}. Abort or "
+            "retract its requests before each update of its weights, and flush its cache."
+        )
+    if not unknown:
+        fields[VERSION] = [version.tolist() for version in versions]
+    return fields
 
 
 def take(generated: tuple[Any, ...]) -> SampledRows:
@@ -76,7 +114,7 @@ def topk_rows(rows: SampledRows, rollout: dict[str, Any], k: int) -> dict[str, T
         raise MissingDataError(
             f"The sampler must record its {k} most probable ids at each token, got none. A rollout_func returns them "
             f"as {TOPK!r}; with vLLM, TRL must generate through trainer.vllm_generation. "
-            "Regions on the sampled token need no such record: try trustrl.preset('dppo-binary-tv')."
+            "Regions on the sampled token need no such record: try trustrl.preset('dppo-binary-tv-capped')."
         )
     chosen = [[x[: len(mask)][mask[: len(x)]] for x in pair] for pair, mask in zip(tables, in_loss, strict=True)]
     ids, logp = (torch.from_numpy(np.concatenate(parts)).to(like.device) for parts in zip(*chosen, strict=True))

@@ -10,12 +10,13 @@ import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from trustrl.config.validators import whole
 from trustrl.engines.common.replica_watch import OnStaleReplica, ReplicaWatch
+from trustrl.engines.common.sampler_contract import Wanted
 from trustrl.engines.common.sampler_fields import REPLICA
 from trustrl.engines.refusals import rows
 from trustrl.engines.refusals.trl import SERVER, truncated
@@ -27,26 +28,13 @@ from trustrl.errors import ConfigError, EngineError, RecordError
 VLLM_DEFAULT_MAX_LOGPROBS = 20
 
 
-class Asked(NamedTuple):
-    """Data to record at each token in addition to the sampled token's log-prob."""
-
-    top_k: int = 0
-    """The number of the sampler's most probable ids."""
-
-    max_kept: int = 0
-    """The largest number of ids that truncation may keep; 0 if tokens are drawn from the whole vocabulary."""
-
-    experts: bool = False
-    """True to record the experts that vLLM's mixture of experts used."""
-
-
 def is_truncated(settings: Any) -> bool:
     """Returns whether TRL's settings, or None, draw tokens from a part of the vocabulary."""
     return settings is not None and truncated(rows.reader(settings))
 
 
 @contextmanager
-def colocated_options(settings: Any, *, asked: Asked, user_options: dict[str, Any] | None) -> Iterator[None]:
+def colocated_options(settings: Any, *, asked: Wanted, user_options: dict[str, Any] | None) -> Iterator[None]:
     """Makes TRL build a colocated vLLM with the options that the region and this machine need, while active.
 
     Args:
@@ -98,7 +86,7 @@ def on_cpu() -> bool:
     return find_spec("vllm") is not None and options.on_cpu()
 
 
-def prepare(trainer: Any, asked: Asked) -> None:
+def prepare(trainer: Any, asked: Wanted) -> None:
     """Makes the trainer's vLLM follow its weights, and record more than the sampled token while it decodes.
 
     Args:
@@ -162,7 +150,7 @@ def _own_replica(rank: int, trainer: Any) -> int:
     return rank // generation.tensor_parallel_size
 
 
-def record_while_decoding(generation: Any, asked: Asked) -> None:
+def record_while_decoding(generation: Any, asked: Wanted) -> None:
     """Makes TRL's `VLLMGeneration` return the sampled token's log-prob as a `RecordedLogprob`, with μ's records.
 
     Colocated, vLLM keeps the numbers as arrays. A server returns them as JSON, about 30 bytes per number.

@@ -171,6 +171,7 @@ class _Recorded(RecordEnd):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Warns once."""
+        super().on_step_end(args, state, control, **kwargs)
         if not self._checked and not self._record.num_losses:
             warnings.warn(
                 "trustrl recorded no token in the first step: the trainer's loss does not call TRL's `_compute_loss` "

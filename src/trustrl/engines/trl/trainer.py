@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer  # pyright: ignore[reportAttributeAccessIssue]
 
-from trustrl.config.axes import Region
+from trustrl.config.axes import Needs, Region
 from trustrl.config.terms import TokenWeights
 from trustrl.core.clean import OnNonFinite
 from trustrl.core.metrics import Choice, check_choice
@@ -27,17 +27,19 @@ from trustrl.engines.common import seam
 from trustrl.engines.common.loss_seam import Capture, LossParts, LossSeamMixin, RegionState, require_seam
 from trustrl.engines.common.region_needs import Behavior, sources
 from trustrl.engines.common.replica_watch import OnStaleReplica
+from trustrl.engines.common.sampler_contract import Wanted
 from trustrl.engines.common.sampler_fields import MAX_KEPT, REPLICA
 from trustrl.engines.common.step_check import MAX_DROPPED_SHARE, check_first_loss, check_of_rollouts
 from trustrl.engines.common.step_metrics import UNSCORED, StepMetrics, TrlMetrics
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_forward import VocabularyForward, adapted_head
+from trustrl.engines.common.vocabulary_forward import adapted_head
 from trustrl.engines.common.vocabulary_read import Head, packed_kept
-from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, REDUCTIONS
+from trustrl.engines.refusals.trl import OLDEST, OLDEST_FUSED, OLDEST_VOCABULARY, REDUCTIONS
 from trustrl.engines.trl import sampled_rows, sampler, trainer_checks
 from trustrl.engines.trl.anchors import (
     AnchorRecorder,
-    FusedAskingModel,
+    AskingTrlModel,
+    ReadingForward,
     RolloutPass,
     corrected,
     places_of,
@@ -120,7 +122,7 @@ class TrustRegionMixin(LossSeamMixin):
             EngineError: If the adapter does not support the installed TRL.
         """
         _check_arguments(region, recording, metrics)
-        _check_seams(type(self), vocabulary=bool(region.needs().topk or region.needs().full))
+        _check_seams(type(self), region.needs())
         self.region, self._needs = region, region.needs()
         self._on_nonfinite: OnNonFinite = on_nonfinite
         settings = _given("args", args, kwargs)
@@ -133,7 +135,7 @@ class TrustRegionMixin(LossSeamMixin):
             check_settings(settings, region, behavior, **more)
         by_sampler = sources(self._needs, behavior, mismatch=False)[1] == "sampler"
         truncated = sampler.is_truncated(settings)
-        self._asked = sampler.Asked(
+        self._asked = Wanted(
             top_k=self._needs.topk if by_sampler else 0,
             max_kept=max_kept if truncated else 0,
             experts=recording is not None and recording.experts,
@@ -147,7 +149,7 @@ class TrustRegionMixin(LossSeamMixin):
         self._rollout_heads: dict[bool, Head] = {}
         """The output layer at the weights of the current rollout; True for training, False for evaluation."""
         if self._needs.topk or self._needs.full or truncated:
-            self._vocabulary = VocabularyForward(base, float32_head=self.args.cast_lm_head_to_fp32)
+            self._vocabulary = ReadingForward(base, float32_head=self.args.cast_lm_head_to_fp32)
         sampler.prepare(self, self._asked)
         self._sampler_check = SamplerCheck(check_sampler_every)
         self._sampling = Sampling(
@@ -285,7 +287,7 @@ class TrustRegionMixin(LossSeamMixin):
         if before is not None:
             theirs["old_per_token_logps"] = before
         compute_loss = super()._compute_loss
-        capture = Capture(model, None if wanted is None else functools.partial(FusedAskingModel, wanted=wanted))
+        capture = Capture(model, None if wanted is None else functools.partial(AskingTrlModel, wanted=wanted))
         parts = self._loss_parts(lambda zero: compute_loss(model, {**theirs, "advantages": zero}), capture, in_loss)
         if before is not None:
             # With advantage 0 both branches of TRL's minimum are equal, and each passes half of the gradient.
@@ -314,7 +316,7 @@ class TrustRegionGRPOTrainer(TrustRegionMixin, GRPOTrainer):
         trainer = TrustRegionGRPOTrainer(
             model="Qwen/Qwen3-0.6B", reward_funcs=reward, train_dataset=dataset,
             args=GRPOConfig(use_vllm=True, vllm_importance_sampling_correction=False),
-            region=trustrl.preset("dppo-binary-tv"),
+            region=trustrl.preset("dppo-binary-tv-capped"),
         )
     """
 
@@ -342,16 +344,19 @@ def _generates_itself(trainer: type) -> bool:
 def _check_arguments(region: Any, recording: Any, metrics: Any) -> None:
     check_choice(metrics)
     if not isinstance(region, Region):
-        raise ConfigError(f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv').")
+        raise ConfigError(
+            f"region must be a trustrl region, got {region!r}. Try trustrl.preset('dppo-binary-tv-capped')."
+        )
     if recording is not None and not isinstance(recording, Recording):
         raise ConfigError(f"recording must be a trustrl.recording.Recording, got {recording!r}.")
 
 
-def _check_seams(trainer: type, *, vocabulary: bool) -> None:
+def _check_seams(trainer: type, needs: Needs) -> None:
     seam.require_version("trl", OLDEST, "trustrl was not tested with older versions")
-    if vocabulary:
-        reason = "older versions have no fused output layer, which Top-K, TROLL, and exact regions need"
-        seam.require_version("trl", OLDEST_FUSED, reason)
+    if needs.topk:
+        seam.require_version("trl", OLDEST_VOCABULARY, "Top-K and TROLL were not tested with older versions")
+    if needs.full:
+        seam.require_version("trl", OLDEST_FUSED, "exact regions were not tested with older versions")
     if not issubclass(trainer, GRPOTrainer):
         raise ConfigError(
             f"TrustRegionMixin must come before a GRPOTrainer in a class's bases, got {trainer.__name__}. "

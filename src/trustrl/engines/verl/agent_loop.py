@@ -23,6 +23,7 @@ from trustrl.engines.refusals.verl_settings import RECORDING
 from trustrl.engines.verl import rollout_pieces
 from trustrl.engines.verl.anchors import FAULT, NOT_SCORED, REQUESTS, SAMPLED_IDS, SAMPLED_LOGP
 from trustrl.engines.verl.verl_config import region_of
+from trustrl.world.verl_dataset import SAMPLING
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ class RecordsTopK:
     config: Any
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        """Runs verl's own loop, and records what its requests returned."""
+        """Runs verl's own loop, with the settings of a benchmark if the prompt has them, and records the answers."""
+        sampling_params = {**sampling_params, **((kwargs.get("extra_info") or {}).get(SAMPLING) or {})}
         with rollout_pieces.collecting(*wanted(self.config), sampling_params) as collection:
             output = await super().run(sampling_params, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         for sequence in output if isinstance(output, list) else [output]:

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from verl.workers.rollout import replica
+from verl.workers.rollout import base, replica
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from trustrl.config.sampling_parameters import is_truncated, shaping, truncating
+from trustrl.config.sampling_parameters import shaping, truncating
 from trustrl.engines.common import seam
 from trustrl.engines.common.kept_columns import KeptColumn, check_limit
-from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, REPLICA, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.common.sampler_contract import Wanted, asking
+from trustrl.engines.common.sampler_fields import KEPT_COUNTS, KEPT_IDS, REPLICA, TOPK_IDS, TOPK_LOGP, UNRECORDED
 from trustrl.errors import EngineError, MissingDataError
 
 NOT_SAMPLED = -1
@@ -51,6 +52,9 @@ class Collection:
     """Parameters that verl gave the loop. The checks at start have seen them."""
 
     pieces: list[Piece] = field(default_factory=list)
+    unrecorded: str | None = None
+    """The reason why a server answered without what it was asked for."""
+
     unseen: dict[str, float | None] = field(default_factory=dict)
     """Parameters of the loop's own requests that change the distribution in a way that the trainer does not know."""
 
@@ -134,11 +138,9 @@ def install() -> None:
             output.extra_fields[REPLICA] = _SERVER.get()  # verl's own loops carry it with the sequence
             return output
         collection.note(sampling_params)
-        asked = {TOPK: collection.k, KEPT: collection.max_kept if is_truncated(sampling_params.get) else 0}
-        if any(asked.values()):
-            asked = {name: number for name, number in asked.items() if number}
-            sampling_params = {**sampling_params, "extra_args": {**(sampling_params.get("extra_args") or {}), **asked}}
+        sampling_params = asking(Wanted(collection.k, collection.max_kept), sampling_params)
         output = await original(self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **more)
+        collection.unrecorded = output.extra_fields.pop(UNRECORDED, None) or collection.unrecorded
         # Removed here: verl would carry the first request's arrays with the sequence.
         fields = [output.extra_fields.pop(name, None) for name in (TOPK_IDS, TOPK_LOGP, KEPT_IDS, KEPT_COUNTS)]
         if output.token_ids:
@@ -163,11 +165,14 @@ def place(collection: Collection, prompt_ids: list[int], response_ids: list[int]
         response_mask: 1 on the tokens in the loss.
 
     Raises:
-        EngineError: If a token in the loss is in no piece, if truncation kept more ids than are recorded, or if the
-            loop's requests change the distribution in a way that the trainer does not know.
+        EngineError: If a token in the loss is in no piece, if truncation kept more ids than are recorded, if the
+            loop's requests change the distribution in a way that the trainer does not know, or if a server could not
+            record one.
         MissingDataError: If a server returned no top-K.
     """
     _refuse_unseen(collection.unseen)
+    if collection.unrecorded is not None:
+        raise EngineError(collection.unrecorded)
     k, length, sequence = collection.k, len(response_ids), [*prompt_ids, *response_ids]
     ids, logp = np.full((length, k), NOT_SAMPLED, np.int32), np.full((length, k), -np.inf, np.float32)
     kept: list[Any] = [()] * length
@@ -229,22 +234,35 @@ def _topk_of(piece: Piece, rows: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     return piece.topk[0][:rows, :k], piece.topk[1][:rows, :k]
 
 
-NAME = "vllm"
+THEIR_SENDER = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
 
 
-def register_server() -> None:
-    """Registers the recording replica under verl's own name. Calling it again has no effect.
+def register_servers() -> None:
+    """Registers the recording replicas, and the sender of SGLang's weights, under verl's own names.
 
-    A replica that another plugin registered under this name stays. Regions on the sampled token work with it, and Top-K
-    regions on the sampler raise if its answers lack the top-K.
+    Calling it again has no effect.
+
+    A replica that another plugin registered under such a name stays. Regions on the sampled token work with it, and
+    Top-K regions on the sampler raise if its answers lack the top-K.
     """
     registry = replica.RolloutReplicaRegistry
-    if registry._registry.get(NAME) is replica._load_vllm:
-        registry.register(NAME, load)
+    for name, theirs, ours in (("vllm", replica._load_vllm, load_vllm), ("sglang", replica._load_sglang, load_sglang)):
+        if registry._registry.get(name) is theirs:
+            registry.register(name, ours)
+    if base._ROLLOUT_REGISTRY["sglang", "async"] == THEIR_SENDER:
+        base._ROLLOUT_REGISTRY["sglang", "async"] = "trustrl.engines.verl.sglang_weights.WeightSender"
 
 
-def load() -> Any:
-    """Returns the replica's class. Imports vLLM."""
+def load_vllm() -> Any:
+    """Returns the class of vLLM's replica. Imports vLLM."""
     from trustrl.engines.verl.vllm_server import RecordingReplica
+
+    return RecordingReplica
+
+
+def load_sglang() -> Any:
+    """Returns the class of SGLang's replica. Imports SGLang."""
+    replica._load_sglang()  # stands in for the names of vLLM that verl's module imports
+    from trustrl.engines.verl.sglang_server import RecordingReplica
 
     return RecordingReplica

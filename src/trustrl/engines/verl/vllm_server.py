@@ -18,8 +18,10 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import (  # pyright: ig
     vLLMReplica,
 )
 
+from trustrl.config.sampling_parameters import NEUTRAL, TRUNCATION
 from trustrl.engines.common import seam
-from trustrl.engines.vllm.decode_record import install, is_asked, recorded_fields, recording_parameters
+from trustrl.engines.common.sampler_contract import Wanted, wanted_in
+from trustrl.engines.vllm.sampler_adapter import VLLMAdapter
 
 seam.require_parameters(vLLMHttpServer, "generate", ("self", "prompt_ids", "sampling_params", "request_id"), more=True)
 
@@ -36,12 +38,12 @@ class RecordingServer(vLLMHttpServer):
         Raises:
             EngineError: If the installed vLLM cannot record.
         """
-        if not is_asked(sampling_params.get("extra_args")):
+        if not any(wanted_in(sampling_params.get("extra_args"))[0]):
             return await super().generate(prompt_ids, sampling_params, request_id, **more)
         if self._recorded is None:
-            install()
             self._recorded = {}
-            self.engine.generate = self._recording(self.engine.generate, self._recorded)
+            adapter = VLLMAdapter.of(self.engine.vllm_config)
+            self.engine.generate = self._recording(self.engine.generate, adapter, self._recorded)
         try:
             output = await super().generate(prompt_ids, sampling_params, request_id, **more)
         finally:
@@ -51,25 +53,26 @@ class RecordingServer(vLLMHttpServer):
         return output
 
     @staticmethod
-    def _recording(generate: Any, recorded: dict[str, dict[str, np.ndarray]]) -> Any:
-        async def kept(stream: Any, request_id: str) -> AsyncIterator[Any]:
+    def _recording(generate: Any, adapter: VLLMAdapter, recorded: dict[str, dict[str, np.ndarray]]) -> Any:
+        async def kept(stream: Any, request_id: str, wanted: Wanted) -> AsyncIterator[Any]:
             last = None
             async with aclosing(stream):
                 async for output in stream:
                     last = output
                     yield output
             if last is not None and last.outputs:
-                recorded[request_id] = recorded_fields(last.outputs[0].logprobs)
+                recorded[request_id] = adapter.record(last.outputs[0], wanted).extra_fields()
 
         # The same parameters as vLLM's: its HTTP routes call this engine too.
         def recording(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **more: Any) -> Any:
-            extra_args = getattr(sampling_params, "extra_args", None)
-            if not is_asked(extra_args):
+            wanted, others = wanted_in(getattr(sampling_params, "extra_args", None))
+            if not any(wanted):
                 return generate(prompt, sampling_params, request_id, *args, **more)
             # Here, because verl's method has just overwritten `logprobs`.
-            for name, value in recording_parameters(extra_args).items():
+            own = {name: getattr(sampling_params, name) for name in (*TRUNCATION, *NEUTRAL)}
+            for name, value in adapter.request(wanted, {**own, "extra_args": others}).sampling_params.items():
                 setattr(sampling_params, name, value)
-            return kept(generate(prompt, sampling_params, request_id, *args, **more), request_id)
+            return kept(generate(prompt, sampling_params, request_id, *args, **more), request_id, wanted)
 
         return recording
 

@@ -256,7 +256,9 @@ class RegionWorker(TrainingWorker):
 
     @functools.wraps(TrainingWorker.save_checkpoint)
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Saves verl's checkpoint, and the region in the same folder."""
+        """Saves verl's checkpoint, and the region in the same folder. The record reaches the disk before."""
+        if self._recorder is not None:
+            self._recorder.sync()
         out = super().save_checkpoint(local_path, *args, **kwargs)
         if self._region is not None and self.rank == 0:
             region_settings.write_to_checkpoint(Path(local_path), config_to_dict(self._region))

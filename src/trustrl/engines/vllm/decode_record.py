@@ -9,7 +9,8 @@ instead:
     ids, logp = output.outputs[0].logprobs.table()  # (T, 1 + K) each, the sampled token first
 
 With `**recording(K, max_kept=M)` instead, the record also has the ids that top-p, top-k, or min-p kept, at most M per
-token. vLLM must return processed log-probs then: removed ids have the log-prob −inf in them.
+token. vLLM must return processed log-probs then: removed ids have the log-prob −inf in them. If the engine runs in this
+process on a CPU, `install` after its start has the sampler send the kept ids alone (see `kept_in_engine`).
 
 This works in `LLM`, in `AsyncLLM`, and in vLLM's servers, because all of them create requests in `from_new_request`.
 The engine, the scheduler, and the wire format do not change. Requests without the mark are not affected.
@@ -20,6 +21,7 @@ checks both. vLLM calls `plugin` in all of its processes through the entry point
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
@@ -28,13 +30,19 @@ from typing import Any, Self, overload
 import numpy as np
 
 from trustrl.engines.common.kept_columns import KeptColumn
-from trustrl.engines.common.sampler_fields import KEPT, KEPT_COUNTS, KEPT_IDS, TOPK, TOPK_IDS, TOPK_LOGP
+from trustrl.engines.common.sampler_fields import KEPT, TOPK
 from trustrl.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
 REQUEST = "trustrl_record"
 """The key of `SamplingParams.extra_args` that marks a request."""
+
+BLOCK = 64
+"""Steps of a request whose rows wait, to be copied at once: most of the time of a copy is its start."""
+
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+"""vLLM's module that samples. A process that has imported it runs an engine."""
 
 Table = tuple[np.ndarray, np.ndarray]
 """(T, 1 + K) int32 ids and (T, 1 + K) float32 log-probs. Column 0 is the sampled token, the rest is by rank."""
@@ -45,8 +53,9 @@ def recording(k: int, *, max_kept: int = 0, more: Mapping[str, Any] | None = Non
 
     Args:
         k: The number of ids to record at each token, most probable first.
-        max_kept: The largest number of ids that truncation may keep, if kept ids are recorded. vLLM then sends
-            8 (max_kept + 2) bytes per token from its engine to its frontend, which keeps the ids that are left.
+        max_kept: The largest number of ids that truncation may keep, if kept ids are recorded. Without
+            `kept_in_engine`, vLLM then sends 8 (max_kept + 2) bytes per token from its engine to its frontend, which
+            keeps the ids that are left.
         more: Other entries of the request's `extra_args`.
     """
     extra = {**(more or {}), REQUEST: True}
@@ -66,9 +75,8 @@ class KeptIds:
         # Arrays that double, because a Python object for every number is what this module avoids.
         self._ids, self._ends, self._length = np.empty(64, np.int32), np.zeros(32, np.int64), 0
 
-    def add(self, ids: np.ndarray, logp: np.ndarray) -> None:
-        """Appends the columns of one token; those with a log-prob of −inf were removed."""
-        kept = ids[logp > -np.inf]
+    def add(self, kept: np.ndarray) -> None:
+        """Appends the kept ids of one token."""
         start = self._ends[self._length]
         end = start + len(kept)
         if end > len(self._ids):
@@ -80,7 +88,7 @@ class KeptIds:
         self._ends[self._length] = end
 
     def column(self, first: int, last: int) -> KeptColumn:
-        """Returns the ids kept at these tokens, most probable first; `max_kept` + 1 if there are more."""
+        """Returns the ids kept at these tokens, in any order; `max_kept` + 1 if there are more."""
         ends = self._ends[first : last + 1]
         return KeptColumn(self._ids[ends[0] : ends[-1]], np.diff(ends).astype(np.int32))
 
@@ -97,7 +105,7 @@ class DecodedLogprobs(Sequence[Any]):
     position would give it the log-prob of another token. Indexing returns the whole position, as vLLM's lists do.
     """
 
-    __slots__ = ("_first", "_ids", "_kept", "_length", "_logp", "_ranks", "experts")
+    __slots__ = ("_first", "_ids", "_kept", "_length", "_logp", "_ranks", "_total", "_waiting", "experts")
 
     experts: np.ndarray | None
     """(T, layers × experts per token) int16: the routing behind each log-prob; see `routed_experts`."""
@@ -109,29 +117,63 @@ class DecodedLogprobs(Sequence[Any]):
         self._ids = np.empty((capacity, width), np.int32)
         self._logp = np.empty((capacity, width), np.float32)
         self._ranks = np.empty(capacity, np.int32)
-        self._length = 0
+        self._length, self._total = 0, 0.0
+        self._waiting: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def add(self, ids: np.ndarray, logp: np.ndarray, ranks: np.ndarray) -> None:
-        """Appends the rows of one step: one token, or several after speculative decoding."""
-        start, end = self._length, self._length + len(ids)
+        """Appends the rows of one step: one token, or several after speculative decoding.
+
+        A batch has as many columns as its widest request. `kept_in_engine` appends kept ids to the row of ids.
+        """
+        self._waiting.append((ids, logp, ranks))
+        # Rows that wait keep their whole batch in memory, so those wider than this record do not.
+        if len(self._waiting) == BLOCK or logp.shape[1] > self._ids.shape[1]:
+            self._write()
+
+    def _write(self) -> None:
+        """Copies the rows that wait."""
+        parts, self._waiting = self._waiting, []
+        if not parts:
+            return
+        start, width = self._length, self._ids.shape[1]
+        end = start + sum(len(ranks) for _, _, ranks in parts)
         if end > len(self._ids):
             capacity = max(end, 2 * len(self._ids))
             self._ids, self._logp, self._ranks = (_grown(old, capacity) for old in (self._ids, self._logp, self._ranks))
-        width = self._ids.shape[1]  # a batch has as many columns as its widest request
-        self._ids[start:end] = ids[:, :width]
-        self._logp[start:end] = logp[:, :width]
-        self._ranks[start:end] = ranks
+        every_ids, every_logp, every_rank = zip(*parts, strict=True)
+        np.concatenate(_cut(every_ids, width), out=self._ids[start:end])
+        np.concatenate(_cut(every_logp, width), out=self._logp[start:end])
+        np.concatenate(every_rank, out=self._ranks[start:end], casting="unsafe")
         self._length = end
+        self._total += float(self._logp[start:end, 0].sum(dtype=np.float64))
         if self._kept is not None:
-            for row_ids, row_logp in zip(ids[:, 1:], logp[:, 1:], strict=True):
-                self._kept.add(row_ids[: self._kept.max_kept + 1], row_logp[: self._kept.max_kept + 1])
+            for ids, logp, _ in parts:
+                self._add_kept(self._kept, ids, logp)
+
+    @staticmethod
+    def _add_kept(kept: KeptIds, ids: np.ndarray, logp: np.ndarray) -> None:
+        columns = logp.shape[1]
+        if ids.shape[1] > columns:
+            kept.add(ids[0, columns:])
+            return
+        room = kept.max_kept + 2  # the sampled token, the ids that may be kept, and one that shows if there are others
+        for row_ids, row_logp in zip(ids[:, 1:room], logp[:, 1:room], strict=True):
+            kept.add(row_ids[row_logp > -np.inf])
+
+    @property
+    def total(self) -> float:
+        """The sum of the sampled tokens' log-probs."""
+        self._write()
+        return self._total
 
     def table(self) -> Table:
         """Returns ids and log-probs without a copy."""
+        self._write()
         return self._ids[: self._length], self._logp[: self._length]
 
     def kept(self) -> KeptColumn | None:
         """Returns the ids that truncation kept at each token; None if they were not asked for."""
+        self._write()
         return None if self._kept is None else self._kept.column(self._first, self._first + self._length)
 
     @property
@@ -178,6 +220,7 @@ class DecodedLogprobs(Sequence[Any]):
         self._length = len(self._ids)
 
     def __len__(self) -> int:
+        self._write()
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -231,6 +274,13 @@ class RecordedLogprob(float):
         return self
 
 
+def _cut(parts: Sequence[np.ndarray], width: int) -> Sequence[np.ndarray]:
+    """Returns the first columns of each part. Most batches have no more, and a slice costs more than the copy."""
+    if all(part.shape[1] == width for part in parts):
+        return parts
+    return [part[:, :width] for part in parts]
+
+
 def _grown(old: np.ndarray, capacity: int) -> np.ndarray:
     new = np.empty((capacity, *old.shape[1:]), old.dtype)
     new[: len(old)] = old
@@ -245,6 +295,9 @@ def install() -> None:
     """
     module: Any = import_module("vllm.v1.engine.logprobs")
     processor = module.LogprobsProcessor
+    # Only if the engine runs in this process: its modules must not be imported before vLLM forks.
+    if RUNNER in sys.modules and import_module("vllm.platforms").current_platform.is_cpu():
+        import_module("trustrl.engines.vllm.kept_in_engine").install()
     original = processor.from_new_request.__func__
     # Installed before: vLLM loads plugins in every process, and trainers call this too.
     if hasattr(original, "processor"):
@@ -257,7 +310,14 @@ def install() -> None:
         def _update_sample_logprobs(self, logprobs_lists: Any) -> None:
             ids, logp, ranks = logprobs_lists[:3]
             self.logprobs.add(ids, logp, ranks)
-            self.cumulative_logprob += float(logp[:, 0].sum(dtype=np.float64))
+
+        @property
+        def cumulative_logprob(self) -> float:
+            return self.logprobs.total
+
+        @cumulative_logprob.setter
+        def cumulative_logprob(self, value: float) -> None:
+            """Ignores the 0 with which vLLM begins: the record has the sum."""
 
     def from_new_request(cls: Any, tokenizer: Any, request: Any) -> Any:
         created = original(cls, tokenizer, request)
@@ -299,27 +359,3 @@ def _check_seam(processor: Any) -> None:
     lists = list(import_module("vllm.v1.outputs").LogprobsLists._fields)[:3]
     if lists != ["logprob_token_ids", "logprobs", "sampled_token_ranks"]:
         raise EngineError(f"vLLM's LogprobsLists must start with ids, log-probs and ranks, got {lists}. {import_error}")
-
-
-def is_asked(extra_args: Mapping[str, Any] | None) -> bool:
-    """Returns whether a request asks for more than the sampled token's log-prob."""
-    return any((extra_args or {}).get(name) for name in (TOPK, KEPT))
-
-
-def recording_parameters(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the fields of `SamplingParams` that make vLLM record what a request asks for.
-
-    Args:
-        extra_args: The request's own `extra_args`. Keys for vLLM or other plugins are kept.
-    """
-    others = dict(extra_args or {})
-    topk, max_kept = (int(others.pop(name, 0)) for name in (TOPK, KEPT))
-    return recording(topk, max_kept=max_kept, more=others)
-
-
-def recorded_fields(record: DecodedLogprobs) -> dict[str, np.ndarray]:
-    """Returns the `extra_fields` of an answer, as copies that can be pickled; empty if no more ids were recorded."""
-    ids, logp = record.table()
-    fields = {TOPK_IDS: ids[:, 1:].copy(), TOPK_LOGP: logp[:, 1:].copy()} if ids.shape[1] > 1 else {}
-    kept = record.kept()
-    return fields if kept is None else {**fields, KEPT_IDS: kept.ids.copy(), KEPT_COUNTS: kept.counts}

@@ -46,22 +46,35 @@ def completions(folder: str) -> Iterator[Completion]:
         assert part is not None
         ranks[part.rank].append(file)
     # A merged file has many steps of one rank; each rank's files are in order.
-    for row, text in merge(*(_rows(files, texts) for files in ranks.values()), key=lambda pair: pair[0]["step"]):
+    for row in merge(*(_rows(files, texts) for files in ranks.values()), key=lambda row: row["step"]):
         if row["sequence"] not in known:  # otherwise a later step on the same sequence
             known.add(row["sequence"])
-            yield _completion(row, first, *text)
+            yield _completion(row, first)
 
 
-def _rows(files: list[Place], texts: "TextFiles") -> Iterator[tuple[dict[str, Any], tuple[str | None, str | None]]]:
+def _rows(files: list[Place], texts: "TextFiles") -> Iterator[dict[str, Any]]:
     """Yields the sequences of one rank, each with its prompt and completion."""
     for file in files:
         with opened(file, "sequences") as (parquet, _):
             table = in_todays_schema(whole(parquet, file, "sequences"), "sequences", _COLUMNS)
-        held: dict[int, tuple[str | None, str | None]] = {}
-        for named in texts.named(need("pyarrow.compute", extra="records").unique(table["text"]).to_pylist(), file):
-            held |= _texts(named)
-        for row in table.to_pylist():
-            yield row, held.get(row["sequence"], (None, None))
+        table = _with_texts(table, texts, file)
+        # A reader of the first rows does not pay for the objects of all.
+        for batch in table.to_batches(max_chunksize=256):
+            yield from batch.to_pylist()
+
+
+def _with_texts(table: Any, texts: "TextFiles", file: Place) -> Any:
+    """Returns sequences with the columns `prompt` and `completion`, null where no text is recorded."""
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    held = [_texts(named) for named in texts.named(pc.unique(table["text"]).to_pylist(), file)]
+    if not held:
+        return table.append_column("prompt", pa.nulls(len(table))).append_column("completion", pa.nulls(len(table)))
+    joined = pa.concat_tables(held)
+    joined = joined.take(pa.array(range(len(joined) - 1, -1, -1)))  # of several texts, the last counts
+    places = pc.index_in(table["sequence"], value_set=joined["sequence"])
+    for name in ("prompt", "completion"):
+        table = table.append_column(name, joined[name].take(places))
+    return table
 
 
 class TextFiles:
@@ -98,17 +111,16 @@ class TextFiles:
         return storage.inside(storage.inside(self._folder, TEXTS), name)
 
 
-def _texts(file: Place) -> dict[int, tuple[str | None, str | None]]:
+def _texts(file: Place) -> Any:
     with opened(file, "texts") as (parquet, _):
-        table = whole(parquet, file, "texts", ["sequence", "prompt", "completion"])
-    rows = zip(*(table[name].to_pylist() for name in ("sequence", "prompt", "completion")), strict=True)
-    return {sequence: (prompt, text) for sequence, prompt, text in rows}
+        return whole(parquet, file, "texts", ["sequence", "prompt", "completion"])
 
 
-def _completion(row: dict[str, Any], first: int, prompt: str | None, text: str | None) -> Completion:
+def _completion(row: dict[str, Any], first: int) -> Completion:
     group = None if row["group"] is None else f"{row['step']} {row['group']}"
     return Completion(
-        step=row["step"] + first, prompt=prompt, text=text, group=group, reward=_finite(row["reward"]),
+        step=row["step"] + first, prompt=row["prompt"], text=row["completion"], group=group,
+        reward=_finite(row["reward"]),
         rewards={name: _finite(value) for name, value in row["rewards"] or ()}, advantage=_finite(row["advantage"]),
         stop_reason=row["stop_reason"], task_id=row["task_id"], num_tokens=row["completion_tokens"],
         sequence=row["sequence"],

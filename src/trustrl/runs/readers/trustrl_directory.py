@@ -46,6 +46,7 @@ def read(files: Files) -> list[Part]:
     status, words = _ending(folder, finished=stored.finished)
     part = Part(
         source=NAME, name=str(recipe.get("name", "run")), rows=rows, evaluations=evaluations, recipe=recipe,
+        rows_in="metrics.jsonl", evaluations_in="evaluation.jsonl",
         status=status, last_words=words, seconds=result.get("seconds"), settings=_settings(recipe, files),
     )  # fmt: skip
     part.engine = part.settings.get("engine")

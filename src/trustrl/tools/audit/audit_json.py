@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trustrl.config.statistics import Anchor
 from trustrl.errors import ConfigError, RecordError
 from trustrl.recording import storage
 from trustrl.recording.record_files import RECORDS, opened, part_files
@@ -79,6 +80,7 @@ def audit_report(
     *,
     top: int = 10,
     text_of: Callable[[int], str] | None = None,
+    anchor: Anchor = "behavior",
 ) -> dict[str, Any]:
     """Returns the audit: shares, agreement, bins, and most masked token ids.
 
@@ -88,6 +90,7 @@ def audit_report(
         files: Files that were counted.
         top: Number of token ids to list for each region.
         text_of: Function from a token id to printable text.
+        anchor: Anchor that `counted` reads as μ.
     """
     names = [RECORDED, *(arm.name for arm in arms)]
     arm_counts = counted.counts["arms"].tolist()
@@ -101,6 +104,7 @@ def audit_report(
         "rows": total,
         "sequences": int(counted.counts["sequences"]),
         "signed": int(counted.counts["signed"]),
+        "anchor": anchor,
         "recorded": recorded_regions(files),
         "reproduced": reproduced,
         "regions": {

@@ -4,6 +4,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trustrl.tools.audit.record_anchor import anchor_note
+
 WIDTH = 100
 NAME = 18
 """Maximum length of a region's name in tables."""
@@ -51,6 +53,7 @@ def text(report: Mapping[str, Any]) -> str:
             f"{report['rows']:,} tokens × updates in {report['files']:,} files, {report['sequences']:,} sequences × "
             f"updates; {report['signed']:,} tokens with A ≠ 0"
         ),
+        *wrapped(anchor_note(report["anchor"])),
         *_reproduced(report),
         *_masked(report),
         *_agreement(report),
@@ -67,6 +70,8 @@ def _name(name: str) -> str:
 def _reproduced(report: Mapping[str, Any]) -> list[str]:
     again = report["reproduced"]
     kinds = ", ".join(str(region.get("kind")) for region in report["recorded"])
+    if not kinds:
+        return ["recorded without a region", ""]
     line = f"recorded with {printable(kinds, 60)}"
     if not again["rows"]:
         return [*wrapped(f"{line}, which cannot be replayed"), ""]

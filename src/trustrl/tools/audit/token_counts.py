@@ -10,9 +10,11 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trustrl.config.statistics import Anchor
 from trustrl.core.sum_table import PROBABILITY_EDGES, STALENESS_EDGES
 from trustrl.recording import Piece
 from trustrl.tools.audit.anchored_tokens import usable_in
+from trustrl.tools.audit.record_anchor import measured_from
 from trustrl.tools.audit.region_replay import Arm, RegionVerdict, Replay
 
 PER_ARM: tuple[str, ...] = (
@@ -61,9 +63,17 @@ class TokenCounts:
         return cls(torch.load(io.BytesIO(data), weights_only=True))
 
     @classmethod
-    def of(cls, piece: Piece, arms: Sequence[Arm]) -> "TokenCounts":
-        """Counts the verdicts of the recorded region, which comes first, and of these regions on one piece."""
-        columns, replay = piece.columns, Replay(piece)
+    def of(cls, piece: Piece, arms: Sequence[Arm], anchor: Anchor = "behavior") -> "TokenCounts":
+        """Counts the verdicts of the recorded region, which comes first, and of these regions on one piece.
+
+        The recorded region is replayed from its own anchor, and the others read this anchor as μ.
+        """
+        replay = Replay(piece)
+        reproduced = _reproduced(piece, replay)
+        if anchor != "behavior":
+            piece = measured_from(piece, anchor)
+            replay = Replay(piece)
+        columns = piece.columns
         measured = usable_in(columns["advantage"], [columns["policy_logp"]])
         signed = measured & (columns["advantage"] != 0)
         masked = ~columns["kept"] if "kept" in columns else None
@@ -80,7 +90,7 @@ class TokenCounts:
             "signed": overlaps[0, 0],
             "arms": torch.tensor([_of_arm(verdict, signed, num) for verdict, num in zip(verdicts, masks, strict=True)]),
             "pairs": _pairs(overlaps, there),
-            "reproduced": _reproduced(piece, replay),
+            "reproduced": reproduced,
         }
         for name, place in _places(piece).items():
             histograms = sets.by_bin(place, len(BINS[name]) + 1)

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trustrl.config.statistics import Anchor
 from trustrl.errors import MissingDataError
 from trustrl.files import finite
 from trustrl.optional_imports import need
-from trustrl.tools.audit import TokenCounts, percent, share, table, wrapped
+from trustrl.tools.audit import TokenCounts, anchor_note, percent, share, table, wrapped
 from trustrl.tools.calibrate.noise_counts import GRID, NOISE, STATISTICS, TOTALS
 
 VERSION = 1
@@ -94,8 +95,12 @@ def num_above(bins: Sequence[int], delta: float) -> int:
     return sum(bins[bisect_left(GRID, delta) + 1 :])
 
 
-def calibration(counted: TokenCounts) -> dict[str, Any]:
+def calibration(counted: TokenCounts, anchor: Anchor = "behavior") -> dict[str, Any]:
     """Returns noise quantiles, threshold curves, and a recommended threshold for each statistic.
+
+    Args:
+        counted: Counts over all files.
+        anchor: Anchor that `counted` reads as μ.
 
     Raises:
         MissingDataError: If no row has the sampler's log-prob.
@@ -112,6 +117,7 @@ def calibration(counted: TokenCounts) -> dict[str, Any]:
     return {
         "version": VERSION,
         **totals,
+        "anchor": anchor,
         "against": against,
         "needed": num_needed(),
         "quantiles": {
@@ -194,7 +200,9 @@ def text(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['rows']:,} tokens × updates; noise from {report['noise']:,} tokens of {report['sequences']:,} "
         "sequences before",
-        f"their first update: μ compared with {AGAINST[report['against']]}",
+        "their first update: "
+        + (f"μ compared with {AGAINST[report['against']]}" if report["anchor"] == "behavior" else "π' compared with π"),
+        *wrapped(anchor_note(report["anchor"])),
         "",
         "Noise, rounded up to two digits",
         *table(

@@ -9,13 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from trustrl.config.axes import Needs
-from trustrl.config.statistics import BinaryKL, BinaryTV, Ratio
+from trustrl.config.statistics import Anchor, BinaryKL, BinaryTV, Ratio
 from trustrl.core.clean import CleanTokens, clean_tokens
 from trustrl.core.divergences import measure
 from trustrl.core.ops import probability_gap
 from trustrl.core.records import PolicyTokens, RolloutTokens
 from trustrl.recording import Piece
-from trustrl.tools.audit import TokenCounts, age
+from trustrl.tools.audit import TokenCounts, age, measured_from
 
 COLUMNS = (
     "step", "update", "sequence", "advantage", "behavior_logp", "proximal_logp", "policy_logp", "sampler_version",
@@ -37,13 +37,17 @@ BAD_GAP = 0.5
 _BEHAVIOR = Needs(anchors=frozenset({"behavior"}), anchor="behavior")
 
 
-def noise_of(piece: Piece) -> TokenCounts:
+def noise_of(piece: Piece, anchor: Anchor = "behavior") -> TokenCounts:
     """Counts the noise in a piece, and the tokens that each threshold would mask, miss, and certify.
+
+    With π' as the anchor, the noise is the trainer's own: π against π' before the first update.
 
     Noise is counted while the trainer still has the rollout's weights, so each sampled token counts once. It is
     measured against the recorded π', or against π if π' is null, since the two are equal there.
     """
-    columns, num = piece.columns, len(piece)
+    columns, num = measured_from(piece, anchor).columns, len(piece)
+    if anchor == "proximal":
+        columns = {name: column for name, column in columns.items() if name != "proximal_logp"}
     totals = dict.fromkeys(TOTALS, torch.tensor(0)) | {"rows": torch.tensor(num)}
     empty = torch.zeros(len(STATISTICS), len(GRID) + 1, dtype=torch.int64)
     counts: dict[str, Tensor] = dict.fromkeys(("outward", "bad", "lower", "upper"), empty)

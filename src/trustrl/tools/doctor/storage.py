@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.tools.doctor import Finding
-from trustrl.world.models import cache
+from trustrl.world import cache
 
 LITTLE = 5 * 2**30
 MANY = 20_000

@@ -1,4 +1,4 @@
-"""Causes that the rules report: evidence, confidence, fix, and rank."""
+"""Causes that the rules report: evidence, confidence, fix, the setting to change, and rank."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -6,17 +6,22 @@ from enum import IntEnum
 from typing import Any, Literal
 
 from trustrl.core.metrics import METRICS
+from trustrl.tools.explain.changes import Change
+
+ACCURACY = "held-out accuracy"
 
 HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
     "loss": "finite",
     "grad_norm": "finite",
     "reward": "rises, or stays near its best",
-    "held-out accuracy": "rises",
+    ACCURACY: "rises",
     "entropy change": "below 0.3 for the three largest",
     "trustrl/stale_replicas": "0",
     "trustrl/replica_gap_max": "near that of the other replicas",
     "frac_reward_zero_std": "below 0.5",
     "frac_reward_nan": "0",
+    "completions without a reward": "0",
+    "prompts that are repeated in a batch": "0",
     "clip_share": "a few percent",
     "completions/clipped_ratio": "below 0.1",
     "response_length/clip_ratio": "below 0.1",
@@ -24,8 +29,18 @@ HEALTHY = {f"trustrl/{metric.name}": metric.healthy for metric in METRICS} | {
 """Healthy range of each number: from the metric dictionary, or a description for metrics that engines log."""
 
 
+ORDERS = {
+    "reward": "lowest reward",
+    "best": "highest reward",
+    "gap": "largest sampler-trainer gap",
+    "log_ratio": "largest |log π/μ|",
+    "truncated": "truncated",
+}
+"""Orders of completions in a report."""
+
+
 class Order(IntEnum):
-    """Causal order of the causes. An earlier one may trigger a later one, never the reverse."""
+    """Place of a cause between data and outcome."""
 
     INPUT = 0
     """The inputs contain non-finite values."""
@@ -46,7 +61,7 @@ class Number:
 
     metric: str
     step: int
-    """First step at which it was measured."""
+    """First of the steps at which it lies beyond its limit, or was measured."""
 
     value: float | None
     """None if it was not finite."""
@@ -59,10 +74,24 @@ class Number:
     source: str | None = None
     """Logged metrics that it was computed from. None if the run logged it itself."""
 
+    file: str = ""
+    """File of the run with the row of `step`."""
+
     @property
     def healthy(self) -> str:
         """Range of the number in a healthy run."""
         return HEALTHY.get(self.metric, "depends on the task")
+
+    @property
+    def words(self) -> str:
+        """The value with its limit."""
+        beyond = f"{self.side} {self.limit:.3g}: {self.what}"
+        return "not finite" if self.value is None else f"{self.value:.3g}, {beyond}"
+
+    @property
+    def row(self) -> str:
+        """The row that holds the number, or the first of those it was computed from."""
+        return f"{self.file or 'metrics'}, from step {self.step}"
 
     @property
     def excess(self) -> float:
@@ -85,13 +114,34 @@ class Cause:
     reason: str
     numbers: tuple[Number, ...]
     action: str
+    change: Change | None = None
+    """The setting to change. None if no setting repairs the cause."""
+
+    read_by: str = "reward"
+    """Key of `ORDERS`: the completions to read first."""
+
+    @property
+    def kind(self) -> Literal["cause", "symptom"]:
+        """A symptom follows from a cause, which may not be in the list."""
+        return "symptom" if self.order is Order.SYMPTOM else "cause"
+
+    @property
+    def step(self) -> int:
+        """Step of the first number."""
+        return self.numbers[0].step
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Key to sort by: causes before symptoms, each by confidence."""
+        return self.kind == "symptom", -self.confidence
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the object that `trustrl explain --json` prints."""
         numbers = [asdict(number) | {"healthy": number.healthy} for number in self.numbers]
         return {
-            "name": self.name, "order": self.order.name.lower(), "confidence": round(self.confidence, 2),
-            "reason": self.reason, "numbers": numbers, "action": self.action,
+            "name": self.name, "kind": self.kind, "order": self.order.name.lower(),
+            "confidence": round(self.confidence, 2), "reason": self.reason, "numbers": numbers, "action": self.action,
+            "change": None if self.change is None else asdict(self.change),
         }  # fmt: skip
 
 

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from trustrl.runs.metric_names import ADVANTAGES
 from trustrl.runs.run import Row, Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS, rollouts_in_a_mean, windows
+from trustrl.tools.explain.sampled_batches import SampledBatch, sampled_batches
 
 REWARD, LOSS, GRADIENT = "reward", "loss", "grad_norm"
 EQUAL, UNSCORED = "frac_reward_zero_std", "frac_reward_nan"
@@ -109,6 +110,11 @@ class Evidence:
         return [rows for rows in self.batches if not _is_still(rows)]
 
     @cached_property
+    def sampled(self) -> list[SampledBatch]:
+        """Facts about the completions of each step."""
+        return sampled_batches(self.run)
+
+    @cached_property
     def mean_rewards(self) -> list[float]:
         """Running means of the reward over at least `FEWEST_ROLLOUTS` batches. Empty if there are fewer."""
         rewards = [reward for _, reward in self.per_batch(REWARD)]
@@ -175,6 +181,21 @@ def points(rows: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
 def middle(series: Sequence[Point]) -> float:
     """Returns the median value, which single batches do not affect."""
     return median(value for _, value in series)
+
+
+def onset(series: Sequence[Point], limit: float, side: Literal["above", "below"]) -> int:
+    """Returns the first step from which `FEWEST_ROLLOUTS` values in a row lie beyond the limit.
+
+    Returns:
+        The first step of the series if there is none.
+
+    Example:
+        >>> onset([(step, float(step in (2, 5, 6, 7))) for step in range(9)], 0.5, "above")
+        5
+    """
+    beyond = [value > limit if side == "above" else value < limit for _, value in series]
+    starts = range(len(series) - FEWEST_ROLLOUTS + 1)
+    return next((series[start][0] for start in starts if all(beyond[start : start + FEWEST_ROLLOUTS])), series[0][0])
 
 
 def first_and_last(series: Sequence[Point], share: int) -> tuple[Sequence[Point], Sequence[Point]] | None:

@@ -1,29 +1,35 @@
 """Diagnosis of one run: applies every rule, ranks the causes, and lists what the files of the run could not show."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import RecordError
+from trustrl.errors import RecordError, TrustRLError
 from trustrl.runs.metric_names import AT_LIMIT, CUT, LONGEST
 from trustrl.runs.open_run import open_run
-from trustrl.runs.run import Missing, Run
-from trustrl.runs.run_verdict import NO_METRICS
-from trustrl.tools.explain import sampler_rules, signal_rules, step_rules
-from trustrl.tools.explain.causes import Cause
+from trustrl.runs.run import Missing, Run, no_completions
+from trustrl.runs.run_verdict import FEWEST_ROLLOUTS, NO_METRICS
+from trustrl.tools.explain import completion_rules, sampler_rules, signal_rules, step_rules
+from trustrl.tools.explain.causes import ACCURACY, ORDERS, Cause, Number
 from trustrl.tools.explain.evidence import (
+    CLIPPED,
     ENTROPY,
     EQUAL,
     GAP,
     GRADIENT,
     KL,
+    LOSS,
+    MASKED,
     RATIO,
     REWARD,
     Evidence,
+    Point,
     first_and_last,
     middle,
     origin,
+    points,
 )
 from trustrl.tools.explain.recorded_gap import GapClass, classes_of, tokens_of
 from trustrl.tools.probe import EXACT
@@ -34,23 +40,55 @@ BOTH_LOGPROBS = (
     "vllm_importance_sampling_correction; verl: rollout.calculate_log_probs=True and no bypass_mode)."
 )
 
-RULES = (
-    signal_rules.non_finite_values,
-    signal_rules.completions_cut_off,
-    sampler_rules.stale_replica,
-    sampler_rules.stale_weights,
-    sampler_rules.truncated_support,
-    sampler_rules.wrong_from_the_start,
-    step_rules.learning_rate_too_large,
-    step_rules.too_many_updates,
-    signal_rules.no_learning_signal,
-    signal_rules.entropy_collapse,
-    signal_rules.entropy_explosion,
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A rule, the causes it may name, and the metrics of which it needs one."""
+
+    rule: Callable[[Evidence], Cause | None]
+    looks_for: str
+    metrics: tuple[str, ...] = ()
+    """Empty for a rule on completions."""
+
+    batches: int = 2 * FEWEST_ROLLOUTS
+    """Fewest batches for its windows: the first ones and the last ones."""
+
+    def had_data(self, evidence: Evidence) -> bool:
+        """Returns whether the run has enough of the data that the rule reads."""
+        if not self.metrics:
+            return bool(evidence.sampled)
+        if self.metrics == (ACCURACY,):
+            return len(evidence.evaluations) > 1
+        return any(len(evidence.per_batch(metric)) >= self.batches for metric in self.metrics)
+
+
+CHECKS = (
+    Check(signal_rules.non_finite_values, "non-finite values", (LOSS, GRADIENT, REWARD), 1),
+    Check(completion_rules.lost_rewards, "lost rewards"),
+    Check(completion_rules.duplicated_data, "duplicated data"),
+    Check(completion_rules.reward_hacking, "reward contradicts held-out accuracy", (ACCURACY,)),
+    Check(completion_rules.length_hacking, "length hacking", (ACCURACY,)),
+    Check(signal_rules.completions_cut_off, "completions cut off", (CUT, AT_LIMIT)),
+    Check(sampler_rules.stale_replica, "stale replica", (sampler_rules.STALE,), 1),
+    Check(sampler_rules.stale_weights, "stale weights", (GAP,)),
+    Check(sampler_rules.truncated_support, "truncated support", (RATIO,), 1),
+    Check(sampler_rules.wrong_from_the_start, "wrong temperature or other weights", (GAP,), 1),
+    Check(step_rules.learning_rate_too_large, "learning rate too large", (KL, CLIPPED, ENTROPY)),
+    Check(step_rules.too_many_updates, "too many updates per batch", (MASKED, KL, CLIPPED)),
+    Check(signal_rules.no_learning_signal, "no learning signal", (EQUAL, GRADIENT)),
+    Check(signal_rules.entropy_collapse, "entropy collapse", (ENTROPY,)),
+    Check(completion_rules.length_collapse, "length collapse", (completion_rules.LENGTH,)),
+    Check(signal_rules.entropy_explosion, "entropy explosion", (ENTROPY,)),
 )
 """Each rule looks for one cause, independently of the others."""
 
+RANKING = "Causes come before symptoms; each group is ordered by confidence, a score and not a probability."
 
-@dataclass(frozen=True, slots=True)
+CURVES = {"entropy change": ENTROPY}
+"""Metric to draw for a number that no row holds."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """Likely causes of a failed run, and what its files could not show."""
 
@@ -58,36 +96,67 @@ class Explanation:
     causes: list[Cause]
     """Most likely first. Empty if no rule applies."""
 
-    gap: list[GapClass]
-    """Classes of recorded tokens with their shares of the sampler-trainer gap. Empty without records."""
+    checked: list[str]
+    """Causes that the rules looked for and had metrics to find."""
 
     unchecked: list[Missing]
+    unread: str = ""
+    """Reason that rules on completions were left out: a file that cannot be read. Empty if there is none."""
+
+    @cached_property
+    def gap(self) -> list[GapClass]:
+        """Classes of recorded tokens with their shares of the sampler-trainer gap. Empty without records."""
+        return classes_of(tokens_of(self.run))
+
+    def curve(self, number: Number) -> list[Point]:
+        """Returns the values over the steps among which the number stands. Empty if the run did not log them."""
+        if number.metric == ACCURACY:
+            return points(self.run.evaluations, "accuracy")
+        return points(Evidence(self.run).rows, CURVES.get(number.metric, number.metric))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the object that `trustrl explain --json` prints."""
         return {
             "run": self.run.path,
             "source": self.run.source,
+            "read": list(self.run.found),
             "findings": [cause.to_dict() for cause in self.causes],
             "gap": [asdict(gap_class) for gap_class in self.gap],
+            "checked": self.checked,
             "unchecked": [asdict(missing) for missing in self.unchecked],
         }
 
+    def causes_text(self) -> str:
+        """Formats the causes for the terminal, one paragraph each. Without causes, lists the checks."""
+        if not self.causes:
+            return f"nothing found. Checked: {', '.join(self.checked) or 'nothing, since no metric was logged'}."
+        paragraphs = [self._paragraph(place, cause) for place, cause in enumerate(self.causes, 1)]
+        return "\n\n".join([*paragraphs, *([RANKING] if len(self.causes) > 1 else [])])
+
+    def _paragraph(self, place: int, cause: Cause) -> str:
+        lines = [f"{place}. {cause.name} ({cause.kind}, confidence {cause.confidence:.2f})"]
+        lines += [f"   change: {cause.change.words()}"] if cause.change else []
+        lines += [f"   {cause.reason}"]
+        for number in cause.numbers:
+            metric = number.metric if number.source is None else f"{number.metric}, by {number.source},"
+            lines += [f"   - {metric} {number.words}", f"     {number.row}; healthy: {number.healthy}"]
+        look = self.look(cause)
+        return "\n".join([*lines, f"   fix: {cause.action}", *([f"   read: {look}"] if look else [])])
+
+    def look(self, cause: Cause) -> str:
+        """Returns the completions and tokens to read for a cause, or an empty text if the run has none."""
+        has = ["completions"] * (self.run.completions is not no_completions) + ["tokens"] * bool(self.run.records)
+        return f"{' and '.join(has)} of step {cause.step}, {ORDERS[cause.read_by]} first" if has else ""
+
     def text(self) -> str:
-        """Formats the causes for the terminal, one paragraph each, and the list of what was not checked."""
-        parts = []
-        for place, cause in enumerate(self.causes, 1):
-            lines = [f"{place}. {cause.name} (confidence {cause.confidence:.2f})", f"   {cause.reason}"]
-            for number in cause.numbers:
-                metric = number.metric if number.source is None else f"{number.metric}, by {number.source},"
-                beyond = f"{number.side} {number.limit:.3g}: {number.what}"
-                value = "not finite" if number.value is None else f"{number.value:.3g}, {beyond}"
-                lines += [f"   - {metric} (from step {number.step}) {value}", f"     healthy: {number.healthy}"]
-            parts.append("\n".join([*lines, f"   fix: {cause.action}"]))
+        """Formats the causes for the terminal, the list of what was not checked, and the files that were read."""
+        parts = [self.causes_text()]
         if self.unchecked:
             missing = [f"- {missing.what}: {missing.would_tell} {missing.how}" for missing in self.unchecked]
             parts.append("\n".join(["not checked:", *missing]))
-        return "\n\n".join(parts if self.causes else ["nothing found", *parts])
+        if self.run.found:
+            parts.append("\n".join(["read:", *(f"- {finding}" for finding in self.run.found)]))
+        return "\n\n".join(parts)
 
 
 def explain(source: str | Path | Run) -> Explanation:
@@ -103,13 +172,21 @@ def explain(source: str | Path | Run) -> Explanation:
     run = source if isinstance(source, Run) else open_run(source)
     if not run.rows:
         raise RecordError(f"{run.path}: {NO_METRICS}")
-    evidence = Evidence(run)
-    causes = [cause for rule in RULES if (cause := rule(evidence)) is not None]
-    for index, cause in enumerate(causes):
-        numbers = (replace(number, source=origin(run.rows, number.metric)) for number in cause.numbers)
-        causes[index] = replace(cause, numbers=tuple(numbers))
-    causes.sort(key=lambda cause: (cause.order, -cause.confidence))
-    return Explanation(run, causes, classes_of(tokens_of(run)), _unchecked(evidence))
+    evidence, unread = Evidence(run), ""
+    try:
+        _ = evidence.sampled
+    except (TrustRLError, OSError) as error:  # rules on metrics need no completions
+        evidence, unread = Evidence(replace(run, completions=no_completions)), str(error)
+    causes = [cause for check in CHECKS if (cause := check.rule(evidence)) is not None]
+    causes = [replace(cause, numbers=tuple(_traced(run, x) for x in cause.numbers)) for cause in causes]
+    checked = [check.looks_for for check in CHECKS if check.had_data(evidence)]
+    return Explanation(run, sorted(causes, key=lambda cause: cause.rank), checked, _unchecked(evidence), unread)
+
+
+def _traced(run: Run, number: Number) -> Number:
+    """Returns a number with the file of its row, and the logged metrics that it was computed from."""
+    file = number.file or (run.evaluations_in if number.metric == ACCURACY else run.rows_in)
+    return replace(number, source=origin(run.rows, number.metric), file=file)
 
 
 def _unchecked(run: Evidence) -> list[Missing]:

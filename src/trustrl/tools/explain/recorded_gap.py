@@ -35,6 +35,11 @@ COLUMNS = ("behavior_logp", "proximal_logp", "token_id", "position", "turn", "sa
 
 POSITION_EDGES = (1, 4, 16, 64, 256, 1024)
 
+FIRST_TOKEN = f"below {POSITION_EDGES[0]}"
+
+FIRST_CARRY, FIRST_TOKENS = 0.8, 0.2
+"""Least share of the gap, and largest share of the tokens, at which the first tokens show another prompt."""
+
 IDS = 5
 """Number of token ids to name, largest share of the gap first."""
 
@@ -78,12 +83,15 @@ def tokens_of(run: Run, *, newest: bool = False) -> "Mapping[str, Tensor] | None
     Raises:
         RecordError: If a file cannot be read.
     """
-    from torch import cat
-
     from trustrl.recording.record_files import part_files
-    from trustrl.recording.record_reader import read
 
     files = [file for folder in run.records for file in part_files(folder)]
+    if not files:
+        return None
+    from torch import cat
+
+    from trustrl.recording.record_reader import read
+
     try:
         parts = [read(file) for file in (files[-FILES:] if newest else files[:FILES])]
     except MissingPackageError:  # the metrics alone still cover most causes
@@ -143,6 +151,13 @@ def classes_of(tokens: "Mapping[str, Tensor] | None") -> list[GapClass]:
         ]
         classes += sorted(kind, key=lambda group: -group.gap_share)[:IDS] if by == "token id" else kind
     return classes
+
+
+def at_the_start(tokens: "Mapping[str, Tensor] | None") -> GapClass | None:
+    """Returns the first tokens of completions if they carry most of the gap, as after another prompt, else None."""
+    first = [x for x in classes_of(tokens) if x.by == "position" and x.name == FIRST_TOKEN]
+    carries = first and first[0].gap_share >= FIRST_CARRY and first[0].token_share <= FIRST_TOKENS
+    return first[0] if carries else None
 
 
 def sentence_of(tokens: "Mapping[str, Tensor] | None") -> str:

@@ -13,8 +13,9 @@ from trustrl.errors import MissingPackageError
 from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
-from trustrl.tools.explain.evidence import ENTROPY, GAP, LARGEST_RATIO, RATIO, Evidence, Point, middle, points
-from trustrl.tools.explain.recorded_gap import line_of, sentence_of, tokens_of
+from trustrl.tools.explain.changes import Change, no_truncation, same_temperature
+from trustrl.tools.explain.evidence import ENTROPY, GAP, LARGEST_RATIO, RATIO, Evidence, Point, middle, onset, points
+from trustrl.tools.explain.recorded_gap import at_the_start, line_of, sentence_of, tokens_of
 from trustrl.tools.probe import EXACT, WHAT_TO_DO
 
 HALF_PRECISION = 0.04
@@ -52,6 +53,8 @@ ACTION = (
     "on_stale_replica='raise' to stop a run at this point."
 )
 
+STOP = Change("on_stale_replica", "raise")
+
 Gaps = dict[int, dict[str, tuple[float, int]]]
 """Mean |Δ| of each replica and the number of its tokens, by step."""
 
@@ -65,12 +68,17 @@ def stale_weights(run: Evidence) -> Cause | None:
     limit = max(EXACT if is_exact(run) else HALF_PRECISION_STARTS, GROWTH * gaps[0][1])
     if gaps[0][1] > gap_limit(run) or middle(later) <= limit or _one_sided(run):
         return None
-    numbers = (Number(GAP, later[0][0], middle(later), limit, "above", "median of the batches in the second half"),)
+    numbers = (
+        Number(
+            GAP, onset(gaps, limit, "above"), middle(later), limit, "above", "median of the batches in the second half"
+        ),
+    )
     where = sentence_of(tokens_of(run.run, newest=True))
     return Cause(
         "stale weights", Order.SAMPLER, confidence(numbers),
         f"Sampler and trainer agreed at the first batch ({gaps[0][1]:.2g} nats) but no longer do. {where}",
         numbers, "Sync the trainer's weights to the sampler after every batch, and check that they arrive.",
+        read_by="gap",
     )  # fmt: skip
 
 
@@ -91,7 +99,7 @@ def truncated_support(run: Evidence) -> Cause | None:
         "truncated support", Order.SAMPLER, confidence(numbers[1:]),
         f"The trainer assigns tokens lower probability than the sampler, and almost never higher: the mean ratio falls "
         f"short of 1 by {share:.0%} of the mean gap. {sentence_of(tokens_of(run.run))}",
-        numbers, WHAT_TO_DO["truncation"],
+        numbers, WHAT_TO_DO["truncation"], no_truncation(run.run), "gap",
     )  # fmt: skip
 
 
@@ -132,8 +140,15 @@ def wrong_from_the_start(run: Evidence) -> Cause | None:
         temperature, how = _by_size(run, gaps)
         sure = UNSEEN * confidence(numbers)
     name, fix = ("wrong temperature", "temperature") if temperature else ("tied head not synced", "weights")
+    if not temperature and at_the_start(tokens) is not None:
+        return Cause(
+            "wrong chat template", Order.SAMPLER, sure,
+            f"Sampler and trainer disagree at the first tokens: they read different prompts. {sentence_of(tokens)}",
+            numbers, "Give both the same prompt: one chat template, and special tokens added once.", read_by="gap",
+        )  # fmt: skip
     reason = f"Sampler and trainer disagree from the first batch: {how}. {sentence_of(tokens)}"
-    return Cause(name, Order.SAMPLER, sure, reason, numbers, WHAT_TO_DO[fix])
+    change = same_temperature(run.run, None if line is None else 1 + line.slope) if temperature else None
+    return Cause(name, Order.SAMPLER, sure, reason, numbers, WHAT_TO_DO[fix], change, "gap")
 
 
 def _by_size(run: Evidence, gaps: list[Point]) -> tuple[bool, str]:
@@ -178,6 +193,7 @@ def stale_replica(run: Evidence) -> Cause | None:
                 max(replica_gaps.RATIO * replica.usual, replica_gaps.SMALLEST_GAP),
                 "above",
                 f"replica {name}",
+                file="token records",
             )
             for name, (step, replica) in first.items()
         )
@@ -187,14 +203,14 @@ def stale_replica(run: Evidence) -> Cause | None:
             f"{len(first)} of {total} replicas did not follow the trainer's weights: {names}. The sampler's log-probs "
             "of its tokens are not those of the trainer at the same weights."
         )
-        return Cause("stale replica", Order.SAMPLER, confidence(numbers), reason, numbers, ACTION)
+        return Cause("stale replica", Order.SAMPLER, confidence(numbers), reason, numbers, ACTION, STOP, "gap")
     flagged = [point for point in points(run.rows, STALE) if point[1] > 0]
     if not flagged:
         return None
     step, count = flagged[0]
     numbers = (Number(STALE, step, count, 0.0, "above", f"first of {len(flagged)} logged steps"),)
     reason = "The engine found a replica that did not follow the trainer's weights. The run's log names it."
-    return Cause("stale replica", Order.SAMPLER, confidence(numbers), reason, numbers, ACTION)
+    return Cause("stale replica", Order.SAMPLER, confidence(numbers), reason, numbers, ACTION, STOP, "gap")
 
 
 def _recorded_gaps(run: Run) -> Gaps:
@@ -203,7 +219,6 @@ def _recorded_gaps(run: Run) -> Gaps:
     The first update compares sampler and trainer at the same weights, on tokens that are as new as the trainer.
     """
     from trustrl.recording.record_files import part_files
-    from trustrl.recording.record_reader import read
     from trustrl.recording.sequence_tables import read_sequences
 
     sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
@@ -211,7 +226,11 @@ def _recorded_gaps(run: Run) -> Gaps:
         for folder in run.records:
             rows = read_sequences(folder, newest=REPLICA_FILES).select(["sequence", "replica"]).drop_null().to_pydict()
             names = dict(zip(*rows.values(), strict=True))
-            for file in part_files(folder)[-REPLICA_FILES:] if names else ():
+            if not names:
+                continue
+            from trustrl.recording.record_reader import read  # loads torch
+
+            for file in part_files(folder)[-REPLICA_FILES:]:
                 part = read(file)
                 if not {"behavior_logp", "sampler_version"} <= {*part}:
                     continue

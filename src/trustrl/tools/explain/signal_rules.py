@@ -8,7 +8,8 @@ from typing import Literal
 
 from trustrl.runs.metric_names import AT_LIMIT, CUT, LONGEST
 from trustrl.runs.run_verdict import STANDARD_ERRORS, lowest_accuracy, lowest_reward, rollouts_in_a_mean
-from trustrl.tools.explain.causes import Cause, Number, Order, confidence
+from trustrl.tools.explain.causes import ACCURACY, Cause, Number, Order, confidence
+from trustrl.tools.explain.changes import longer_completions, lower_learning_rate, wider_region
 from trustrl.tools.explain.evidence import (
     ENTROPY,
     EQUAL,
@@ -21,6 +22,7 @@ from trustrl.tools.explain.evidence import (
     Evidence,
     first_and_last,
     middle,
+    onset,
     points,
 )
 
@@ -52,6 +54,9 @@ MOSTLY_CUT = 0.5
 
 SELDOM_REWARDED = 0.05
 """Mean reward (of at most 1) below which the length limit may be the reason that nothing is rewarded."""
+
+SHOWN = 60
+"""Characters of a completion in a reason."""
 
 LONG = 32
 """Tokens of the longest response from which a response as long as the limit was probably cut there."""
@@ -108,7 +113,13 @@ def completions_cut_off(run: Evidence) -> Cause | None:
         "completions cut off", Order.INPUT, confidence(numbers),
         "Most completions reach the length limit without an end from the start, and almost none is rewarded.",
         numbers, "Raise the limit on completion length, or make the prompt ask for shorter answers.",
+        longer_completions(run.run, _longest(run)), "truncated",
     )  # fmt: skip
+
+
+def _longest(run: Evidence) -> float | None:
+    lengths = run.per_batch(LONGEST) or run.per_batch("completions/max_length")
+    return max((length for _, length in lengths), default=None)
 
 
 def no_learning_signal(run: Evidence) -> Cause | None:
@@ -132,7 +143,10 @@ def no_learning_signal(run: Evidence) -> Cause | None:
         return None
     last = sides[1]
     what = f"median of the last {len(last)} batches"
-    numbers = (Number(metric, last[0][0], middle(last), limit, "above" if above else "below", what),)
+    side: Literal["above", "below"] = "above" if above else "below"
+    # EQUAL_GROUPS and NO_GRADIENT belong to the range of a batch without a signal.
+    edge = limit - 1e-9 if above else 2 * limit
+    numbers = (Number(metric, onset(shares, edge, side), middle(last), limit, side, what),)
     why = "All rewards in a group are equal" if above else "The gradient is 0, as if all rewards in a group were equal,"
     return Cause(
         "no learning signal", Order.SYMPTOM, 1.0 if from_the_start else confidence(numbers),
@@ -147,9 +161,18 @@ def entropy_collapse(run: Evidence) -> Cause | None:
     if left is None:
         return None
     return Cause(
-        "entropy collapse", Order.SYMPTOM, confidence((left,)), "Almost all completions are the same.",
-        (left,), "Raise the region's max_increase, add an entropy bonus, or stop earlier.",
+        "entropy collapse", Order.SYMPTOM, confidence((left,)), f"Almost all completions are the same.{_common(run)}",
+        (left,), "Raise the region's max_increase, add an entropy bonus, or stop earlier.", wider_region(run.run),
     )  # fmt: skip
+
+
+def _common(run: Evidence) -> str:
+    """Returns a sentence with the most frequent completion of the last step; empty without texts."""
+    last = run.sampled[-1] if run.sampled else None
+    if last is None or last.common is None:
+        return ""
+    text, share = last.common
+    return f" At step {last.step}, {share:.0%} of {last.completions} are {text[:SHOWN]!r}."
 
 
 def entropy_explosion(run: Evidence) -> Cause | None:
@@ -160,6 +183,7 @@ def entropy_explosion(run: Evidence) -> Cause | None:
     return Cause(
         "entropy explosion", Order.SYMPTOM, confidence((rise,)), "Completions become noise.",
         (rise,), "Lower the learning rate and any entropy bonus, and compare sampler and trainer with `trustrl probe`.",
+        lower_learning_rate(run.run),
     )  # fmt: skip
 
 
@@ -191,7 +215,7 @@ def _fallen_accuracy(run: Evidence, lowest: float) -> Number | None:
     last = run.evaluations[-1]
     what = f"last evaluation, compared with the first minus {STANDARD_ERRORS} standard errors"
     below = last["accuracy"] < lowest
-    return Number("held-out accuracy", last["step"], last["accuracy"], lowest, "below", what) if below else None
+    return Number(ACCURACY, last["step"], last["accuracy"], lowest, "below", what) if below else None
 
 
 def _fallen_reward(run: Evidence) -> Number | None:
@@ -202,12 +226,15 @@ def _fallen_reward(run: Evidence) -> Number | None:
         return None
     count = rollouts_in_a_mean(len(rewards))
     what = f"last {count} batches, compared with half of the best {count} or of the first"
-    return Number(REWARD, rewards[-count][0], run.mean_rewards[-1], lowest, "below", what)
+    best = max(range(len(rewards)), key=lambda batch: rewards[batch][1])
+    step = onset(rewards[best:], lowest, "below")
+    return Number(REWARD, step, run.mean_rewards[-1], lowest, "below", what)
 
 
 def changed_entropy(run: Evidence, side: Literal["above", "below"]) -> Number | None:
     """Returns the entropy of the last batches if it collapsed or exploded before the task was solved, else None."""
-    sides = first_and_last(run.per_batch(ENTROPY), 10)
+    entropies = run.per_batch(ENTROPY)
+    sides = first_and_last(entropies, 10)
     if sides is None or _is_solved(run):
         return None
     first, last = sides
@@ -216,7 +243,7 @@ def changed_entropy(run: Evidence, side: Literal["above", "below"]) -> Number | 
     if not (value > limit if side == "above" else value < limit):
         return None
     what = f"median of the last {len(last)} batches, compared with {words} the first {len(first)}"
-    return Number(ENTROPY, last[0][0], value, limit, side, what)
+    return Number(ENTROPY, onset(entropies, limit, side), value, limit, side, what)
 
 
 def _is_solved(run: Evidence) -> bool:

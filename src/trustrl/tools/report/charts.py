@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from trustrl.core.metrics import METRICS, Metric
+from trustrl.regions.recommended import healthy_masked_share
 from trustrl.regions.words import number
 from trustrl.runs.run import RunSettings
 from trustrl.runs.run_verdict import rollouts
@@ -130,8 +131,6 @@ class Band:
 
 
 _ENDS = {
-    "masked_share": (0.0, 0.05),  # "a few percent" is drawn as 5%
-    "capped_share": (0.0, 0.01),
     "kl_k2": (0.0, 0.01),
     "kl_k3": (0.0, 0.01),
     "chi_square": (-math.inf, 0.1),
@@ -155,6 +154,8 @@ def band_of(name: str, settings: RunSettings) -> Band | None:
 
     The sampler–trainer mismatch depends on the dtypes. It has no band if the run's files do not contain them.
     """
+    if name == "masked_share":
+        return Band(0.0, healthy_masked_share(settings.updates_per_batch), _DICTIONARY[name].healthy)
     ends = _ENDS.get(name) or _BY_DTYPE.get(name, {}).get(_precision(settings))
     if ends is None:
         return None

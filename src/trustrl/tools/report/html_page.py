@@ -10,6 +10,7 @@ from html import escape
 from importlib.resources import files
 
 import trustrl
+from trustrl.tools.report.cause_section import causes_section
 from trustrl.tools.report.html_sections import (
     completions_section,
     curves_section,
@@ -58,10 +59,11 @@ def page(report: Report, *, reload_seconds: float | None = None) -> str:
 {_live(reload_seconds)}
 </header>
 <main>
-{runs_section(summary["runs"])}
+{causes_section(report, summary["runs"])}
 {curves_section(report)}
 {tokens_section(report, summary["runs"])}
 {completions_section(report)}
+{runs_section(summary["runs"])}
 {explanations_section(report)}
 </main>
 <footer><p>Made by trustrl {escape(trustrl.__version__)}. {escape(summary["collapsed_means"])}
@@ -84,9 +86,10 @@ def _hash(text: str) -> str:
 
 
 def _navigation(report: Report) -> str:
-    links = [("runs", "Runs" if len(report.runs) > 1 else "Run"), ("curves", "Curves"), ("tokens", "Tokens")]
+    links = [("causes", "Causes"), ("curves", "Curves"), ("tokens", "Tokens")]
     if any(shown.listed for shown in report.shown):
         links.append(("text", "Completions"))
+    links.append(("runs", "Settings"))
     if any(chart.explanation for chart in report.charts):
         links.append(("explained", "Metrics explained"))
     items = "".join(f'<li><a href="#{anchor}">{word}</a></li>' for anchor, word in links)

@@ -1,4 +1,4 @@
-"""Sections of the page: runs, curves, tokens, completions, and the explanations of metrics."""
+"""Sections of the page below the causes: curves, tokens, completions, settings, and explanations of metrics."""
 
 from html import escape
 from typing import Any
@@ -34,7 +34,7 @@ def runs_section(runs: list[dict[str, Any]]) -> str:
     )
     in_all = f"<h3>Common to all runs</h3>{_facts(shared)}" if len(runs) > 1 and shared else ""
     return f"""<section id="runs" aria-labelledby="runs-title">
-<h2 id="runs-title">{"Runs" if len(runs) > 1 else "Run"}</h2>
+<h2 id="runs-title">Settings</h2>
 <div class="cards{"" if len(runs) > 1 else " one"}">
 {cards}
 </div>
@@ -72,7 +72,6 @@ def _card(index: int, run: dict[str, Any], shared: dict[str, str], *, several: b
     words = f"<pre>{escape(chr(10).join(visible(x, 300) for x in run['last_words'].splitlines()))}</pre>"
     return f"""<article class="card">
 {head}
-<div class="verdict">{_accuracy(run)}{_badges(run)}</div>
 <p class="region">{said(run["region"] or NO_REGION)}</p>
 {_facts(shown)}
 {notes}{words if run["last_words"] else ""}
@@ -80,7 +79,8 @@ def _card(index: int, run: dict[str, Any], shared: dict[str, str], *, several: b
 </article>"""
 
 
-def _accuracy(run: dict[str, Any]) -> str:
+def outcome(run: dict[str, Any]) -> str:
+    """Renders the held-out accuracy before and after training."""
     if run["accuracy_before"] is None:
         return '<span class="what">held-out accuracy was not measured</span>'
     before, after, what = percent(run["accuracy_before"]), "", "held-out accuracy, before training"
@@ -89,7 +89,8 @@ def _accuracy(run: dict[str, Any]) -> str:
     return f'<span class="figure">{before}{after}</span><span class="what">{what}</span>'
 
 
-def _badges(run: dict[str, Any]) -> str:
+def badges(run: dict[str, Any]) -> str:
+    """Renders the status of a run, and whether it collapsed."""
     kind = {"finished": "good", "failed": "bad"}.get(run["status"], "open")
     planned = "" if run["steps_planned"] is None else f" of {run['steps_planned']}"
     progress = f"step {run['steps']}{planned}"

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trustrl.files import finite
+from trustrl.tools.explain import Number
 from trustrl.tools.report.charts import Chart, Point
+from trustrl.tools.report.evidence_charts import evidence_charts
 from trustrl.tools.report.report_contents import Report, text_of
 from trustrl.tools.report.reported_runs import ReportedRun, measured_step, statistic_of
 from trustrl.tools.report.safe_text import visible
@@ -23,7 +25,10 @@ def page_data(report: Report) -> dict[str, Any]:
     words: dict[str, int] = {}
     return {
         "runs": [{"label": visible(run.label), "name": visible(run.run.name)} for run in report.runs],
-        "charts": [_chart(chart) for chart in report.charts],
+        "charts": [
+            *(_chart(chart) | {"marks": [_mark(number) for number in on]} for chart, on in evidence_charts(report)),
+            *map(_chart, report.charts),
+        ],
         "verdicts": [{"name": LABELS[name], "meaning": MEANINGS[name]} for name in VERDICTS],
         "tokens": [_run_data(report, index, words) for index in range(len(report.runs))],
         "texts": list(words),
@@ -40,6 +45,11 @@ def _chart(chart: Chart) -> dict[str, Any]:
             {"run": line.run, "points": _rounded(line.points), "means": _rounded(line.means)} for line in chart.lines
         ],
     }  # fmt: skip
+
+
+def _mark(number: Number) -> dict[str, Any]:
+    # The number may be a median over later batches, so it does not stand at this point of the curve.
+    return {"step": number.step, "text": "not finite" if number.value is None else f"from step {number.step}"}
 
 
 def _rounded(points: Sequence[Point]) -> list[Point]:

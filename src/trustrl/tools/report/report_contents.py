@@ -7,11 +7,14 @@ from typing import Any
 from trustrl.errors import TrustRLError
 from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import COLLAPSE, NO_METRICS
+from trustrl.tools.explain import Explanation, explain
 from trustrl.tools.report.charts import Chart, charts
 from trustrl.tools.report.reported_runs import FACT_LABELS, ReportedRun, facts, region_in_words, reported
 from trustrl.tools.report.safe_text import token_texts, visible
 from trustrl.tools.report.shown_completions import ShownCompletions, choose_completions
 from trustrl.tools.report.token_sample import LABELS, TokenSample, read_tokens
+
+NOTHING_FOUND = "Nothing found: no check points to a fault."
 
 MAX_POINTS, MAX_SHOWN = 60_000, 40_000
 """Maximum tokens in all scatter plots and in all texts of a page, split equally among runs with records."""
@@ -39,6 +42,9 @@ class Report:
     notes: list[str]
     """For each run, the reason its records or completions cannot be read, or empty."""
 
+    explained: list[Explanation | None]
+    """Diagnosis of each run. None if it has no metrics."""
+
     texts: list[dict[int, str]]
     text_notes: list[str]
     """For each run, the reason its tokens are shown as ids without text, or empty."""
@@ -55,22 +61,26 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
     sharing = max(1, sum(bool(run.records) for _, run in runs))
     tokens: list[TokenSample | None] = []
     shown: list[ShownCompletions] = []
+    explained: list[Explanation | None] = []
     notes, texts, text_notes = [], [], []
     for _, run in runs:
-        sample, listed, note = None, ShownCompletions([], 0), ""
+        sample, listed, diagnosis, note = None, ShownCompletions([], 0), None, ""
         try:
+            diagnosis = explain(run) if run.rows else None
             sample = read_tokens(run.records, max_points=max_points // sharing)
-            listed = choose_completions(run, sample, max_shown=max_shown // sharing)
+            steps = [cause.step for cause in diagnosis.causes] if diagnosis else []
+            listed = choose_completions(run, sample, max_shown=max_shown // sharing, near=steps)
         except (TrustRLError, OSError) as error:
             note = f"Cannot read the records of this run: {error}"
         known, missing = ({}, "") if sample is None else token_texts(run.settings.model, _ids(sample, listed))
+        explained.append(diagnosis)
         tokens.append(sample)
         shown.append(listed)
         notes.append(note)
         texts.append(known)
         text_notes.append(missing)
     described = reported(runs)
-    return Report(described, charts(described), tokens, shown, notes, texts, text_notes)
+    return Report(described, charts(described), tokens, shown, notes, explained, texts, text_notes)
 
 
 def _ids(tokens: TokenSample, shown: ShownCompletions) -> set[int]:
@@ -86,7 +96,7 @@ def summary_of(report: Report) -> dict[str, Any]:
 
 def _summary(report: Report, index: int) -> dict[str, Any]:
     reported_run, tokens = report.runs[index], report.tokens[index]
-    run = reported_run.run
+    run, diagnosis = reported_run.run, report.explained[index]
     verdict = {name: value for name, value in reported_run.verdict.items() if name != "steps"}
     if len(run.evaluations) < 2:  # measured only before training
         verdict["accuracy_after"] = None
@@ -104,6 +114,8 @@ def _summary(report: Report, index: int) -> dict[str, Any]:
         ) or None,
         "facts": facts(run),
         **verdict,
+        "findings": [cause.to_dict() for cause in diagnosis.causes] if diagnosis else [],
+        "checked": diagnosis.checked if diagnosis else [],
         "metrics": {
             chart.key: _extent(chart, index) for chart in report.charts if any(x.run == index for x in chart.lines)
         },
@@ -152,11 +164,9 @@ def _block(report: Report, index: int, summary: dict[str, Any]) -> list[str]:
     collapsed = ", COLLAPSED" if summary["collapsed"] else ""
     lines = [
         f"{visible(summary['name'])}: {status}step {summary['steps']}{planned}{took}{collapsed}",
-        *([f"  {visible(summary['region'], 500)}"] if summary["region"] else []),
     ]
-    if summary["facts"]:
-        known = (f"{FACT_LABELS.get(name, name)} {visible(value)}" for name, value in summary["facts"].items())
-        lines.append(f"  {' · '.join(known)}")
+    if (diagnosis := report.explained[index]) is not None:
+        lines += ["", *(f"  {visible(line, 500)}" for line in diagnosis.causes_text().splitlines()), ""]
     if summary["accuracy_before"] is not None:
         after = "" if summary["accuracy_after"] is None else f" → {percent(summary['accuracy_after'])}"
         lines.append(f"  {'held-out accuracy':<30}{percent(summary['accuracy_before'])}{after}")
@@ -165,6 +175,10 @@ def _block(report: Report, index: int, summary: dict[str, Any]) -> list[str]:
         if line is not None and chart.key != "accuracy" and not chart.other:
             unit = f"{summary['rollouts']} rollouts" if chart.key == "reward" else chart.unit
             lines.append(_metric(chart, unit, [value for _, value in line.points]))
+    lines += [f"  {visible(summary['region'], 500)}"] if summary["region"] else []
+    if summary["facts"]:
+        known = (f"{FACT_LABELS.get(name, name)} {visible(value)}" for name, value in summary["facts"].items())
+        lines.append(f"  {' · '.join(known)}")
     tokens = summary["tokens"]
     if tokens is not None:
         counts = ", ".join(f"{count:,} {LABELS[name]}" for name, count in tokens["verdicts"].items() if count)

@@ -53,6 +53,7 @@ class ShownCompletions:
 
 
 class _Candidate(NamedTuple):
+    step: int
     at: int | None
     """Place among the completions that the reader yields."""
 
@@ -64,21 +65,24 @@ class _Candidate(NamedTuple):
     score: SequenceScore | None
 
 
-def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) -> ShownCompletions:
+def choose_completions(
+    run: Run, tokens: TokenSample | None, *, max_shown: int, near: Sequence[int] = ()
+) -> ShownCompletions:
     """Chooses completions and reads their texts and token rows.
 
     Args:
         run: The run.
         tokens: The token records of the run.
         max_shown: Maximum tokens to show with their numbers. No completion is shown in part.
+        near: Steps whose completions are shown as well.
 
     Raises:
         RecordError: If the records cannot be read.
     """
-    candidates = list(_candidates(run.completions(), tokens))
+    candidates = list(_candidates(run, tokens))
     if not max_shown:
         return ShownCompletions([], len(candidates))
-    chosen = _chosen(candidates)
+    chosen = _chosen(candidates, near)
     wanted = {candidate.at for candidate in chosen if candidate.at is not None}
     until = max(wanted, default=-1) + 1
     read = {index: completion for index, completion in enumerate(islice(run.completions(), until)) if index in wanted}
@@ -108,15 +112,17 @@ def choose_completions(run: Run, tokens: TokenSample | None, *, max_shown: int) 
     return ShownCompletions(listed, len(candidates))
 
 
-def _candidates(completions: Iterator[Completion], tokens: TokenSample | None) -> Iterator[_Candidate]:
+def _candidates(run: Run, tokens: TokenSample | None) -> Iterator[_Candidate]:
     scores = dict(tokens.scores) if tokens is not None else {}
-    for index, completion in enumerate(islice(completions, MAX_CANDIDATES)):
+    for index, completion in enumerate(islice(run.completions(), MAX_CANDIDATES)):
         score = scores.pop(completion.sequence, None) if completion.sequence is not None else None
         length = completion.num_tokens or (score.tokens if score else len(completion.text or "") // 4)
         truncated = completion.stop_reason in TRUNCATED
-        yield _Candidate(index, completion.sequence, completion.group, completion.reward, truncated, length, score)
+        about = (completion.sequence, completion.group, completion.reward, truncated, length, score)
+        yield _Candidate(completion.step, index, *about)
     for sequence, score in scores.items():
-        yield _Candidate(None, sequence, None, None, False, score.tokens, score)
+        step = measured_step(run, score.step, score.update)
+        yield _Candidate(step, None, sequence, None, None, False, score.tokens, score)
 
 
 Measure = Callable[[_Candidate], float | tuple[float, ...] | None]
@@ -141,15 +147,22 @@ _WORST: tuple[Measure, ...] = (
 """Measures of what went wrong, lowest first; None leaves a candidate out."""
 
 
-def _chosen(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    """Takes the worst of each measure and a random one in turn, each with its group, up to the limit."""
+def _nearest(step: int) -> Measure:
+    return lambda candidate: abs(candidate.step - step)
+
+
+def _chosen(candidates: Sequence[_Candidate], near: Sequence[int]) -> list[_Candidate]:
+    """Takes the worst of each measure, those near each step and a random one in turn, up to the limit.
+
+    Each comes with its group.
+    """
     groups: dict[str, list[int]] = defaultdict(list)
     for index, candidate in enumerate(candidates):
         if candidate.group is not None:
             groups[candidate.group].append(index)
     lists = [list(range(len(candidates)))]
     random.Random(SEED).shuffle(lists[0])
-    for measure in _WORST:
+    for measure in (*_WORST, *map(_nearest, dict.fromkeys(near))):
         known = [
             (value, index) for index, candidate in enumerate(candidates) if (value := measure(candidate)) is not None
         ]

@@ -14,10 +14,13 @@ from typing import Literal
 from trustrl.errors import MissingDataError, UnknownNameError
 from trustrl.registry import Registry, nearest
 
-__all__ = ["MODELS", "local", "path"]
+__all__ = ["ARCHITECTURES", "MODELS", "local", "path"]
 
 MODELS: Registry[Callable[[], Path]] = Registry("model")
 """Functions that create or find the directory of each named model."""
+
+ARCHITECTURES = ("qwen2", "qwen3", "qwen3_moe", "llama", "smollm3", "apertus")
+"""Architectures with a tiny model `stand-in-<architecture>`, under the names of transformers."""
 
 
 def _tiny(*, tied: bool = False) -> Path:
@@ -44,6 +47,16 @@ MODELS.register("tiny")(_tiny)
 MODELS.register("tiny-tied")(partial(_tiny, tied=True))
 MODELS.register("tiny-long")(partial(_tiny_long, "qwen3"))
 MODELS.register("tiny-long-llama")(partial(_tiny_long, "llama"))
+
+
+def _stand_in(architecture: str) -> Path:
+    from trustrl.world.models.stand_in import created
+
+    return created(architecture)
+
+
+for _name in ARCHITECTURES:
+    MODELS.register(f"stand-in-{_name}")(partial(_stand_in, _name))
 
 
 @MODELS.register("smollm2-135m")
@@ -83,7 +96,7 @@ def local(name: str | os.PathLike[str]) -> str | None:
     Raises:
         UnknownNameError: If `path` raises it.
     """
-    from trustrl.world.models import cache
+    from trustrl.world import cache
 
     try:
         with cache.only_kept():

@@ -1,7 +1,8 @@
 """Accuracy of a model on held-out problems."""
 
 from itertools import cycle, islice
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,47 +36,70 @@ def held_out_problems(task: Task, count: int, seed: int = 0, *, chat: bool = Fal
     return list(islice(cycle(rows), count))
 
 
+class Decoding(NamedTuple):
+    """Sampling settings of an evaluation."""
+
+    seed: int
+    """Seed of the samples."""
+
+    max_new_tokens: int
+    """Largest answer, in tokens."""
+
+    temperature: float
+    """Sampling temperature. 0 decodes greedily."""
+
+    top_p: float = 1.0
+    """Smallest probability that the sampled tokens keep in total."""
+
+
 def accuracy(
     model: Any, tokenizer: Any, task: Task, rows: list[Row], *, seed: int, max_new_tokens: int, temperature: float
 ) -> float:
-    """Returns the mean score of one answer to each problem. Leaves torch's global random state unchanged.
+    """Returns the mean of `answer_scores`."""
+    return fmean(answer_scores(model, tokenizer, task, rows, Decoding(seed, max_new_tokens, temperature)))
+
+
+def answer_scores(model: Any, tokenizer: Any, task: Task, rows: list[Row], chosen: Decoding) -> list[float]:
+    """Returns the score of one answer to each problem."""
+    return task.scores(sampled_answers(model, tokenizer, rows, chosen), rows)
+
+
+def sampled_answers(model: Any, tokenizer: Any, rows: list[Row], chosen: Decoding) -> list[str]:
+    """Returns one answer to each problem. Leaves torch's global random state unchanged.
 
     Args:
         model: The model, as transformers loads it.
         tokenizer: Its tokenizer.
-        task: The task that scores the answers.
         rows: The problems.
-        seed: The seed of the samples.
-        max_new_tokens: The largest answer, in tokens.
-        temperature: The sampling temperature over the full vocabulary. 0 decodes greedily.
+        chosen: The sampling settings.
     """
     decoding: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        decoding = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if chosen.temperature > 0:
+        decoding = {"do_sample": True, "temperature": chosen.temperature, "top_k": 0, "top_p": chosen.top_p}
     config = need("transformers", extra="models").GenerationConfig(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=chosen.max_new_tokens,
         **decoding,
     )
     was_training = model.training
     model.eval()
-    total = 0.0
+    answers: list[str] = []
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(chosen.seed)
         for start in range(0, len(rows), BATCH):
             batch = rows[start : start + BATCH]
-            texts = [_text(tokenizer, row["prompt"]) for row in batch]
+            texts = [prompt_text(tokenizer, row["prompt"]) for row in batch]
             ids = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
             ids = {name: ids[name].to(model.device) for name in ("input_ids", "attention_mask")}
             out = model.generate(**ids, generation_config=config)[:, ids["input_ids"].shape[1] :]
-            answers = tokenizer.batch_decode(out, skip_special_tokens=True)
-            total += sum(task.score(answer, row) for answer, row in zip(answers, batch, strict=True))
+            answers += tokenizer.batch_decode(out, skip_special_tokens=True)
     model.train(was_training)
-    return total / len(rows)
+    return answers
 
 
-def _text(tokenizer: Any, prompt: Any) -> str:
+def prompt_text(tokenizer: Any, prompt: Any) -> str:
+    """Returns the text of a prompt: the prompt itself, or its messages in the tokenizer's chat template."""
     if isinstance(prompt, str):
         return prompt
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)

@@ -23,7 +23,8 @@ from torch import Tensor
 from trustrl.config import validators
 from trustrl.errors import ConfigError
 from trustrl.optional_imports import need
-from trustrl.world.models import cache, tiny
+from trustrl.world import cache
+from trustrl.world.models import tiny
 from trustrl.world.models.accuracy import greedy_accuracy, sampled_accuracy
 from trustrl.world.models.tiny import Tiny
 from trustrl.world.progress import ProgressDisplay

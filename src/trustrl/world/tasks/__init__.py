@@ -13,15 +13,17 @@ from typing import Any
 from trustrl.errors import ConfigError
 from trustrl.registry import Registry
 from trustrl.world.tasks.arithmetic import Arithmetic
+from trustrl.world.tasks.own_data import OwnData
 from trustrl.world.tasks.reasoning import ReasoningGym
 from trustrl.world.tasks.task import SPLITS, Row, Task, refuse_unknown
 
-__all__ = ["SPLITS", "TASKS", "Arithmetic", "ReasoningGym", "Row", "Task", "load"]
+__all__ = ["SPLITS", "TASKS", "Arithmetic", "OwnData", "ReasoningGym", "Row", "Task", "load"]
 
 TASKS: Registry[Callable[..., Task]] = Registry("task")
 """Tasks by name. The text after a colon in a name is passed as the first argument."""
 
 TASKS.register("arithmetic")(Arithmetic)
+TASKS.register("data")(OwnData)
 TASKS.register("reasoning-gym")(ReasoningGym)
 
 

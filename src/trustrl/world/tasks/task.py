@@ -14,8 +14,7 @@ from trustrl.registry import nearest
 SPLITS = ("train", "held_out")
 Row = dict[str, Any]
 """One problem in plain JSON types: `prompt` (text or chat messages), `answer`, and the columns that scoring needs."""
-
-MOST_LOOKED_AT = 100_000  # problems that one call of `rows` examines before it raises
+MOST_LOOKED_AT = 100_000
 
 
 class Task(ABC):
@@ -36,8 +35,19 @@ class Task(ABC):
     columns: ClassVar[tuple[str, ...]] = ("answer",)
     """Columns that `score` reads in addition to the prompt."""
 
+    looked_at: ClassVar[int | None] = MOST_LOOKED_AT
+    """Number of problems that one call of `rows` examines before it raises. None examines all of them."""
+
     endless: ClassVar[bool] = False
     """True if problems are generated on demand without end, so that a count is required."""
+
+    def check(self) -> None:
+        """Raises if data of the task are missing. Most tasks check their settings when created."""
+        return
+
+    def start(self) -> None:
+        """Raises if code of the task cannot be loaded, before a model is."""
+        return
 
     @abstractmethod
     def problems(self, seed: int) -> Iterator[Any]:
@@ -68,7 +78,7 @@ class Task(ABC):
             raise ConfigError(
                 f"count must be a whole number ≥ 1, got None. {type(self).__name__} generates problems without end."
             )
-        looked_at = islice(self.problems(seed), MOST_LOOKED_AT)
+        looked_at = islice(self.problems(seed), self.looked_at)
         kept = (problem for problem in looked_at if self.is_held_out(problem) == (split == "held_out"))
         rows = [self.row(problem, chat) for problem in islice(kept, count)]
         if count is not None and len(rows) < count:
@@ -80,8 +90,12 @@ class Task(ABC):
 
     def is_held_out(self, problem: Any) -> bool:
         """Returns True if the problem is held out from training."""
+        return self.in_share(problem, self.held_out)
+
+    def in_share(self, problem: Any, share: float) -> bool:
+        """Returns True for this share of all problems, which the hash of a problem's text decides."""
         digest = hashlib.sha256(f"{self.seed}:{self.text(problem)}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") < self.held_out * 2**64
+        return int.from_bytes(digest[:8], "big") < share * 2**64
 
     def dataset(self, split: str, count: int | None = None, seed: int = 0, chat: bool = False) -> Any:
         """Returns the rows as a `datasets.Dataset`."""
@@ -106,7 +120,11 @@ class Task(ABC):
             {"prompt": prompt, **dict(zip(self.columns, values, strict=True))}
             for prompt, *values in zip(prompts, *(columns[name] for name in self.columns), strict=True)
         ]
-        return [self.score(completion_text(c), row) for c, row in zip(completions, rows, strict=True)]
+        return self.scores(list(map(completion_text, completions)), rows)
+
+    def scores(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Returns the score of each completion of the prompt in its row."""
+        return [self.score(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
 
 def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:

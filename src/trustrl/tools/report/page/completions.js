@@ -10,7 +10,10 @@ const SORTS = [
   ["tokens", "longest", (one) => minus(one.tokens)],
   ["truncated", "truncated", (one) => (one.truncated ? 0 : undefined)],
   ["step", "earliest", (one) => one.step],
+  ["near", "nearest to the cause", (one) => (near === null ? undefined : Math.abs(one.step - near.step) * 1e6 + (sortOf(near.by)(one) ?? 0))],
 ];
+const sortOf = (wanted) => SORTS.find(([name]) => name === wanted)?.[2] ?? (() => 0);
+let near = null; // step and order of the cause whose completions are listed first
 const minus = (x) => (x === undefined ? undefined : -x);
 const control = (id) => document.getElementById(id);
 
@@ -57,7 +60,7 @@ function list(tokens) {
   const more = control("more");
   hideTip();
   area.replaceChildren();
-  const of = SORTS.find(([name]) => name === control("sort").value)?.[2] ?? (() => 0);
+  const of = sortOf(control("sort").value);
   const match = matcher(tokens, control("search").value, control("whole").checked && !control("whole").parentElement.hidden);
   const scored = tokens.completions.map((one) => ({ one, key: of(one) ?? Infinity, hits: match?.(one) }));
   const found = scored.filter(({ hits }) => !hits || hits.count).sort((a, b) => (a.key < b.key ? -1 : a.key > b.key ? 1 : 0));

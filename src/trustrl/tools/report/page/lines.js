@@ -135,6 +135,7 @@ function drawn(plot, chart, width) {
     put(svg, "svg:text", { class: "halo", x: box.right - 2, y: y(chart.bound) + (above ? -4 : 13), "text-anchor": "end" }, `bound ${number(chart.bound)}`);
   }
   if (many) endLabels(svg, lines, labels, { x, y, box, last });
+  for (const mark of chart.marks ?? []) evidence(svg, mark, lines[0].points, box, { x, y, first, last });
   const chosen = put(svg, "svg:rect", { class: "selection", y: box.top, height: box.bottom - box.top, visibility: "hidden" });
   const rule = put(svg, "svg:line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
   return {
@@ -152,6 +153,17 @@ function drawn(plot, chart, width) {
       chosen.setAttribute("width", b - a);
     },
   };
+}
+
+// Marks the step of a number that supports a cause: a line, a dot on the curve, and the number.
+function evidence(svg, mark, points, box, { x, y, first, last }) {
+  if (mark.step < first || mark.step > last) return;
+  const at = x(mark.step);
+  put(svg, "svg:line", { class: "mark", x1: at, x2: at, y1: box.top, y2: box.bottom });
+  const value = points.filter((point) => point[1] !== null && point[0] >= mark.step)[0]?.[1];
+  if (value !== undefined) put(svg, "svg:circle", { class: "mark dot", cx: at, cy: y(value), r: 4.5 });
+  const left = at > (box.left + box.right) / 2;
+  put(svg, "svg:text", { class: "halo mark", x: at + (left ? -7 : 7), y: box.top + 11, "text-anchor": left ? "end" : "start" }, mark.text);
 }
 
 // Shades the healthy range as far as it is visible.

@@ -12,6 +12,7 @@ const picker = document.getElementById("run");
 const firstRun = DATA.tokens.findIndex((one) => one !== null);
 if (picker) picker.addEventListener("change", () => choose(Number(picker.value)));
 if (firstRun >= 0) choose(picker ? Number(picker.value) : firstRun);
+for (const link of document.querySelectorAll("a[data-step]")) link.addEventListener("click", () => follow(link.dataset));
 live();
 addEventListener("hashchange", reveal);
 reveal();
@@ -32,6 +33,16 @@ function choose(run) {
   for (const box of document.querySelectorAll(".scatters")) box.hidden = !tokens.points;
   if (tokens.points) scatterPair(tokens);
   completionsOf(tokens);
+}
+
+// Shows the run of a cause, and lists the completions nearest to its step first.
+function follow({ to, step, by }) {
+  near = { step: Number(step), by };
+  if (picker) picker.value = to;
+  choose(Number(to));
+  if (!area || ![...control("sort").options].some((option) => option.value === "near")) return;
+  control("sort").value = "near";
+  control("sort").dispatchEvent(new Event("change"));
 }
 
 function legendMark(canvas) {

@@ -1,0 +1,77 @@
+"""Top K of π' on its way from OpenRLHF's actor to its update.
+
+`PolicyModelActor.forward` returns a `RecordedLogp`. The experience maker puts one `AnchorRow` per sequence into
+`Experience.mm_train_inputs`: a list of one dictionary per sequence, which only actors of images read, and which every
+function that splits, pads, moves, or joins experiences leaves as it is. A tensor field with an axis of K ids does not
+survive: OpenRLHF pads the last axis of a row and cuts padding from the first.
+
+Loads without OpenRLHF: the process that makes experiences receives these objects from the process that trains.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trustrl.errors import MissingDataError
+
+CARRIED = "trustrl_anchor"
+"""The key of an `AnchorRow` in a sequence's dictionary."""
+
+
+class AnchorRow(NamedTuple):
+    """π' at the n tokens of one sequence that are in the loss."""
+
+    logp: Tensor
+    """(n,): log π' of the sampled tokens. OpenRLHF's own is computed from rounded logits in 16 bits."""
+
+    topk_ids: Tensor
+    """(n, K) int32."""
+
+    topk_logp: Tensor
+    topk_tail_logp: Tensor
+    """(n,): log of the mass outside the K ids and the sampled token."""
+
+
+@dataclass(frozen=True)
+class RecordedLogp:
+    """The log-probs that OpenRLHF's actor returns for a rollout, with the anchor's rows."""
+
+    logp: Tensor
+    rows: list[AnchorRow]
+
+    def to(self, device: Any) -> "RecordedLogp":
+        """Returns the log-probs on a device, as `PolicyModelActor.forward` asks of them. The rows stay on the CPU."""
+        return RecordedLogp(self.logp.to(device), self.rows)
+
+
+def carry(experience: Any, rows: list[AnchorRow]) -> None:
+    """Puts the anchor's rows into an `Experience`."""
+    experience.mm_train_inputs = [{CARRIED: row} for row in rows]
+
+
+def carried(experience: Any, lengths: Sequence[int]) -> AnchorRow:
+    """Returns the anchor at all tokens in the loss of an `Experience`, sequence by sequence.
+
+    Args:
+        experience: The micro-batch.
+        lengths: The number of tokens in the loss of each sequence.
+
+    Raises:
+        MissingDataError: If a sequence has no row, or one of another length.
+    """
+    rows = [_row(inputs) for inputs in experience.mm_train_inputs or ()]
+    held = [None if row is None else len(row.logp) for row in rows]
+    if held != list(lengths):
+        raise MissingDataError(
+            f"experience.mm_train_inputs must carry the top K of π' at {list(lengths)} tokens, got {held}. Leave "
+            "mm_train_inputs, action_mask and the order of sequences as OpenRLHF makes them."
+        )
+    columns: Iterable[tuple[Tensor, ...]] = zip(*(row for row in rows if row is not None), strict=True)
+    return AnchorRow(*(torch.cat(column).to(experience.sequences.device) for column in columns))
+
+
+def _row(inputs: Any) -> AnchorRow | None:
+    return inputs.get(CARRIED) if isinstance(inputs, dict) else None

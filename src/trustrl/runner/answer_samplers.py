@@ -1,0 +1,76 @@
+"""Answers of a model to problems, several to each, from transformers or from vLLM."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from trustrl.optional_imports import need
+from trustrl.world.models.accuracy import Decoding, prompt_text, sampled_answers
+from trustrl.world.tasks import Row
+
+Sample = Callable[[list[Row], int], list[list[str]]]
+"""Returns the answers to each problem, with a seed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerSampling:
+    """Settings of a sampler of answers."""
+
+    model: str
+    """A directory or hub id."""
+
+    device: str
+    """"cpu" or "cuda"."""
+
+    dtype: str
+    temperature: float
+    answers: int
+    """Number of answers to each problem."""
+
+    max_prompt_tokens: int
+    max_new_tokens: int
+    vllm: dict[str, Any] | None
+    """More arguments of vLLM's `LLM`. None samples with transformers."""
+
+
+def sampler(settings: AnswerSampling) -> Sample:
+    """Loads the model and returns a function that samples answers."""
+    transformers = need("transformers", extra="models")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, padding_side="left")
+    load = _transformers if settings.vllm is None or find_spec("vllm") is None else _vllm
+    return load(settings, tokenizer)
+
+
+def _transformers(settings: AnswerSampling, tokenizer: Any) -> Sample:
+    transformers, dtype = need("transformers", extra="models"), getattr(import_module("torch"), settings.dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype).to(settings.device)
+
+    def sample(rows: list[Row], seed: int) -> list[list[str]]:
+        n, decoding = settings.answers, Decoding(seed, settings.max_new_tokens, settings.temperature)
+        answers = sampled_answers(model, tokenizer, [row for row in rows for _ in range(n)], decoding)
+        return [answers[start : start + n] for start in range(0, len(answers), n)]
+
+    return sample
+
+
+def _vllm(settings: AnswerSampling, tokenizer: Any) -> Sample:
+    from trustrl.engines.vllm.options import cpu_options, set_cpu_environment
+
+    set_cpu_environment()
+    vllm: Any = import_module("vllm")
+    longest = settings.max_prompt_tokens + settings.max_new_tokens
+    options = {"dtype": settings.dtype, "max_model_len": longest, **(settings.vllm or {})}
+    llm = vllm.LLM(settings.model, **options | cpu_options(dtype=settings.dtype))
+
+    def sample(rows: list[Row], seed: int) -> list[list[str]]:
+        texts = [prompt_text(tokenizer, row["prompt"]) for row in rows]
+        prompts = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in texts]
+        parameters = vllm.SamplingParams(
+            n=settings.answers, temperature=settings.temperature, max_tokens=settings.max_new_tokens, seed=seed
+        )
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        return [[made.text for made in output.outputs] for output in outputs]
+
+    return sample
