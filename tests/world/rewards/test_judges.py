@@ -152,20 +152,32 @@ def test_a_process_ends_with_its_parent_though_it_computes(tmp_path):
     pytest.fail("the child outlives its parent")
 
 
+MEETING = """
+import pathlib, time
+def score(completion):
+    here = pathlib.Path(__file__).parent / "met"
+    here.mkdir(exist_ok=True)
+    (here / completion).touch()
+    last = time.monotonic() + 60.0
+    while len(list(here.iterdir())) < 8:
+        if time.monotonic() > last:
+            return 0.0
+        time.sleep(0.01)
+    return 1.0
+"""
+
+
 def test_completions_are_scored_side_by_side(tmp_path):
-    (tmp_path / "slow.py").write_text("import time\ndef score(completion):\n    time.sleep(0.5)\n    return 1.0\n")
+    (tmp_path / "meeting.py").write_text(MEETING)  # each call waits for the other seven
     from trustrl.world.tasks import OwnData
 
     (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     task = OwnData(
         data=[{"files": str(tmp_path / "a.jsonl")}],
-        reward=[{"function": f"{tmp_path / 'slow.py'}:score", "processes": 8}],
+        reward=[{"function": f"{tmp_path / 'meeting.py'}:score", "processes": 8, "seconds": 120}],
     )
     row = {"prompt": "a", "answer": "b", "columns": "{}"}
-    task.scores(["x"] * 8, [row] * 8)  # starts the processes
-    began = time.monotonic()
-    assert task.scores(["x"] * 8, [row] * 8) == [1.0] * 8
-    assert time.monotonic() - began < 3.0  # one after the other: 4 s
+    assert task.scores([str(number) for number in range(8)], [row] * 8) == [1.0] * 8
 
 
 @pytest.mark.parametrize(("text", "answer"), [
