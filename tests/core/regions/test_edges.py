@@ -86,10 +86,10 @@ def test_an_endless_ratio_without_advantage_has_a_weight(region):
 
 
 ROUNDED = {
-    "dppo": trustrl.preset("dppo-binary-kl"),
-    "kpop": trustrl.preset("kpop"),
-    "trm": regions.TRM(regions.BinaryKL()),
-    "cppo": regions.CPPO(regions.BinaryKL()),
+    "dppo": lambda: trustrl.preset("dppo-binary-kl"),
+    "kpop": lambda: trustrl.preset("kpop"),
+    "trm": lambda: regions.TRM(regions.BinaryKL()),
+    "cppo": lambda: regions.CPPO(regions.BinaryKL()),
 }
 
 
@@ -105,7 +105,7 @@ def test_a_certainty_that_float32_rounds_to_1_has_not_moved_infinitely_far(name)
             behavior_logp=nearly, advantage=torch.ones(1), in_loss=on & (torch.arange(6) < upto)
         )
         out = trustrl.policy_loss(
-            trustrl.PolicyTokens(logp=policy), rollout, ROUNDED[name], reduction=trustrl.TokenSum()
+            trustrl.PolicyTokens(logp=policy), rollout, ROUNDED[name](), reduction=trustrl.TokenSum()
         )
         return out.decision
 

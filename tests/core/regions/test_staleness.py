@@ -24,14 +24,14 @@ DROPPING = {name: trustrl.preset(name) for name in PRESETS} | {
     "trm-sampled": regions.TRM(regions.SampledK2(max_increase=2.0)),
 }
 TIGHTENING = {
-    "dppo-binary-tv": regions.DPPO(regions.BinaryTV(max_increase=0.12, max_decrease=0.06)),
-    "dppo-topk-kl": regions.DPPO(regions.TopKKL(max_increase=0.2, k=20), max_ratio=1.5),
-    "ppo": regions.PPO(),
-    "ppo, textbook": regions.PPO(action="clip"),
-    "ipo": regions.IPO(),
-    "kpop": regions.KPOP(regions.SymmetricBinaryKL(max_increase=0.15)),
-    "minirl": regions.MiniRL(),
-    "trust-region": regions.TrustRegion(regions.BinaryKL(max_increase=0.1), direction="symmetric"),
+    "dppo-binary-tv": lambda: regions.DPPO(regions.BinaryTV(max_increase=0.12, max_decrease=0.06)),
+    "dppo-topk-kl": lambda: regions.DPPO(regions.TopKKL(max_increase=0.2, k=20), max_ratio=1.5),
+    "ppo": lambda: regions.PPO(),
+    "ppo, textbook": lambda: regions.PPO(action="clip"),
+    "ipo": lambda: regions.IPO(),
+    "kpop": lambda: regions.KPOP(regions.SymmetricBinaryKL(max_increase=0.15)),
+    "minirl": lambda: regions.MiniRL(),
+    "trust-region": lambda: regions.TrustRegion(regions.BinaryKL(max_increase=0.1), direction="symmetric"),
 }
 
 
@@ -89,7 +89,7 @@ def scaled(region, factor):
 
 @pytest.mark.parametrize("name", TIGHTENING)
 def test_a_stale_token_is_decided_by_the_bound_divided_by_one_plus_its_excess_age(name):
-    region = TIGHTENING[name]
+    region = TIGHTENING[name]()
     out, (gradient, *_) = run(replace(region, max_staleness=LIMIT, when_stale="tighten"))
     plain = run(region)[0].decision
     masked_more = 0

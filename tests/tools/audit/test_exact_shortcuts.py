@@ -140,7 +140,7 @@ def test_sets_are_counted_as_one_by_one(num, bins):
     assert torch.equal(found.by_bin(place, bins), torch.stack([torch.bincount(place[a], minlength=bins) for a in sets]))
 
 
-ARMS = [arm(name, trustrl.preset(name)) for name in ("ppo", "gspo", "kpop", "dppo-binary-kl", "dppo-topk-tv", "troll")]
+ARMS = [arm(name, trustrl.preset(name)) for name in ("ppo", "gspo", "ipo", "dppo-binary-kl", "dppo-topk-tv", "troll")]
 
 
 @given(seed=st.integers(0, 10**6), faults=st.booleans())
