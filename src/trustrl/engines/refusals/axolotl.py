@@ -4,7 +4,7 @@ The plugin checks them while axolotl reads the YAML file. TRL's rows follow when
 torch nor axolotl, so the documentation can list the rows anywhere.
 """
 
-from trustrl.engines.refusals.rows import EXACT, Refusal, switch, unfit
+from trustrl.engines.refusals.rows import EXACT, Refusal, at_most, switch, unfit
 
 TRAINER = "trustrl.engines.axolotl.TrustRegionTrainer"
 """The value of `trainer_cls`."""
@@ -34,12 +34,10 @@ ROWS = (
     ),
     switch("trl.async_prefetch", _ASYNC, "false"),
     switch("trl.use_data_producer", f"{_ASYNC} The replay buffer and re-rolling belong to it.", "false"),
-    Refusal(
-        setting="context_parallel_size",
-        must_be="1",
-        why="axolotl would split each sequence between ranks, and the region reads whole sequences.",
-        refused=lambda size, lookup, region: size > 1,
-        default=1,
+    at_most(
+        "context_parallel_size",
+        1,
+        "axolotl would split each sequence between ranks, and the region reads whole sequences.",
     ),
     switch(
         "nemo_gym_enabled",

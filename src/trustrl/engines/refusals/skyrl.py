@@ -9,18 +9,17 @@ from trustrl.config.axes import Region
 from trustrl.config.sampling_parameters import describes_the_draw, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
-    EXACT,
     ON_SAMPLER,
-    SAMPLER_TOPK,
     VOCABULARY,
     Given,
     Refusal,
     Scope,
     average_per_sequence,
-    is_set,
+    no_exact,
+    no_topk_of_sampler,
     not_asynchronous,
     plain_sampling,
-    unfit,
+    switch,
 )
 
 ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
@@ -52,17 +51,10 @@ def _corrected(correction: Any, lookup: Given, region: Region) -> bool:
 
 
 ALGORITHM_ROWS = (
-    unfit(
+    no_exact(f"{ALGORITHM}.policy_loss_type"),
+    no_topk_of_sampler(
         f"{ALGORITHM}.policy_loss_type",
-        "Top-K or on the sampled token",
-        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
-        EXACT,
-    ),
-    unfit(
-        f"{ALGORITHM}.policy_loss_type",
-        "on the sampled token, or anchored on the trainer,",
         "SkyRL keeps only the sampled token's log-prob of the sampler's answer. Set region.anchor=proximal.",
-        SAMPLER_TOPK,
     ),
     Refusal(
         setting=f"{ALGORITHM}.off_policy_correction",
@@ -138,11 +130,9 @@ WORKER_ROWS = (
         default=1,
         scope=VOCABULARY,
     ),
-    Refusal(
-        setting="generator.step_wise_trajectories",
-        must_be="False",
-        why="SkyRL pads each mini-batch of steps on its own, so the rows of π' would not fit the sequences.",
-        refused=is_set,
+    switch(
+        "generator.step_wise_trajectories",
+        "SkyRL pads each mini-batch of steps on its own, so the rows of π' would not fit the sequences.",
         scope=VOCABULARY,
     ),
 )

@@ -6,7 +6,7 @@ Imports neither torch nor slime, so the documentation can list the rows anywhere
 from trustrl.engines.refusals.rows import (
     Refusal,
     Scope,
-    is_set,
+    at_most,
     not_averaged_over_tokens,
     switch,
     whole_vocabulary,
@@ -32,11 +32,7 @@ ROWS = (
         # slime itself fills an unset value with --eps-clip
         refused=lambda value, lookup, region: value not in (None, lookup("--eps-clip", 0.2)),
     ),
-    Refusal(
-        "--eps-clip-c",
-        "unset",
-        _OWN_LOSS,
-    ),
+    Refusal("--eps-clip-c", "unset", _OWN_LOSS),
     switch(
         "--use-tis",
         "slime's own policy loss applies it, which does not run. A region anchored on the sampler already contains "
@@ -53,21 +49,14 @@ ROWS = (
         default="grpo",
     ),
     switch("--use-unbiased-kl", "It would multiply the KL term by a ratio that the region does not bound.", "off"),
-    Refusal(
-        setting="--custom-pg-loss-reducer-function-path",
-        must_be="unset",
-        why="slime's own policy loss calls it, which does not run.",
-        refused=is_set,
-    ),
+    switch("--custom-pg-loss-reducer-function-path", "slime's own policy loss calls it, which does not run.", "unset"),
     whole_vocabulary("--rollout-top-p", "top_p", "1.0", 1.0),
     whole_vocabulary("--rollout-top-k", "top_k", "-1", -1),
     not_averaged_over_tokens("--calculate-per-token-loss", "off"),
-    Refusal(
-        setting="--context-parallel-size",
-        must_be="1",
-        why="{region} decides on whole sequences, and context parallelism passes a rank only parts of them.",
-        refused=lambda value, lookup, region: value > 1,
-        default=1,
+    at_most(
+        "--context-parallel-size",
+        1,
+        "{region} decides on whole sequences, and context parallelism passes a rank only parts of them.",
         scope=_WHOLE_SEQUENCES,
     ),
 )
