@@ -14,29 +14,22 @@ _ASYNC = "axolotl's asynchronous trainer computes its own loss, which the region
 
 ROWS = (
     Refusal(
-        setting="rl",
-        must_be="grpo or gdpo",
+        setting="rl", must_be="grpo or gdpo", refused=lambda rl, lookup, region: rl not in ("grpo", "gdpo"),
         why="Regions replace the clip of GRPO.",
-        refused=lambda rl, lookup, region: rl not in ("grpo", "gdpo"),
     ),
     Refusal(
-        setting="trainer_cls",
-        must_be=f"{TRAINER} or a subclass",
+        setting="trainer_cls", must_be=f"{TRAINER} or a subclass", refused=lambda name, lookup, region: not name,
         why="If a plugin cannot be imported, axolotl prints the error and trains without it. It raises if the trainer "
         "cannot be imported.",
-        refused=lambda name, lookup, region: not name,
     ),
     unfit(
-        "trust_region",
-        "Top-K or on the sampled token",
-        "Exact divergences need TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl.",
-        EXACT,
+        "trust_region", "Top-K or on the sampled token",
+        "Exact divergences need TRL 1.15. axolotl pins TRL 1.9. Use TRL or verl.", EXACT,
     ),
     switch("trl.async_prefetch", _ASYNC, "false"),
     switch("trl.use_data_producer", f"{_ASYNC} The replay buffer and re-rolling belong to it.", "false"),
     at_most(
-        "context_parallel_size",
-        1,
+        "context_parallel_size", 1,
         "axolotl would split each sequence between ranks, and the region reads whole sequences.",
     ),
     switch(
@@ -45,5 +38,5 @@ ROWS = (
         "trl.rollout_func.",
         "false",
     ),
-)
+)  # fmt: skip
 """Every row, in the order of the check."""

@@ -24,17 +24,15 @@ ROWS = (
     switch(f"{LOSS}.force_on_policy_ratio", "NeMo RL would fill prev_logprobs with zeros.", "false"),
     switch(
         f"{LOSS}.truncated_importance_sampling_type",
-        "Only NeMo RL's own clip applies it. The regions tis, icepop and mis correct for π'/μ.",
-        "null",
+        "Only NeMo RL's own clip applies it. The regions tis, icepop and mis correct for π'/μ.", "null",
     ),
     switch(
         f"{LOSS}.use_importance_sampling_correction",
-        "Only NeMo RL's own clip applies it. Give the region a correction, or anchor it on the sampler.",
-        "false",
+        "Only NeMo RL's own clip applies it. Give the region a correction, or anchor it on the sampler.", "false",
         scope=ON_TRAINER_ALONE,
     ),
     not_averaged_over_tokens(f"{LOSS}.token_level_loss", "false"),
     whole_vocabulary(f"{GENERATION}.top_p", "top_p", "1.0", 1.0),
     whole_vocabulary(f"{GENERATION}.top_k", "top_k", "null"),
-)
+)  # fmt: skip
 """Every row, in the order of the check."""

@@ -38,10 +38,8 @@ _VOCABULARY = (
         'OpenRLHF asks vLLM for the sampled token\'s log-prob only. Set "anchor": "proximal" on the region.',
     ),
     unfit(
-        "--trustrl.region",
-        "without max_staleness",
-        "OpenRLHF does not record which weights sampled a token. TRL and verl do.",
-        EVERY,
+        "--trustrl.region", "without max_staleness",
+        "OpenRLHF does not record which weights sampled a token. TRL and verl do.", EVERY,
         refused=lambda got, lookup, region: getattr(region, "max_staleness", None) is not None,
     ),
     at_most(
@@ -67,21 +65,12 @@ _VOCABULARY = (
 ROWS = (
     *_VOCABULARY,
     Refusal(
-        setting=LEVEL,
-        must_be="token",
+        setting=LEVEL, must_be="token", default="off", scope=ON_SAMPLER,
+        refused=lambda level, lookup, region: level != "token",
         why="Only then does OpenRLHF ask vLLM for log-probs. The region replaces the loss that would apply the "
         "correction, so nothing is corrected twice.",
-        refused=lambda level, lookup, region: level != "token",
-        default="off",
-        scope=ON_SAMPLER,
     ),
-    Refusal(
-        LEVEL,
-        "off",
-        _CORRECTION,
-        "off",
-        scope=ON_TRAINER_ALONE,
-    ),
+    Refusal(LEVEL, "off", _CORRECTION, "off", scope=ON_TRAINER_ALONE),
     Refusal("--actor.eps_clip", "left at 0.2", _BOUNDS, 0.2),
     Refusal(
         setting="--actor.eps_clip_low_high",
@@ -94,29 +83,21 @@ ROWS = (
     ),
     Refusal("--actor.dual_clip", "left out", _BOUNDS),
     Refusal(
-        setting="--actor.policy_loss_type",
-        must_be="left at ppo",
+        setting="--actor.policy_loss_type", must_be="left at ppo", default="ppo",
         why="It belongs to OpenRLHF's own loss. Use --trustrl.region gspo.",
-        default="ppo",
     ),
     Refusal("--algo.advantage.is_correction_mode", "left at mask", _CORRECTION, "mask"),
     Refusal("--algo.advantage.is_correction_gating", "left at ratio", _CORRECTION, "ratio"),
     Refusal(
-        setting="--algo.advantage.is_correction_threshold",
-        must_be="left at (0.5, 5.0)",
-        why=_CORRECTION,
-        default=(0.5, 5.0),
-        refused=lambda bounds, lookup, region: tuple(bounds) != (0.5, 5.0),
+        setting="--algo.advantage.is_correction_threshold", must_be="left at (0.5, 5.0)", default=(0.5, 5.0),
+        refused=lambda bounds, lookup, region: tuple(bounds) != (0.5, 5.0), why=_CORRECTION,
     ),
     average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean"),
     not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
     whole_vocabulary(
-        "--rollout.top_p",
-        "top_p",
-        "1.0",
-        1.0,
+        "--rollout.top_p", "top_p", "1.0", 1.0,
         "μ would be renormalized over the kept tokens and π would not: OpenRLHF does not record the ids that vLLM "
         "keeps. TRL and verl do.",
     ),
-)
+)  # fmt: skip
 """Every row, in the order of the check."""
