@@ -69,6 +69,7 @@ class RegionActor:
         Raises:
             ConfigError: If the actor passes another loss.
         """
+        # AReaL binds its settings to the function with `functools.partial`.
         if getattr(loss_fn, "func", loss_fn) is not ppo_actor.grpo_loss_fn:
             raise ConfigError(
                 f"loss_fn must be AReaL's grpo_loss_fn, got {loss_fn!r}. RegionActor replaces only that one."

@@ -45,233 +45,96 @@ class Evidence:
     tested: Tested = "run"
 
 
+def _called(test: str, kinds: frozenset[Kind] = SAMPLED) -> Evidence:
+    """Returns the row of a test that calls the package's own entry point with log-probs made by hand."""
+    return Evidence("recorded batch", kinds, BOTH, test, "called")
+
+
+_RESPONSES = "support/response_contract.py::test_a_preset_has_the_files_verdicts_and_gradient"
+"""The test of slime and of its fork miles, whose test files import it."""
+
 EVIDENCE: Mapping[str, tuple[Evidence, ...]] = {
     "TRL": (
-        Evidence(
-            "trainer",
-            ALL,
-            ON_SAMPLER,
-            "engines/trl/test_presets.py::test_every_preset_trains_with_finite_losses_gradients_and_weights",
-        ),
-        Evidence(
-            "trainer",
-            SAMPLED | PROJECTION,
-            ON_TRAINER,
-            "engines/trl/test_presets.py::test_every_preset_acts_on_later_updates",
-        ),
-        Evidence(
-            "vLLM",
-            FAMILY,
-            ON_SAMPLER,
-            "engines/trl_vllm/test_regions.py::test_what_is_recorded_is_the_distribution_that_sampled",
-        ),
-        Evidence(
-            "vLLM",
-            SAMPLED | TOPK | EXACT,
-            ON_TRAINER,
-            "engines/trl_vllm/test_regions.py::test_what_is_recorded_is_the_distribution_that_sampled",
-        ),
-        Evidence(
-            "SGLang",
-            TOPK | PROJECTION,
-            ON_SAMPLER,
-            "engines/sglang/test_trl_run.py::test_tokens_of_the_trainers_own_weights_have_ratio_1_and_older_ones_are_counted",
-        ),
+        Evidence("trainer", ALL, ON_SAMPLER, "engines/trl/test_presets.py"
+                 "::test_every_preset_trains_with_finite_losses_gradients_and_weights"),
+        Evidence("trainer", SAMPLED | PROJECTION, ON_TRAINER, "engines/trl/test_presets.py"
+                 "::test_every_preset_acts_on_later_updates"),
+        Evidence("vLLM", FAMILY, ON_SAMPLER, "engines/trl_vllm/test_regions.py"
+                 "::test_what_is_recorded_is_the_distribution_that_sampled"),
+        Evidence("vLLM", SAMPLED | TOPK | EXACT, ON_TRAINER, "engines/trl_vllm/test_regions.py"
+                 "::test_what_is_recorded_is_the_distribution_that_sampled"),
+        Evidence("SGLang", TOPK | PROJECTION, ON_SAMPLER, "engines/sglang/test_trl_run.py"
+                 "::test_tokens_of_the_trainers_own_weights_have_ratio_1_and_older_ones_are_counted"),
     ),
     "verl": (
-        Evidence(
-            "vLLM",
-            SAMPLED | TOPK,
-            ON_SAMPLER,
-            "engines/verl_cpu/test_run.py::test_every_step_begins_with_the_policy_that_sampled",
-        ),
-        Evidence(
-            "SGLang",
-            TOPK | PROJECTION,
-            ON_SAMPLER,
-            "engines/sglang/test_verl_run.py::test_the_sampler_follows_the_trainer_and_the_reward_rises",
-        ),
-        Evidence(
-            "transformers server",
-            PROJECTION,
-            ON_TRAINER,
-            "engines/verl_cpu/test_run.py::test_every_step_begins_with_the_policy_that_sampled",
-        ),
-        Evidence(
-            "recorded batch",
-            FAMILY,
-            BOTH,
-            "engines/verl/test_regions.py::test_a_worker_trains_with_every_kind_of_region",
-        ),
-        Evidence(
-            "recorded batch",
-            EXACT,
-            ON_TRAINER,
-            "engines/verl/test_regions.py::test_a_worker_trains_with_every_kind_of_region",
-        ),
+        Evidence("vLLM", SAMPLED | TOPK, ON_SAMPLER, "engines/verl_cpu/test_run.py"
+                 "::test_every_step_begins_with_the_policy_that_sampled"),
+        Evidence("SGLang", TOPK | PROJECTION, ON_SAMPLER, "engines/sglang/test_verl_run.py"
+                 "::test_the_sampler_follows_the_trainer_and_the_reward_rises"),
+        Evidence("transformers server", PROJECTION, ON_TRAINER, "engines/verl_cpu/test_run.py"
+                 "::test_every_step_begins_with_the_policy_that_sampled"),
+        Evidence("recorded batch", FAMILY, BOTH, "engines/verl/test_regions.py"
+                 "::test_a_worker_trains_with_every_kind_of_region"),
+        Evidence("recorded batch", EXACT, ON_TRAINER, "engines/verl/test_regions.py"
+                 "::test_a_worker_trains_with_every_kind_of_region"),
     ),
     "SkyRL": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/skyrl/test_worker.py::test_skyrls_workers_reach_the_agreed_verdicts_and_the_whole_batchs_gradient",
-            "called",
-        ),
-        Evidence(
-            "recorded batch",
-            TOPK | PROJECTION,
-            ON_TRAINER,
-            "engines/skyrl/test_vocabulary.py::test_skyrls_own_training_step_takes_an_optimizer_step_with_the_norm_of_a_direct_gradient",
-        ),
+        _called("engines/skyrl/test_worker.py"
+                "::test_skyrls_workers_reach_the_agreed_verdicts_and_the_whole_batchs_gradient"),
+        Evidence("recorded batch", TOPK | PROJECTION, ON_TRAINER, "engines/skyrl/test_vocabulary.py"
+                 "::test_skyrls_own_training_step_takes_an_optimizer_step_with_the_norm_of_a_direct_gradient"),
     ),
     "ms-swift": (
-        Evidence(
-            "trainer",
-            SAMPLED | TOPK,
-            ON_SAMPLER,
-            "engines/swift/test_run.py::test_swift_rlhf_trains_with_a_region_from_its_command_line",
-        ),
-        Evidence(
-            "trainer",
-            PROJECTION,
-            ON_TRAINER,
-            "engines/swift/test_run.py::test_swift_rlhf_trains_with_a_region_from_its_command_line",
-        ),
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/swift/test_parity.py::test_a_preset_has_the_files_gradients_with_a_fake_model",
-            "called",
-        ),
+        Evidence("trainer", SAMPLED | TOPK, ON_SAMPLER, "engines/swift/test_run.py"
+                 "::test_swift_rlhf_trains_with_a_region_from_its_command_line"),
+        Evidence("trainer", PROJECTION, ON_TRAINER, "engines/swift/test_run.py"
+                 "::test_swift_rlhf_trains_with_a_region_from_its_command_line"),
+        _called("engines/swift/test_parity.py::test_a_preset_has_the_files_gradients_with_a_fake_model"),
     ),
     "axolotl": (
         Evidence("trainer", SAMPLED, ON_SAMPLER, "engines/axolotl/test_run.py::test_a_yaml_file_trains_with_a_region"),
-        Evidence(
-            "trainer",
-            TOPK,
-            ON_SAMPLER,
-            "engines/axolotl/test_run.py::test_a_yaml_file_trains_with_a_region_on_more_of_the_vocabulary",
-        ),
-        Evidence(
-            "trainer",
-            PROJECTION,
-            ON_TRAINER,
-            "engines/axolotl/test_run.py::test_a_yaml_file_trains_with_a_region_on_more_of_the_vocabulary",
-        ),
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/axolotl/test_parity.py::test_each_preset_has_the_oracles_gradient_and_verdicts_in_axolotls_trainer",
-            "called",
-        ),
-        Evidence(
-            "recorded batch",
-            TOPK | PROJECTION,
-            BOTH,
-            "engines/axolotl/test_vocabulary.py::test_axolotls_trainer_has_the_gradient_of_whole_log_softmaxes",
-            "called",
-        ),
+        Evidence("trainer", TOPK, ON_SAMPLER, "engines/axolotl/test_run.py"
+                 "::test_a_yaml_file_trains_with_a_region_on_more_of_the_vocabulary"),
+        Evidence("trainer", PROJECTION, ON_TRAINER, "engines/axolotl/test_run.py"
+                 "::test_a_yaml_file_trains_with_a_region_on_more_of_the_vocabulary"),
+        _called("engines/axolotl/test_parity.py"
+                "::test_each_preset_has_the_oracles_gradient_and_verdicts_in_axolotls_trainer"),
+        _called("engines/axolotl/test_vocabulary.py"
+                "::test_axolotls_trainer_has_the_gradient_of_whole_log_softmaxes", TOPK | PROJECTION),
     ),
     "OpenRLHF": (
-        Evidence(
-            "vLLM",
-            SAMPLED,
-            ON_SAMPLER,
-            "engines/openrlhf/test_run.py::test_a_run_on_ray_with_stubs_for_cuda_trains_and_keeps_the_sampler_in_step",
-        ),
-        Evidence(
-            "vLLM",
-            TOPK | PROJECTION,
-            ON_TRAINER,
-            "engines/openrlhf/test_run.py::test_a_top_k_and_a_troll_run_on_ray_with_stubs_for_cuda_train_and_log_every_step",
-        ),
-        Evidence(
-            "recorded batch",
-            TOPK | PROJECTION,
-            ON_TRAINER,
-            "engines/openrlhf/test_vocabulary.py::test_an_update_with_deepspeed_has_the_gradient_of_whole_log_softmaxes_with_plain_calls_for_ray",
-        ),
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/openrlhf/test_losses.py::test_a_preset_in_openrlhfs_training_step_on_a_stub_network_has_the_parity_files_gradients",
-            "called",
-        ),
+        Evidence("vLLM", SAMPLED, ON_SAMPLER, "engines/openrlhf/test_run.py"
+                 "::test_a_run_on_ray_with_stubs_for_cuda_trains_and_keeps_the_sampler_in_step"),
+        Evidence("vLLM", TOPK | PROJECTION, ON_TRAINER, "engines/openrlhf/test_run.py"
+                 "::test_a_top_k_and_a_troll_run_on_ray_with_stubs_for_cuda_train_and_log_every_step"),
+        Evidence("recorded batch", TOPK | PROJECTION, ON_TRAINER, "engines/openrlhf/test_vocabulary.py"
+                 "::test_an_update_with_deepspeed_has_the_gradient_of_whole_log_softmaxes_with_plain_calls_for_ray"),
+        _called("engines/openrlhf/test_losses.py"
+                "::test_a_preset_in_openrlhfs_training_step_on_a_stub_network_has_the_parity_files_gradients"),
     ),
     "tinker": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/tinker/test_tinker.py::test_the_hook_in_tinkers_own_client_sends_the_oracles_gradient_with_a_fake_service",
-            "called",
-        ),
+        _called("engines/tinker/test_tinker.py"
+                "::test_the_hook_in_tinkers_own_client_sends_the_oracles_gradient_with_a_fake_service"),
     ),
     "Trinity-RFT": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/trinity/test_trinity.py::test_a_region_with_both_anchors_has_the_oracles_verdicts_and_gradient",
-            "called",
-        ),
+        _called("engines/trinity/test_trinity.py"
+                "::test_a_region_with_both_anchors_has_the_oracles_verdicts_and_gradient"),
     ),
     "RLinf": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/rlinf/test_rlinf.py::test_a_region_has_the_oracles_verdicts_and_gradient",
-            "called",
-        ),
+        _called("engines/rlinf/test_rlinf.py::test_a_region_has_the_oracles_verdicts_and_gradient"),
     ),
     "AReaL": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/areal/test_areal.py::test_a_region_in_areals_actor_has_the_oracles_verdicts_and_gradient_with_a_fake_engine",
-            "called",
-        ),
+        _called("engines/areal/test_areal.py"
+                "::test_a_region_in_areals_actor_has_the_oracles_verdicts_and_gradient_with_a_fake_engine"),
     ),
     "prime-rl": (
-        Evidence(
-            "recorded batch",
-            FAMILY,
-            ON_SAMPLER,
-            "engines/prime_rl/test_trainer.py::test_prime_rls_trainer_takes_an_optimizer_step_with_the_clipped_gradient_of_a_direct_computation",
-        ),
+        Evidence("recorded batch", FAMILY, ON_SAMPLER, "engines/prime_rl/test_trainer.py"
+                 "::test_prime_rls_trainer_takes_an_optimizer_step_with_the_clipped_gradient_of_a_direct_computation"),
     ),
     "NeMo RL": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "engines/nemo_rl/test_nemo_rl.py::test_a_preset_has_the_files_verdicts_and_gradient",
-            "called",
-        ),
+        _called("engines/nemo_rl/test_nemo_rl.py::test_a_preset_has_the_files_verdicts_and_gradient"),
     ),
-    "slime": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "support/response_contract.py::test_a_preset_has_the_files_verdicts_and_gradient",
-            "called",
-        ),
-    ),
-    "miles": (
-        Evidence(
-            "recorded batch",
-            SAMPLED,
-            BOTH,
-            "support/response_contract.py::test_a_preset_has_the_files_verdicts_and_gradient",
-            "called",
-        ),
-    ),
-}
+    "slime": (_called(_RESPONSES),),
+    "miles": (_called(_RESPONSES),),
+}  # fmt: skip
 """The tests of each engine, by its name in the catalogue. A sampler appears in the table with its first line here."""

@@ -41,7 +41,7 @@ class LoggedServer(TransformersServer):
         self._waiting.sort(key=lambda waiting: self._turn(waiting[0]))
 
     def _turn(self, request):
-        if not request.topk:  # evaluation, for which the trainer waits
+        if not request.wanted.top_k:  # evaluation, for which the trainer waits
             return 0
         return 1 if tuple(request.prompt_ids) in self._prompts else 2
 
@@ -63,14 +63,14 @@ class LoggedServer(TransformersServer):
         answers = super()._stamped_answers(requests)
         with open(os.environ["TRUSTRL_TEST_LOG"], "a") as log:
             for request, answer in zip(requests, answers, strict=True):
-                if request.topk:
+                if request.wanted.top_k:
                     self._count(request, answer)
                 row = {
                     "prompt": request.prompt_ids, "tokens": answer.token_ids, "logp": answer.log_probs,
                     "version": answer.extra_fields["global_steps"], "stop": answer.stop_reason,
                     "temperature": request.temperature,
                 }  # fmt: skip
-                if request.topk:
+                if request.wanted.top_k:
                     row |= {name: answer.extra_fields[name].tolist() for name in (TOPK_IDS, TOPK_LOGP)}
                 log.write(json.dumps(row) + "\n")
         return answers

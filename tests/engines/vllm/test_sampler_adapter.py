@@ -12,7 +12,7 @@ from vllm.outputs import CompletionOutput, WeightVersionSpan
 
 from trustrl.engines.common.sampler_contract import Wanted
 from trustrl.engines.vllm.decode_record import REQUEST, DecodedLogprobs
-from trustrl.engines.vllm.sampler_adapter import VLLMAdapter, sampled_record
+from trustrl.engines.vllm.sampler_adapter import VLLMAdapter
 from trustrl.errors import EngineError
 
 
@@ -74,18 +74,22 @@ def completion(**values):
     return CompletionOutput(**{**settings, **values})
 
 
+def recorded(**values):
+    return adapter().record(completion(**values), Wanted())
+
+
 def test_an_answer_is_a_record():
-    record = sampled_record(completion(finish_reason="length"))
+    record = recorded(finish_reason="length")
     assert (record.tokens.tolist(), record.is_complete, record.version) == ([0, 1, 2, 3], True, None)
     assert record.topk_ids.tolist() == [[7, 8]] * 4
     assert (record.kept.ids.tolist(), record.kept.counts.tolist()) == ([7, 8] * 4, [2] * 4)
-    assert not sampled_record(completion(finish_reason="abort")).is_complete
-    assert not sampled_record(completion()).is_complete
+    assert not recorded(finish_reason="abort").is_complete
+    assert not recorded().is_complete
 
 
 def test_versions_that_are_numbers_are_kept_and_others_are_unknown():
     spans = [WeightVersionSpan("default", 0, 1), WeightVersionSpan("7", 1, 3), WeightVersionSpan("8", 3, 4)]
-    assert sampled_record(completion(weight_versions=spans)).version.tolist() == [-1, 7, 7, 8]
+    assert recorded(weight_versions=spans).version.tolist() == [-1, 7, 7, 8]
 
 
 def test_an_answer_that_was_not_recorded_is_an_error():

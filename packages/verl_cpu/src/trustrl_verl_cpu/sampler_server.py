@@ -7,6 +7,7 @@ large byte arrays, which Ray passes without a copy.
 import asyncio
 import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trustrl.engines.common.sampler_fields import KEPT, TOPK
+from trustrl.engines.common.sampler_contract import Wanted, wanted_in
 from trustrl.errors import ConfigError, EngineError
 
 BUCKET_BYTES = 32 << 20
@@ -43,11 +44,8 @@ class Request:
     prompt_logprobs: int | None = None
     """If given, the request scores the prompt: K most probable ids per position, or 0 for only the prompt's tokens."""
 
-    topk: int = 0
-    """The number of most probable ids to return at each sampled token."""
-
-    max_kept: int = 0
-    """The largest number of kept ids to return at each sampled token, if truncation keeps only some."""
+    wanted: Wanted = field(default_factory=Wanted)
+    """The data to return at each sampled token."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """The other entries of verl's `sampling_params`, for samplers that support more than temperature."""
@@ -70,8 +68,7 @@ def request_of(prompt_ids: list[int], sampling_params: Mapping[str, Any], limits
     """
     ids, options = list(prompt_ids), dict(sampling_params)
     options.pop("logprobs", None)  # every answer contains them
-    extra = dict(options.pop("extra_args", None) or {})
-    topk, max_kept = (int(extra.pop(name, 0)) for name in (TOPK, KEPT))
+    wanted, extra = wanted_in(options.pop("extra_args", None))
     if extra:
         options["extra_args"] = extra
     temperature = options.pop("temperature", None)
@@ -98,7 +95,7 @@ def request_of(prompt_ids: list[int], sampling_params: Mapping[str, Any], limits
         )
     if asked is None:
         asked = min(limits.response, limits.prompt + limits.response - len(ids))
-    return Request(ids, max(1, min(int(asked), room)), temperature, topk=topk, max_kept=max_kept, options=options)
+    return Request(ids, max(1, min(int(asked), room)), temperature, wanted=wanted, options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +250,24 @@ class BatchingServer(NothingToFree, ABC):
         """Loads the model."""
 
     @abstractmethod
+    def _sampled(self, requests: list[Request]) -> Iterable[Answer]:
+        """Returns the completion of each request."""
+
+    @abstractmethod
+    def _scored(self, requests: list[Request], k: int) -> Iterable[Answer]:
+        """Returns the scores of each request's sequence: K most probable ids per position, or 0 for its own tokens."""
+
     def _answers(self, requests: list[Request]) -> list[Answer]:
         """Returns one answer per request, in order."""
+        places_of: dict[int | None, list[int]] = defaultdict(list)
+        for place, request in enumerate(requests):
+            places_of[request.prompt_logprobs].append(place)
+        answers: dict[int, Answer] = {}
+        for k, places in places_of.items():
+            group = [requests[place] for place in places]
+            replies = self._sampled(group) if k is None else self._scored(group, k)
+            answers.update(zip(places, replies, strict=True))
+        return [answers[place] for place in range(len(requests))]
 
     @abstractmethod
     def _begin_weights(self) -> None:

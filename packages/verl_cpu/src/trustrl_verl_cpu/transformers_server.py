@@ -59,24 +59,17 @@ class TransformersServer(BatchingServer):
     def _answers(self, requests: list[Request]) -> list[Answer]:
         for request in requests:
             _refuse_other_distributions(request, self._model.config.vocab_size)
-        answers: list[Answer | None] = [None] * len(requests)
-        for answer_them, wanted in ((self._sampled, False), (self._scored, True)):
-            places = [i for i, request in enumerate(requests) if (request.prompt_logprobs is not None) == wanted]
-            for i, answer in zip(places, answer_them([requests[i] for i in places]), strict=True):
-                answers[i] = answer
-        return [answer for answer in answers if answer is not None]
+        return super()._answers(requests)
 
     @torch.inference_mode()
     def _sampled(self, requests: list[Request]) -> list[Answer]:
-        if not requests:
-            return []
         ids_BT, mask_BT = _padded([request.prompt_ids for request in requests], left=True)
         temperature_B1 = torch.tensor([[request.temperature] for request in requests])
         most_B = torch.tensor([request.max_tokens for request in requests])
         going_B = torch.ones(len(requests), dtype=torch.bool)
         position_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
         drawn, logps, tops, cache = [], [], [], None
-        k = max(request.topk for request in requests)
+        widths = [request.wanted.top_k for request in requests]
         for length in range(1, int(most_B.max()) + 1):
             out = self._model(
                 input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT, past_key_values=cache,
@@ -87,7 +80,7 @@ class TransformersServer(BatchingServer):
             # A finished response stays in the batch; its further tokens are cut off below.
             drawn.append(token_B1.masked_fill(~going_B[:, None], -1))
             logps.append(logp_B1)
-            tops.append(logp_BV.topk(k))
+            tops.append(logp_BV.topk(max(widths)))
             going_B &= ~torch.isin(token_B1[:, 0], self._ends) & (length < most_B)
             if not going_B.any() or self._interrupted.is_set():
                 break
@@ -99,9 +92,9 @@ class TransformersServer(BatchingServer):
             Answer(token[:n], logp[:n], stop_reason="aborted" if going else "completed")
             for (token, logp, n), going in zip(rows, going_B.tolist(), strict=True)
         ]
-        for row, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-            if request.topk:
-                best = [(top.indices[row, : request.topk], top.values[row, : request.topk]) for top in tops]
+        for row, (k, answer) in enumerate(zip(widths, answers, strict=True)):
+            if k:
+                best = [(top.indices[row, :k], top.values[row, :k]) for top in tops]
                 ids, logp = (torch.stack(part)[: len(answer.token_ids)] for part in zip(*best, strict=True))
                 answer.extra_fields.update({TOPK_IDS: ids.int().numpy(), TOPK_LOGP: logp.numpy()})
         return answers
@@ -114,8 +107,8 @@ class TransformersServer(BatchingServer):
         return token_B1, logp_BV.gather(-1, token_B1), logp_BV
 
     @torch.inference_mode()
-    def _scored(self, requests: list[Request]) -> Iterator[Answer]:
-        row_bytes = 4 * self._model.config.vocab_size * max((len(r.prompt_ids) for r in requests), default=1)
+    def _scored(self, requests: list[Request], k: int) -> Iterator[Answer]:
+        row_bytes = 4 * self._model.config.vocab_size * max(len(request.prompt_ids) for request in requests)
         size = max(1, LOGIT_BYTES // row_bytes)
         for start in range(0, len(requests), size):
             part = requests[start : start + size]
@@ -124,7 +117,6 @@ class TransformersServer(BatchingServer):
             for request, ids_T, logits_TV in zip(part, ids_BT, logits_BTV, strict=True):
                 # Raw at every temperature, like the scores of verl's other samplers.
                 logp_TV = torch.log_softmax(logits_TV[: len(request.prompt_ids) - 1].float(), -1)
-                k = request.prompt_logprobs or 0
                 if k:
                     best = logp_TV.topk(k)
                     yield scores(best.indices.tolist(), best.values.tolist(), k)
@@ -188,8 +180,6 @@ def _refuse_other_distributions(request: Request, vocabulary: int) -> None:
                 f"{name} must be {neutral} with rollout.name=transformers_cpu, got {value}. Use "
                 "rollout.name=vllm_cpu to change it."
             )
-    if max(request.prompt_logprobs or 0, request.topk) > vocabulary:
-        raise ConfigError(
-            f"K must be at most the vocabulary's size {vocabulary}, got {request.prompt_logprobs or request.topk}. "
-            "Lower the region's K."
-        )
+    k = max(request.prompt_logprobs or 0, request.wanted.top_k)
+    if k > vocabulary:
+        raise ConfigError(f"K must be at most the vocabulary's size {vocabulary}, got {k}. Lower the region's K.")

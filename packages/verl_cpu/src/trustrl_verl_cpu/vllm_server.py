@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import subprocess
-from collections import defaultdict
 from contextlib import ExitStack
 from importlib import import_module, metadata
 from pathlib import Path
@@ -17,7 +16,7 @@ import trustrl
 from trustrl.engines.common.sampler_contract import Wanted
 from trustrl.engines.vllm.options import CPU_ENVIRONMENT, cpu_options
 from trustrl.engines.vllm.routed_experts import fill_on_cpu
-from trustrl.engines.vllm.sampler_adapter import VLLMAdapter, sampled_record
+from trustrl.engines.vllm.sampler_adapter import VLLMAdapter
 from trustrl.engines.vllm.scoring import score
 from trustrl.engines.vllm.weight_reload import forget_prefixes, model_runner_of, reloaded
 from trustrl.errors import ConfigError, EngineError
@@ -156,28 +155,30 @@ class VLLMServer(BatchingServer):
                 )
             fill_on_cpu(self._llm)
 
-    def _answers(self, requests: list[Request]) -> list[Answer]:
-        answers: list[Answer | None] = [None] * len(requests)
-        groups: dict[int | None, list[int]] = defaultdict(list)
-        for i, request in enumerate(requests):
-            groups[request.prompt_logprobs].append(i)
-        for k, places in groups.items():
-            group = [requests[i] for i in places]
-            replies = self._sampled(group) if k is None else self._scored(group, k)
-            for i, answer in zip(places, replies, strict=True):
-                answers[i] = answer
-        return [answer for answer in answers if answer is not None]
-
     def _sampled(self, requests: list[Request]) -> list[Answer]:
         make: Any = import_module("vllm").SamplingParams
         parameters = []
         for request in requests:
             options = {"detokenize": False, **request.options, "temperature": request.temperature}
-            own, _ = self._adapter.request(Wanted(request.topk, request.max_kept), options)
+            own, _ = self._adapter.request(request.wanted, options)
             parameters.append(make(**{**own, "max_tokens": request.max_tokens}))
         prompts = [{"prompt_token_ids": request.prompt_ids} for request in requests]
         outputs = self._llm.generate(prompts, sampling_params=parameters, use_tqdm=False)
-        return [_answer(output, routing=self._routing) for output in outputs]
+        return [self._answer(output) for output in outputs]
+
+    def _answer(self, output: Any) -> Answer:
+        completion = output.outputs[0]
+        record, experts = self._adapter.record(completion, Wanted()), None
+        if self._routing:
+            # Not those of the record: verl's router replay needs the prompt's rows too.
+            experts, rows = completion.routed_experts, len(output.prompt_token_ids) + len(completion.token_ids) - 1
+            if experts is None or len(experts) != rows:
+                raise EngineError(
+                    f"vLLM must return the experts of {rows} tokens, got {0 if experts is None else len(experts)}. "
+                    "Install a vllm version listed in trustrl's documentation, or set "
+                    "enable_rollout_routing_replay=False."
+                )
+        return Answer(list(completion.token_ids), record.logp.tolist(), record.extra_fields(), routed_experts=experts)
 
     def _scored(self, requests: list[Request], k: int) -> list[Answer]:
         sequences = [request.prompt_ids for request in requests]
@@ -215,16 +216,3 @@ class VLLMServer(BatchingServer):
             )
         reload.close()
         forget_prefixes(self._llm)
-
-
-def _answer(output: Any, *, routing: bool) -> Answer:
-    completion = output.outputs[0]
-    record, experts = sampled_record(completion), completion.routed_experts if routing else None
-    tokens = list(completion.token_ids)
-    rows = len(output.prompt_token_ids) + len(tokens) - 1
-    if routing and (experts is None or len(experts) != rows):
-        raise EngineError(
-            f"vLLM must return the experts of {rows} tokens, got {0 if experts is None else len(experts)}. Install a "
-            "vllm version listed in trustrl's documentation, or set enable_rollout_routing_replay=False."
-        )
-    return Answer(tokens, record.logp.tolist(), record.extra_fields(), routed_experts=experts)

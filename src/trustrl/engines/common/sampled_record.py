@@ -20,6 +20,12 @@ UNKNOWN = -1
 """The version of weights that nobody numbered, and the id at places that truncation left empty."""
 
 
+def version_number(name: Any) -> int:
+    """Returns the number that a sampler's name of its weights is; `UNKNOWN` for other names."""
+    text = str(name)
+    return int(text) if text.isdecimal() else UNKNOWN
+
+
 class Column(NamedTuple):
     """Description of one field of a record."""
 

@@ -88,6 +88,11 @@ def require_recordable(adapter: SamplerAdapter, wanted: Wanted, sampling_params:
         raise EngineError(reason)
 
 
+def draws_from_a_part(sampling_params: Mapping[str, Any]) -> bool:
+    """Returns whether a request draws tokens from a part of the vocabulary. Greedy sampling draws nothing."""
+    return is_truncated(sampling_params.get) and sampling_params.get("temperature") != 0
+
+
 def asking(wanted: Wanted, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns sampling parameters that carry `Wanted` to the server in their `extra_args`.
 

@@ -86,9 +86,7 @@ class StepSums:
 
     def total(self, group: Any) -> Sums | None:
         """Returns the sums over the step's tokens on all ranks; losses are the mean over the step's updates."""
-        if (
-            self._sums is None
-        ):  # a pipeline stage that computes no loss; the other ranks of its group compute none either
+        if self._sums is None:  # a pipeline stage without a loss, as on the other ranks of its group
             return None
         total = over_ranks(self._sums, group)
         for name in total.added:

@@ -85,6 +85,7 @@ def region_loss(
     chosen = _region(json.dumps(region, sort_keys=True))
     check_seam(type(inputs))
     logp, mask, read = inputs.trainer_logprobs, inputs.loss_mask, _TRAINER.read
+    # prime-rl splits one packed tensor into sequences and does not say where each was. A slice knows its own place.
     start = logp.storage_offset()
     if read is None or logp.untyped_storage().nbytes() != len(read.tokens) * logp.element_size():
         raise EngineError(

@@ -1,9 +1,8 @@
 """Rows that describe the NeMo RL settings that do not work with a region. They load without torch and NeMo RL."""
 
 from trustrl.engines.refusals.rows import (
+    ON_TRAINER_ALONE,
     Refusal,
-    Scope,
-    is_set,
     not_averaged_over_tokens,
     switch,
     whole_vocabulary,
@@ -11,34 +10,29 @@ from trustrl.engines.refusals.rows import (
 
 LOSS, GENERATION = "loss_fn", "policy.generation"
 _OWN = "It belongs to NeMo RL's own clip, which the region replaces. Set the region in loss_fn.trustrl_region."
-_ON_TRAINER_ALONE = Scope("anchored on the trainer alone", lambda needs: "behavior" not in needs.anchors)
 
 ROWS = (
     *(
         Refusal(f"{LOSS}.{name}", "0.2, the default,", _OWN, default=0.2)
         for name in ("ratio_clip_min", "ratio_clip_max")
     ),
-    Refusal(f"{LOSS}.ratio_clip_c", "null", _OWN, refused=is_set),
+    switch(f"{LOSS}.ratio_clip_c", _OWN, "null"),
     *(
         switch(f"{LOSS}.{name}", _OWN, "false")
         for name in ("disable_ppo_ratio", "use_cispo", "sequence_level_importance_ratios")
     ),
     switch(f"{LOSS}.force_on_policy_ratio", "NeMo RL would fill prev_logprobs with zeros.", "false"),
-    Refusal(
-        setting=f"{LOSS}.truncated_importance_sampling_type",
-        must_be="null",
-        why="Only NeMo RL's own clip applies it. The regions tis, icepop and mis correct for π'/μ.",
-        refused=is_set,
+    switch(
+        f"{LOSS}.truncated_importance_sampling_type",
+        "Only NeMo RL's own clip applies it. The regions tis, icepop and mis correct for π'/μ.", "null",
     ),
-    Refusal(
-        setting=f"{LOSS}.use_importance_sampling_correction",
-        must_be="false",
-        why="Only NeMo RL's own clip applies it. Give the region a correction, or anchor it on the sampler.",
-        refused=is_set,
-        scope=_ON_TRAINER_ALONE,
+    switch(
+        f"{LOSS}.use_importance_sampling_correction",
+        "Only NeMo RL's own clip applies it. Give the region a correction, or anchor it on the sampler.", "false",
+        scope=ON_TRAINER_ALONE,
     ),
     not_averaged_over_tokens(f"{LOSS}.token_level_loss", "false"),
     whole_vocabulary(f"{GENERATION}.top_p", "top_p", "1.0", 1.0),
     whole_vocabulary(f"{GENERATION}.top_k", "top_k", "null"),
-)
+)  # fmt: skip
 """Every row, in the order of the check."""

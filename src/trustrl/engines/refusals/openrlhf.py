@@ -6,15 +6,16 @@ Imports neither torch nor OpenRLHF, so the documentation can list the rows anywh
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     EVERY,
-    EXACT,
     ON_SAMPLER,
-    SAMPLER_TOPK,
+    ON_TRAINER_ALONE,
     VOCABULARY,
     Refusal,
-    Scope,
+    at_most,
     average_per_sequence,
-    is_set,
+    no_exact,
+    no_topk_of_sampler,
     not_asynchronous,
+    switch,
     unfit,
     whole_vocabulary,
 )
@@ -23,7 +24,6 @@ LEVEL, MODE = "--algo.advantage.is_correction_level", "--actor.loss_agg_mode"
 REDUCTIONS = {"token-mean": TokenMean, "seq-mean-token-mean": SequenceMeanTokenMean}
 """Maps OpenRLHF's `--actor.loss_agg_mode` to reductions."""
 
-_NOT_ON_SAMPLER = Scope("anchored on the trainer alone", lambda needs: "behavior" not in needs.anchors)
 _BOUNDS = "It belongs to OpenRLHF's own loss. Set a region's bounds in --trustrl.region."
 _CORRECTION = (
     "OpenRLHF's own loss applies it, and a region replaces that loss. Use a preset with a correction: tis, icepop, "
@@ -31,74 +31,46 @@ _CORRECTION = (
 )
 
 
-def _at_most(setting: str, largest: int, default: int, why: str) -> Refusal:
-    """Returns the row of a number that regions on more than the sampled token bound."""
-    must_be = str(largest) if largest < 2 else f"at most {largest}"
-    return Refusal(setting, must_be, why, default, lambda got, lookup, region: got > largest, VOCABULARY)
-
-
 _VOCABULARY = (
-    unfit(
+    no_exact("--trustrl.region"),
+    no_topk_of_sampler(
         "--trustrl.region",
-        "Top-K or on the sampled token",
-        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
-        EXACT,
-    ),
-    unfit(
-        "--trustrl.region",
-        "on the sampled token, or anchored on the trainer,",
         'OpenRLHF asks vLLM for the sampled token\'s log-prob only. Set "anchor": "proximal" on the region.',
-        SAMPLER_TOPK,
     ),
     unfit(
-        "--trustrl.region",
-        "without max_staleness",
-        "OpenRLHF does not record which weights sampled a token. TRL and verl do.",
-        EVERY,
+        "--trustrl.region", "without max_staleness",
+        "OpenRLHF does not record which weights sampled a token. TRL and verl do.", EVERY,
         refused=lambda got, lookup, region: getattr(region, "max_staleness", None) is not None,
     ),
-    _at_most(
-        "--ds.zero_stage", 2, 2, "{region} reads the output layer's weight, of which ZeRO-3 holds a part on each rank."
-    ),
-    Refusal(
-        setting="--ds.packing_samples",
-        must_be="left out",
-        why="It needs flash attention, which we could not run with {region}. Batches with padding work.",
-        refused=is_set,
-        scope=VOCABULARY,
-        words={"region": "such a region"},
-    ),
-    _at_most("--ds.ring_attn_size", 1, 1, "We could not run {region} on split sequences."),
-    _at_most("--ds.tensor_parallel_size", 1, 1, "{region} reads the output layer's weight, which it splits."),
-    Refusal(
-        setting="--ds.deepcompile",
-        must_be="left out",
-        why="It compiles the model's forward pass, in which {region} reads the vocabulary.",
-        refused=is_set,
+    at_most(
+        "--ds.zero_stage", 2, "{region} reads the output layer's weight, of which ZeRO-3 holds a part on each rank.",
         scope=VOCABULARY,
     ),
-    _at_most("--data.max_images_per_prompt", 0, 0, "{region} on images is not supported."),
-)
+    switch(
+        "--ds.packing_samples",
+        "It needs flash attention, which we could not run with {region}. Batches with padding work.", "left out",
+        scope=VOCABULARY, words={"region": "such a region"},
+    ),
+    at_most("--ds.ring_attn_size", 1, "We could not run {region} on split sequences.", scope=VOCABULARY),
+    at_most(
+        "--ds.tensor_parallel_size", 1, "{region} reads the output layer's weight, which it splits.", scope=VOCABULARY
+    ),
+    switch(
+        "--ds.deepcompile", "It compiles the model's forward pass, in which {region} reads the vocabulary.", "left out",
+        scope=VOCABULARY,
+    ),
+    at_most("--data.max_images_per_prompt", 0, "{region} on images is not supported.", scope=VOCABULARY),
+)  # fmt: skip
 
 ROWS = (
     *_VOCABULARY,
     Refusal(
-        setting=LEVEL,
-        must_be="token",
+        setting=LEVEL, must_be="token", default="off", scope=ON_SAMPLER,
+        refused=lambda level, lookup, region: level != "token",
         why="Only then does OpenRLHF ask vLLM for log-probs. The region replaces the loss that would apply the "
         "correction, so nothing is corrected twice.",
-        refused=lambda level, lookup, region: level != "token",
-        default="off",
-        scope=ON_SAMPLER,
     ),
-    Refusal(
-        setting=LEVEL,
-        must_be="off",
-        why=_CORRECTION,
-        refused=lambda level, lookup, region: level != "off",
-        default="off",
-        scope=_NOT_ON_SAMPLER,
-    ),
+    Refusal(LEVEL, "off", _CORRECTION, "off", scope=ON_TRAINER_ALONE),
     Refusal("--actor.eps_clip", "left at 0.2", _BOUNDS, 0.2),
     Refusal(
         setting="--actor.eps_clip_low_high",
@@ -111,29 +83,21 @@ ROWS = (
     ),
     Refusal("--actor.dual_clip", "left out", _BOUNDS),
     Refusal(
-        setting="--actor.policy_loss_type",
-        must_be="left at ppo",
+        setting="--actor.policy_loss_type", must_be="left at ppo", default="ppo",
         why="It belongs to OpenRLHF's own loss. Use --trustrl.region gspo.",
-        default="ppo",
     ),
     Refusal("--algo.advantage.is_correction_mode", "left at mask", _CORRECTION, "mask"),
     Refusal("--algo.advantage.is_correction_gating", "left at ratio", _CORRECTION, "ratio"),
     Refusal(
-        setting="--algo.advantage.is_correction_threshold",
-        must_be="left at (0.5, 5.0)",
-        why=_CORRECTION,
-        default=(0.5, 5.0),
-        refused=lambda bounds, lookup, region: tuple(bounds) != (0.5, 5.0),
+        setting="--algo.advantage.is_correction_threshold", must_be="left at (0.5, 5.0)", default=(0.5, 5.0),
+        refused=lambda bounds, lookup, region: tuple(bounds) != (0.5, 5.0), why=_CORRECTION,
     ),
     average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean"),
     not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
     whole_vocabulary(
-        "--rollout.top_p",
-        "top_p",
-        "1.0",
-        1.0,
+        "--rollout.top_p", "top_p", "1.0", 1.0,
         "μ would be renormalized over the kept tokens and π would not: OpenRLHF does not record the ids that vLLM "
         "keeps. TRL and verl do.",
     ),
-)
+)  # fmt: skip
 """Every row, in the order of the check."""

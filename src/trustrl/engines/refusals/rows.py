@@ -40,6 +40,7 @@ class Scope:
 EVERY = Scope("every region", lambda needs: True)
 ON_SAMPLER = Scope("anchored on the sampler", lambda needs: "behavior" in needs.anchors)
 ON_TRAINER = Scope("anchored on the trainer", lambda needs: "proximal" in needs.anchors)
+ON_TRAINER_ALONE = Scope("anchored on the trainer alone", lambda needs: "behavior" not in needs.anchors)
 VOCABULARY = Scope("Top-K, TROLL, exact", lambda needs: bool(needs.topk or needs.full))
 VOCABULARY_OR_TRUNCATED = Scope("Top-K, TROLL, exact, and all with truncated sampling", lambda needs: True)
 """The rows themselves find out whether sampling is truncated."""
@@ -157,9 +158,33 @@ def unfit(setting: str, must_be: str, why: str, scope: Scope, **more: Any) -> Re
     return Refusal(setting, must_be, why, scope=scope, **{"refused": always, **facts, **more})
 
 
-def switch(setting: str, why: str, must_be: str = "False") -> Refusal:
-    """Returns the row of a switch that must be off."""
-    return Refusal(setting, must_be, why, refused=is_set)
+def no_exact(setting: str) -> Refusal:
+    """Returns the row of exact divergences, for engines without the rollout's hidden states."""
+    why = "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences."
+    return unfit(setting, "Top-K or on the sampled token", why, EXACT)
+
+
+def no_topk_of_sampler(setting: str, why: str, **more: Any) -> Refusal:
+    """Returns the row of Top-K regions on the sampler, for engines that record only the sampled token's log-prob."""
+    return unfit(setting, "on the sampled token, or anchored on the trainer,", why, SAMPLER_TOPK, **more)
+
+
+def switch(setting: str, why: str, must_be: str = "False", **more: Any) -> Refusal:
+    """Returns the row of a switch that must be off. `more` has other fields of the row."""
+    return Refusal(setting, must_be, why, refused=is_set, **more)
+
+
+def at_most(setting: str, largest: int, why: str, **more: Any) -> Refusal:
+    """Returns the row of a number with an upper bound, which is also its value if the setting is absent.
+
+    Args:
+        setting: The engine's setting.
+        largest: The largest value that works. 0 and 1, for images and ranks, have no smaller one.
+        why: The reason and the fix.
+        more: Other fields of the row.
+    """
+    must_be = str(largest) if largest < 2 else f"at most {largest}"
+    return Refusal(setting, must_be, why, largest, lambda got, lookup, region: got > largest, **more)
 
 
 def fitting(reductions: Mapping[str, Any], region: Region) -> list[str]:
@@ -200,14 +225,8 @@ def average_per_sequence(
 
 def not_averaged_over_tokens(setting: str, must_be: str) -> Refusal:
     """Returns the row of a switch that averages over tokens."""
-    return Refusal(
-        setting=setting,
-        must_be=must_be,
-        why="{region}'s gradient is defined per sequence.",
-        refused=is_set,
-        scope=PER_SEQUENCE,
-        words={"region": "GSPO"},
-    )
+    why = "{region}'s gradient is defined per sequence."
+    return switch(setting, why, must_be, scope=PER_SEQUENCE, words={"region": "GSPO"})
 
 
 def table(rows: Iterable[Refusal]) -> str:
@@ -276,11 +295,8 @@ def not_asynchronous(setting: str, must_be: str, engine: str, anchored: str) -> 
         engine: The engine's name.
         anchored: The way to write `anchor=behavior` in the engine's settings.
     """
-    return Refusal(
-        setting=setting,
-        must_be=must_be,
-        why=f"{{region}} needs the trainer's policy at the rollout's weights, which {engine} does not keep. Use a "
-        f"region with {anchored}, which does not need it.",
-        refused=is_set,
-        scope=ON_TRAINER,
+    why = (
+        f"{{region}} needs the trainer's policy at the rollout's weights, which {engine} does not keep. Use a region "
+        f"with {anchored}, which does not need it."
     )
+    return switch(setting, why, must_be, scope=ON_TRAINER)

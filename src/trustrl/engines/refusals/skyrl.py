@@ -9,18 +9,17 @@ from trustrl.config.axes import Region
 from trustrl.config.sampling_parameters import describes_the_draw, logprobs_kind
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
-    EXACT,
     ON_SAMPLER,
-    SAMPLER_TOPK,
     VOCABULARY,
     Given,
     Refusal,
     Scope,
     average_per_sequence,
-    is_set,
+    no_exact,
+    no_topk_of_sampler,
     not_asynchronous,
     plain_sampling,
-    unfit,
+    switch,
 )
 
 ALGORITHM, SAMPLING = "trainer.algorithm", "generator.sampling_params"
@@ -52,100 +51,76 @@ def _corrected(correction: Any, lookup: Given, region: Region) -> bool:
 
 
 ALGORITHM_ROWS = (
-    unfit(
+    no_exact(f"{ALGORITHM}.policy_loss_type"),
+    no_topk_of_sampler(
         f"{ALGORITHM}.policy_loss_type",
-        "Top-K or on the sampled token",
-        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.",
-        EXACT,
-    ),
-    unfit(
-        f"{ALGORITHM}.policy_loss_type",
-        "on the sampled token, or anchored on the trainer,",
         "SkyRL keeps only the sampled token's log-prob of the sampler's answer. Set region.anchor=proximal.",
-        SAMPLER_TOPK,
     ),
     Refusal(
-        setting=f"{ALGORITHM}.off_policy_correction",
-        must_be="off",
+        setting=f"{ALGORITHM}.off_policy_correction", must_be="off", refused=_corrected,
         why="Only SkyRL's own losses apply it. A region anchored on the sampler already contains π'/μ; one with "
         "anchor=proximal takes region.correction.",
-        refused=_corrected,
     ),
     average_per_sequence(f"{ALGORITHM}.loss_reduction", REDUCTIONS, "sequence_mean"),
     *(
         Refusal(
-            setting=f"{ALGORITHM}.{name}",
-            must_be="left at {default}",
-            why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
-            refused=lambda value, lookup, region, name=name: value != _default(name, lookup),
+            setting=f"{ALGORITHM}.{name}", must_be="left at {default}",
             facts=lambda lookup, region, name=name: {"default": _default(name, lookup)},
             words={"default": "SkyRL's default"},
+            refused=lambda value, lookup, region, name=name: value != _default(name, lookup),
+            why=f"It belongs to SkyRL's own losses. Set a region's bounds in {ALGORITHM}.region.",
         )
         for name in ("eps_clip_low", "eps_clip_high", "clip_ratio_c", "sapo", "cispo", "dppo", "clip_cov", "kl_cov")
     ),
-)
+)  # fmt: skip
 """Rows about `trainer.algorithm`, the only settings that SkyRL passes to a loss. Losses check these rows again."""
 
 SAMPLING_ROWS = (
     Refusal(
-        setting=f"{SAMPLING}.logprobs",
-        must_be="1",
-        why="Without it the sampler does not record log-probs.",
+        setting=f"{SAMPLING}.logprobs", must_be="1", scope=ON_SAMPLER,
         refused=lambda logprobs, lookup, region: logprobs is None,
-        scope=ON_SAMPLER,
+        why="Without it the sampler does not record log-probs.",
     ),
     Refusal(
-        setting=f"{ENGINE}.logprobs_mode",
-        must_be="processed_logprobs",
-        why="At {temperature}, vLLM's raw log-probs are not those of the distribution that it samples from.",
+        setting=f"{ENGINE}.logprobs_mode", must_be="processed_logprobs", default="raw_logprobs", scope=ON_SAMPLER,
+        facts=lambda lookup, region: {"temperature": f"temperature {lookup(f'{SAMPLING}.temperature', 1.0):g}"},
+        words={"temperature": "a temperature other than 1"},
         refused=lambda mode, lookup, region: (
             not describes_the_draw(
                 logprobs_kind(mode), temperature=lookup(f"{SAMPLING}.temperature", 1.0), truncated=False
             )
         ),
-        default="raw_logprobs",
-        scope=ON_SAMPLER,
-        facts=lambda lookup, region: {"temperature": f"temperature {lookup(f'{SAMPLING}.temperature', 1.0):g}"},
-        words={"temperature": "a temperature other than 1"},
+        why="At {temperature}, vLLM's raw log-probs are not those of the distribution that it samples from.",
     ),
     not_asynchronous("trainer.fully_async.enabled", "False", "SkyRL", "anchor=behavior"),
     Refusal(
-        setting=f"{ALGORITHM}.temperature",
-        must_be=f"{SAMPLING}.temperature ({{temperature}})",
-        why="π and μ would be computed at different temperatures.",
+        setting=f"{ALGORITHM}.temperature", must_be=f"{SAMPLING}.temperature ({{temperature}})",
+        facts=lambda lookup, region: {"temperature": f"{lookup(f'{SAMPLING}.temperature', 1.0):g}"},
+        words={"temperature": "or unset"},
         refused=lambda trained, lookup, region: (
             trained is not None and trained != lookup(f"{SAMPLING}.temperature", 1.0)
         ),
-        facts=lambda lookup, region: {"temperature": f"{lookup(f'{SAMPLING}.temperature', 1.0):g}"},
-        words={"temperature": "or unset"},
+        why="π and μ would be computed at different temperatures.",
     ),
     *plain_sampling(SAMPLING),
-)
+)  # fmt: skip
 """Rows about the sampler and the trainer around the loss."""
 
 WORKER_ROWS = (
     Refusal(
-        setting="trainer.strategy",
-        must_be="fsdp",
+        setting="trainer.strategy", must_be="fsdp", default="fsdp", scope=WORKER,
         why="The adapter does not extend SkyRL's Megatron worker.",
-        default="fsdp",
-        scope=WORKER,
     ),
     Refusal(
-        setting="trainer.policy.sequence_parallel_size",
-        must_be="1",
+        setting="trainer.policy.sequence_parallel_size", must_be="1", default=1, scope=VOCABULARY,
         why="We could not run regions on split sequences.",
-        default=1,
+    ),
+    switch(
+        "generator.step_wise_trajectories",
+        "SkyRL pads each mini-batch of steps on its own, so the rows of π' would not fit the sequences.",
         scope=VOCABULARY,
     ),
-    Refusal(
-        setting="generator.step_wise_trajectories",
-        must_be="False",
-        why="SkyRL pads each mini-batch of steps on its own, so the rows of π' would not fit the sequences.",
-        refused=is_set,
-        scope=VOCABULARY,
-    ),
-)
+)  # fmt: skip
 """Rows about the trainer and the worker that trustrl extends."""
 
 ROWS = (*ALGORITHM_ROWS, *WORKER_ROWS, *SAMPLING_ROWS)

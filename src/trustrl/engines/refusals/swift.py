@@ -12,18 +12,17 @@ from trustrl.config.axes import Region
 from trustrl.config.terms import FixedLength, SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
     EVERY_TOKEN,
-    EXACT,
     ON_SAMPLER,
     ON_TRAINER,
-    SAMPLER_TOPK,
     TRUNCATED,
     Given,
     Refusal,
+    at_most,
     average_per_sequence,
-    is_set,
+    no_exact,
     no_penalty,
+    no_topk_of_sampler,
     switch,
-    unfit,
     whole_vocabulary,
 )
 
@@ -89,10 +88,7 @@ _LOSS = (
 
 _LAYOUT = (
     switch("padding_free", "It needs flash attention, which we could not run. Batches with padding work."),
-    Refusal(
-        setting="sequence_parallel_size", must_be="1", default=1, refused=lambda got, lookup, region: got > 1,
-        why="We could not run regions on split sequences.",
-    ),
+    at_most("sequence_parallel_size", 1, "We could not run regions on split sequences."),
     Refusal("model", "a text model", "Regions on images are not supported."),
 )  # fmt: skip
 
@@ -110,19 +106,15 @@ _ANCHORS = (
         "TRUSTRL_BEHAVIOR=trainer takes the trainer's, which ms-swift computes for every rollout; --use_vllm true "
         "records vLLM's.",
     ),
-    Refusal(
-        setting="async_generate", must_be="False", scope=ON_TRAINER, refused=is_set,
-        why="{region} needs the trainer's policy at the rollout's weights, and ms-swift computes it one update later. "
-        "Use a region with anchor=behavior.",
+    switch(
+        "async_generate",
+        "{region} needs the trainer's policy at the rollout's weights, and ms-swift computes it one update later. "
+        "Use a region with anchor=behavior.", scope=ON_TRAINER,
     ),
-    unfit(
-        REGION, "Top-K or on the sampled token",
-        "The adapter does not keep the rollout's hidden states. TRL and verl support exact divergences.", EXACT,
-    ),
-    unfit(
-        REGION, "on the sampled token, or anchored on the trainer,",
-        "ms-swift requests only the sampled token's log-prob from vLLM. Set anchor=proximal on the region.",
-        SAMPLER_TOPK, refused=lambda got, lookup, region: not region.needs().full and _vllm(lookup),
+    no_exact(REGION),
+    no_topk_of_sampler(
+        REGION, "ms-swift requests only the sampled token's log-prob from vLLM. Set anchor=proximal on the region.",
+        refused=lambda got, lookup, region: not region.needs().full and _vllm(lookup),
     ),
 )  # fmt: skip
 

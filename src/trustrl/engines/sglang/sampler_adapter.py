@@ -18,11 +18,10 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from trustrl.config.sampling_parameters import is_truncated
 from trustrl.config.validators import one_of
 from trustrl.engines.common.kept_columns import KeptColumn, column_of
-from trustrl.engines.common.sampled_record import UNKNOWN, SampledRecord
-from trustrl.engines.common.sampler_contract import Request, Wanted, require_recordable
+from trustrl.engines.common.sampled_record import UNKNOWN, SampledRecord, version_number
+from trustrl.engines.common.sampler_contract import Request, Wanted, draws_from_a_part, require_recordable
 from trustrl.errors import EngineError
 
 MASK, SUPPORT, FLAT = "return_sampling_mask", "sampling_logprobs_mode", "return_flat_raw_output_top_logprobs"
@@ -98,7 +97,7 @@ class SGLangAdapter:
                 "experts must be False with SGLang, got True. trustrl does not read the routed experts that SGLang "
                 "returns. Record a sampler on vLLM, or leave the experts out."
             )
-        if not _truncates(sampling_params):
+        if not draws_from_a_part(sampling_params):
             return None
         needed = [MASK, SUPPORT] if wanted.top_k else [MASK]
         missing = [name for name in needed if name not in self.request_fields]
@@ -131,7 +130,7 @@ class SGLangAdapter:
             if name not in _NOT_PARAMETERS
         }
         fields: dict[str, Any] = {"return_logprob": True}
-        if _truncates(params):
+        if draws_from_a_part(params):
             # SGLang returns kept ids of requests with a top_k only. The vocabulary's size keeps every id.
             params["top_k"] = self._largest_kept(params)
             fields[MASK] = True
@@ -157,9 +156,8 @@ class SGLangAdapter:
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort" and reason.get("status_code") is not None:
             raise EngineError(f"SGLang must answer a recorded request, and it refused: {reason.get('message')}")
-        own = (meta.get("output_token_logprobs") or [])[
-            : len(tokens)
-        ]  # one more than the tokens if none were asked for
+        # SGLang returns one more than the tokens if none were asked for.
+        own = (meta.get("output_token_logprobs") or [])[: len(tokens)]
         if [row[1] for row in own] != tokens.tolist():
             raise EngineError(
                 f"SGLang must return the log-prob of each of {len(tokens)} sampled tokens, got {len(own)} log-probs of "
@@ -192,19 +190,14 @@ class SGLangAdapter:
         if spans is None:
             last = meta.get("weight_version")
             # The version at the end of the answer, which is that of all tokens only if an update ends every answer.
-            return None if last is None or self.pause != "abort" else np.full(length, _number(last), np.int32)
+            return None if last is None or self.pause != "abort" else np.full(length, version_number(last), np.int32)
         versions = np.full(length, UNKNOWN, np.int32)
         for span in spans:
-            versions[span["start"] : span["end"]] = _number(span["version"])
+            versions[span["start"] : span["end"]] = version_number(span["version"])
         if self.pause == "in_place":
             for _, span in pairwise(spans):
                 versions[span["start"] : span["start"] + self.step_tokens] = UNKNOWN
         return versions
-
-
-def _truncates(sampling_params: Mapping[str, Any]) -> bool:
-    """Returns whether tokens are drawn from a part of the vocabulary. Greedy sampling draws nothing."""
-    return is_truncated(sampling_params.get) and sampling_params.get("temperature") != 0
 
 
 def _fault(server_args: Any) -> str | None:
@@ -272,9 +265,3 @@ def _array(meta: Mapping[str, Any], name: str, dtype: Any, shape: Sequence[int])
     else:
         flat = np.asarray(meta[field])
     return flat.astype(dtype).reshape(shape)
-
-
-def _number(version: Any) -> int:
-    """Returns a version that is a number; SGLang's versions are text."""
-    text = str(version)
-    return int(text) if text.isdecimal() else UNKNOWN

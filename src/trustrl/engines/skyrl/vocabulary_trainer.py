@@ -79,7 +79,10 @@ class RegionTrainer(RayPPOTrainer):
 
 
 class _KeepingDispatch:
-    """SkyRL's `WorkerDispatch`, which keeps each row of the passes it runs."""
+    """SkyRL's `WorkerDispatch`, which keeps each row of the passes it runs.
+
+    SkyRL's trainer takes the log-probs out of the rows and drops what else the workers added to them.
+    """
 
     def __init__(self, dispatch: Any, rows: list[dict[str, Any]]) -> None:
         self._dispatch, self._rows = dispatch, rows

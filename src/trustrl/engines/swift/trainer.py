@@ -88,7 +88,7 @@ def settings() -> Settings:
 
 
 class TrustRegionGRPOTrainer(LossSeamMixin, GRPOTrainer):
-    """ms-swift's `GRPOTrainer` with a trust region instead of the clip; its settings come from the"""
+    """ms-swift's `GRPOTrainer` with a trust region instead of the clip. `settings` reads the environment for it."""
 
     _advantages_name = "grpo_batch.advantages"
     _recording = False

@@ -14,7 +14,6 @@ from trustrl.recording import Recorder, SequenceRows, sequence_ids
 SEQUENCE = "trustrl_sequence"
 """The tensor added to a rollout: the id of each row's sequence."""
 
-
 GROUPS = -1
 """In place of a rank, for the ids of groups, whose completions may be on several ranks."""
 
@@ -30,10 +29,7 @@ class RecordEnd(TrainerCallback):
         if control.should_save:
             self._recorder.sync()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Syncs the recorder if the trainer saves a checkpoint next."""
-        if control.should_save:
-            self._recorder.sync()
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Flushes the recorder."""

@@ -104,6 +104,10 @@ def kept_of(logprobs: Tensor, limits: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return ids.astype(np.int32), allowed
 
 
+# Subclasses with an attribute instead of one more field: vLLM unpacks both tuples by position on their way to the
+# scheduler, and calls `tolists` and `slice_request` there.
+
+
 class _Tensors(LogprobsTensors):
     """Columns of a step, with the kept ids behind them."""
 

@@ -12,10 +12,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from trustrl.config.sampling_parameters import PROCESSED, is_truncated, shaping
+from trustrl.config.sampling_parameters import PROCESSED, shaping
 from trustrl.engines.common.kept_columns import KeptColumn
-from trustrl.engines.common.sampled_record import UNKNOWN, SampledRecord
-from trustrl.engines.common.sampler_contract import Request, Wanted, require_recordable
+from trustrl.engines.common.sampled_record import UNKNOWN, SampledRecord, version_number
+from trustrl.engines.common.sampler_contract import Request, Wanted, draws_from_a_part, require_recordable
 from trustrl.engines.vllm.decode_record import DecodedLogprobs, install, recording
 from trustrl.engines.vllm.options import on_cpu
 from trustrl.errors import EngineError
@@ -68,8 +68,7 @@ class VLLMAdapter:
                 f"vLLM's SamplingParams must have the fields {sorted(_FIELDS)}, and {sorted(missing)} are missing. "
                 "Install a vllm version listed in trustrl's documentation."
             )
-        truncated = is_truncated(sampling_params.get) and sampling_params.get("temperature") != 0
-        changed = truncated or bool(shaping(sampling_params.get))
+        changed = draws_from_a_part(sampling_params) or bool(shaping(sampling_params.get))
         if self.logprobs_mode != PROCESSED and (changed or self.logprobs_mode != "raw_logprobs"):
             return (
                 f"logprobs_mode must be {PROCESSED!r} to record μ, got {self.logprobs_mode!r}. Other modes return "
@@ -106,41 +105,35 @@ class VLLMAdapter:
             answer: vLLM's `CompletionOutput`.
             wanted: The data that its request asked for.
 
+        Returns:
+            The record, as copies that can be pickled.
+
         Raises:
             EngineError: If the recorder did not see the request, or if the routed experts are missing.
         """
-        return sampled_record(answer, experts=wanted.experts)
+        logprobs = answer.logprobs
+        if not isinstance(logprobs, DecodedLogprobs):
+            raise EngineError(
+                "vLLM must return the log-probs of a recorded request as DecodedLogprobs, got "
+                f"{type(logprobs).__name__}. Call trustrl.engines.vllm.decode_record.install() in this process, and "
+                "send the parameters of VLLMAdapter.request."
+            )
+        ids, logp = logprobs.table()
+        kept, routing = logprobs.kept(), None
+        if wanted.experts:
+            from trustrl.engines.vllm.routed_experts import at_tokens
+
+            routing = at_tokens(answer)
+        return SampledRecord(
+            tokens=ids[:, 0].copy(), logp=logp[:, 0].copy(), topk_ids=ids[:, 1:].copy(), topk_logp=logp[:, 1:].copy(),
+            kept=kept and KeptColumn(kept.ids.copy(), kept.counts), version=_versions(answer, len(ids)),
+            experts=routing, is_complete=answer.finish_reason not in (None, "abort"),
+        )  # fmt: skip
 
     def _parameters(self, wanted: Wanted, more: Mapping[str, Any]) -> dict[str, Any]:
         # Requests ask for one id more than may be kept, and the vocabulary must have it.
         max_kept = min(wanted.max_kept, self.vocabulary - 1)
         return recording(min(wanted.top_k, self.vocabulary), max_kept=max_kept, more=more)
-
-
-def sampled_record(completion: Any, *, experts: bool = False) -> SampledRecord:
-    """Returns the record of one `CompletionOutput`, as copies that can be pickled.
-
-    Raises:
-        EngineError: If the recorder did not see the request, or if the routed experts are missing.
-    """
-    logprobs = completion.logprobs
-    if not isinstance(logprobs, DecodedLogprobs):
-        raise EngineError(
-            f"vLLM must return the log-probs of a recorded request as DecodedLogprobs, got {type(logprobs).__name__}. "
-            "Call trustrl.engines.vllm.decode_record.install() in this process, and send the parameters of "
-            "VLLMAdapter.request."
-        )
-    ids, logp = logprobs.table()
-    kept, routing = logprobs.kept(), None
-    if experts:
-        from trustrl.engines.vllm.routed_experts import at_tokens
-
-        routing = at_tokens(completion)
-    return SampledRecord(
-        tokens=ids[:, 0].copy(), logp=logp[:, 0].copy(), topk_ids=ids[:, 1:].copy(), topk_logp=logp[:, 1:].copy(),
-        kept=kept and KeptColumn(kept.ids.copy(), kept.counts), version=_versions(completion, len(ids)),
-        experts=routing, is_complete=completion.finish_reason not in (None, "abort"),
-    )  # fmt: skip
 
 
 def _versions(completion: Any, length: int) -> np.ndarray | None:
@@ -150,5 +143,5 @@ def _versions(completion: Any, length: int) -> np.ndarray | None:
         return None
     versions = np.full(length, UNKNOWN, np.int32)
     for span in spans:
-        versions[span.start : span.end] = int(span.version) if span.version.isdecimal() else UNKNOWN
+        versions[span.start : span.end] = version_number(span.version)
     return versions
