@@ -14,7 +14,7 @@ from typing import Any
 from trustrl.runs.first_completions import MOST_COMPLETIONS
 from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS
-from trustrl.tools.explain.evidence import Evidence, Point, points
+from trustrl.tools.explain import Evidence, Point, points
 from trustrl.tools.report.charts import Chart
 
 TIMES_NOISE = 3.0
