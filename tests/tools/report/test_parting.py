@@ -119,6 +119,6 @@ def test_text_json_and_page_show_it(tmp_path, capsys):
     marks = {chart["key"]: chart["marks"] for chart in page_data(report)["charts"] if chart["marks"]}
     assert marks == {"grad_norm": [{"step": 21, "run": 1, "text": "B parts"}]}
     html = page(report)
-    assert re.search(r"<b>B</b> parts from <b>A</b>: Gradient norm, from step 21", html)
+    assert re.search(r"<b>B</b> parts from <b>A</b>: Gradient norm from step 21; setting region.kind dppo → ppo<", html)
     assert html.index("parts from") < html.index('id="causes-0"')
     assert "parts from" not in text(gather(open_runs([a])), unicode=True)

@@ -6,7 +6,7 @@ from typing import Any
 from trustrl.tools.explain import RANKING, Cause, Explanation, Number
 from trustrl.tools.report.evidence_charts import curves_of
 from trustrl.tools.report.html_sections import badges, outcome
-from trustrl.tools.report.parting import RULE
+from trustrl.tools.report.parting import RULE, Parting
 from trustrl.tools.report.report_contents import NOTHING_FOUND, Report, parting_words
 from trustrl.tools.report.reported_runs import letter
 from trustrl.tools.report.safe_text import said
@@ -39,12 +39,21 @@ def _partings(report: Report) -> str:
     for apart in report.partings:
         details = "".join(f"<div><dt>{name}</dt><dd>{said(words)}</dd></div>" for name, words in parting_words(apart))
         earliest = apart.metrics[0] if apart.metrics else None
-        when = f"{said(earliest.title)}, from step {earliest.step}" if earliest else "no metric, beyond the noise"
+        when = f"{said(earliest.title)} from step {earliest.step}" if earliest else "no metric beyond the noise"
+        when += f", {len(apart.metrics) - 1} more later" if len(apart.metrics) > 1 else ""
+        when += f"; {said(_settings(apart))}"
         items += (
             f'<li><details class="sources"><summary><b>{letter(apart.run)}</b> parts from {first}: {when}</summary>'
             f'<dl class="missing">{details}</dl><p class="hint">{RULE}</p></details></li>'
         )
     return items
+
+
+def _settings(apart: Parting) -> str:
+    """Returns the setting that differs, or how many do."""
+    if len(apart.settings) == 1:
+        return "setting " + parting_words(apart)[0][1]
+    return f"{len(apart.settings) or 'no'} settings differ"
 
 
 def _healthy(explanation: Explanation | None) -> str:
