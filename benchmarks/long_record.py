@@ -3,7 +3,8 @@
 python benchmarks/long_record.py --ranks 64 --steps 10000 FOLDER
 
 The recorder writes one rank, step by step, and merges as in a run. The other ranks are copies of its files with their
-own rank and sequences. Then report, explain and watch open the folder, each in a process. Prints one JSON object.
+own rank and sequences, and the metrics are those of a stock TRL run. Then report, explain and watch open the folder,
+each in a process. Prints one JSON object. `opened` counts the part files that a command opens, which no load changes.
 """
 
 import argparse
@@ -90,13 +91,47 @@ def copied(folder: Path, rank: int, steps: int) -> None:
             whole.publish()
 
 
-def measured(command: list[str]) -> dict[str, Any]:
-    """Returns exit code, CPU seconds and peak resident memory of a command."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def with_metrics(folder: Path, steps: int) -> None:
+    """Writes TRL's log of a run that learns, so that the tools have causes to look for."""
+    history = [
+        {
+            "step": step, "reward": 0.2 + 0.5 * step / steps, "reward_std": 0.4, "frac_reward_zero_std": 0.1,
+            "loss": 0.0, "grad_norm": 1.0, "entropy": 1.0 - 0.5 * step / steps, "completions/mean_length": 4.0,
+            "num_tokens": float(step),
+        }
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    state = {"log_history": history, "logging_steps": 1, "max_steps": steps, "global_step": steps}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+COUNTED = """
+import atexit, os, sys
+opened = [0]
+def hook(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".parquet"):
+        opened[0] += 1
+sys.addaudithook(hook)
+atexit.register(lambda: print(f"opened {opened[0]}", file=sys.stderr))
+"""
+"""Start of a program that says at its end how many part files it opened."""
+
+
+def measured(arguments: list[str]) -> dict[str, Any]:
+    """Returns exit code, CPU seconds, peak resident memory and opened part files of a command."""
+    program = f"{COUNTED}\nfrom trustrl.cli import main\nsys.exit(main({arguments!r}))"
+    return measured_program(program)
+
+
+def measured_program(program: str) -> dict[str, Any]:
+    """Returns the same of a Python program."""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
     said = process.stderr.read().decode()
     _, status, used = os.wait4(process.pid, 0)
+    said, _, opened = said.rstrip().rpartition("opened ")
     return {
+        "opened": int(opened),
         "exit": os.waitstatus_to_exitcode(status), "cpu_seconds": round(used.ru_utime + used.ru_stime, 2),
         "peak_mb": round(used.ru_maxrss / 1024), "said": said[-300:],
     }  # fmt: skip
@@ -116,20 +151,21 @@ def main() -> None:
         results["one_rank"] = recorded(folder, options.steps)
         for rank in range(1, options.ranks):
             copied(folder, rank, options.steps)
+        with_metrics(options.folder, options.steps)
     results["files_without_merging"] = 3 * options.ranks * options.steps
     results["files"] = files_in(folder)
     results["mb"] = round(sum(file.stat().st_size for file in folder.rglob("*")) / 2**20)
-    trustrl_command = [sys.executable, "-m", "trustrl.cli"]
     page = str(options.folder / "page.html")
     for name, arguments in {
         "help": ["--help"],
-        "report": ["report", str(options.folder), "--out", page],
+        "report": ["report", str(options.folder)],
+        "report_page": ["report", str(options.folder), "--out", page],
         "explain": ["explain", str(options.folder)],
     }.items():
-        results[name] = measured([*trustrl_command, *arguments])
+        results[name] = measured(arguments)
     call = f"live_reports([{str(options.folder)!r}], every=1.0, with_page=False)"
     once = f"from trustrl.tools.report.live_view import live_reports; next({call})"
-    results["watch"] = measured([sys.executable, "-c", once])
+    results["watch"] = measured_program(f"{COUNTED}\n{once}")
     print(json.dumps(results, indent=1))
 
 

@@ -9,11 +9,10 @@ from trustrl.core.sum_table import PROBABILITY_EDGES, bin_names
 from trustrl.errors import MissingDataError, RecordError
 from trustrl.files import parsed_json, read_regular
 from trustrl.optional_imports import need
+from trustrl.runs.figure_style import COLOURS, LINES, saved
 from trustrl.runs.run_directory import StoredRun, checked_rows
 from trustrl.runs.run_verdict import mean_of, rewards_of, rollouts, windows
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
-LINES = ("-", "--", "-.", ":")
 MOST_REGIONS = 200
 FEW_ROLLOUTS = 24
 """Largest number of rollouts that are drawn as separate markers."""
@@ -83,7 +82,7 @@ def draw_run(run: StoredRun, updates_per_batch: int = 1) -> Path:
         (where, "masked by probability"),
     ):
         axis.set_title(title, fontsize=10, loc="left")
-    return _saved(figure, (learned, acted, where), run.path / "run.png")
+    return saved(figure, (learned, acted, where), run.path / "run.png")
 
 
 def _rewards(axis: Any, steps: Sequence[int], rewards: Sequence[float], line: str, colour: str, label: str) -> None:
@@ -144,7 +143,7 @@ def _curves(results: Mapping[str, Any], file: Path) -> Path:
     seeds = max(row["finished"] for row in results["regions"].values())
     top.set_title(f"mean and range of {seeds} seed{'s' * (seeds != 1)}", fontsize=10, loc="left")
     top.legend(frameon=False, fontsize=9)
-    return _saved(figure, (top, bottom), file)
+    return saved(figure, (top, bottom), file)
 
 
 def _shares(run: Mapping[str, Any]) -> list[float]:
@@ -171,14 +170,4 @@ def _accuracies(results: Mapping[str, Any], file: Path) -> Path:
     axis.set_yticks(range(len(regions)), regions)
     axis.set_ylim(len(regions) - 0.5, -0.5)
     axis.set_xlabel("held-out accuracy: seeds (small), mean with 95% t interval; gray bar: before training")
-    return _saved(figure, (axis,), file)
-
-
-def _saved(figure: Any, axes: Sequence[Any], file: Path) -> Path:
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
-    need("matplotlib.pyplot", extra="plots").close(figure)
-    return file
+    return saved(figure, (axis,), file)

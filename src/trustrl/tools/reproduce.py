@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from trustrl.errors import MissingDataError
 from trustrl.optional_imports import need
+from trustrl.runs.figure_style import COLOURS, LINES, saved
 from trustrl.runs.run import Row, Run
 from trustrl.runs.run_verdict import collapsed, mean_of, rollouts, windows
 
@@ -28,8 +29,6 @@ MOST_TOKENS = 200_000
 RARE, COMMON = 0.1, 0.9
 """Probabilities below and above which figure 2 compares tokens."""
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#555555", "#e69f00", "#56b4e9", "#000000")
-LINES = ("-", "--", "-.", ":")
 REWARD, MISMATCH = "reward", "trustrl/mismatch_gap_abs_mean"
 MASKED, ENTROPY = "trustrl/masked_probability_mean", "entropy"
 TITLES = {
@@ -257,7 +256,7 @@ def _draw_curves(names: Sequence[str], runs: Labelled, file: Path) -> None:
         )
     fullest = max(axes, key=lambda axis: len(axis.lines))
     fullest.legend(frameon=False, fontsize=8)
-    _save(figure, axes, file)
+    saved(figure, axes, file)
 
 
 def _draw_tokens(tokens: Mapping[str, tuple[list[float], list[float]]], file: Path) -> None:
@@ -275,13 +274,4 @@ def _draw_tokens(tokens: Mapping[str, tuple[list[float], list[float]]], file: Pa
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_xlabel("μ of the sampled token")
     axes[0].legend(frameon=False, fontsize=8, markerscale=5)
-    _save(figure, axes, file)
-
-
-def _save(figure: Any, axes: Sequence[Any], file: Path) -> None:
-    for axis in axes:
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=130)
-    need("matplotlib.pyplot", extra="plots").close(figure)
+    saved(figure, axes, file)

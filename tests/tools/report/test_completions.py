@@ -130,7 +130,7 @@ def test_completions_beyond_the_room_for_tokens_keep_their_text(tmp_path):
 
 
 def test_only_so_many_candidates_are_read(monkeypatch):
-    monkeypatch.setattr(module, "MAX_CANDIDATES", 7)
+    monkeypatch.setattr(module, "MOST_COMPLETIONS", 7)
     assert shown(run_of([Completion(step=1, text="t")] * 20)).num_known == 7
 
 

@@ -8,17 +8,18 @@ from trustrl.recording import Piece, stream
 from trustrl.recording.storage import Place
 
 _NEEDED = ("step", "update", "sequence", "policy_logp", "behavior_logp", "proximal_logp")
+_ANCHORS: dict[str, Anchor] = {"behavior_logp": "behavior", "proximal_logp": "proximal"}
 
 
 def anchor_in(files: Sequence[Place], chosen: Anchor | None = None) -> Anchor:
     """Returns the chosen anchor; without a choice, the sampler's log-probs, or π' if the records have π' alone."""
     if chosen is not None:
         return chosen
-    for piece in stream([*files[:1], *files[-1:]], columns=_NEEDED):
-        if "behavior_logp" in piece.columns:
-            return "behavior"
-        if "proximal_logp" in piece.columns:
-            return "proximal"
+    for file in files:  # nearly always the first one has an anchor
+        for piece in stream([file], columns=_NEEDED):
+            for column, anchor in _ANCHORS.items():
+                if column in piece.columns:
+                    return anchor
     return "behavior"
 
 

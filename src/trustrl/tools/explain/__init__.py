@@ -13,6 +13,7 @@ explanation    applies every rule, lists what the files could not show, and form
 """
 
 from trustrl.tools.explain.causes import Cause, Number
+from trustrl.tools.explain.evidence import Evidence, Point, points
 from trustrl.tools.explain.explanation import RANKING, Explanation, explain
 
-__all__ = ["RANKING", "Cause", "Explanation", "Number", "explain"]
+__all__ = ["RANKING", "Cause", "Evidence", "Explanation", "Number", "Point", "explain", "points"]

@@ -12,12 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trustrl.runs.metric_names import ADVANTAGES
 from trustrl.runs.run import Row, Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS, rollouts_in_a_mean, windows
+from trustrl.tools.explain.recorded_gap import tokens_of
 from trustrl.tools.explain.sampled_batches import SampledBatch, sampled_batches
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REWARD, LOSS, GRADIENT = "reward", "loss", "grad_norm"
 EQUAL, UNSCORED = "frac_reward_zero_std", "frac_reward_nan"
@@ -113,6 +117,16 @@ class Evidence:
     def sampled(self) -> list[SampledBatch]:
         """Facts about the completions of each step."""
         return sampled_batches(self.run)
+
+    @cached_property
+    def first_tokens(self) -> "Mapping[str, Tensor] | None":
+        """Columns of the first recorded tokens of which sampler and trainer are known. None if there are none."""
+        return tokens_of(self.run)
+
+    @cached_property
+    def last_tokens(self) -> "Mapping[str, Tensor] | None":
+        """The same of the last recorded tokens."""
+        return tokens_of(self.run, newest=True)
 
     @cached_property
     def mean_rewards(self) -> list[float]:

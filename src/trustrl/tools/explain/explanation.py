@@ -31,7 +31,7 @@ from trustrl.tools.explain.evidence import (
     origin,
     points,
 )
-from trustrl.tools.explain.recorded_gap import GapClass, classes_of, tokens_of
+from trustrl.tools.explain.recorded_gap import GapClass, classes_of
 from trustrl.tools.probe import EXACT
 
 EQUAL_REWARDS = "groups with identical rewards"
@@ -92,7 +92,7 @@ CURVES = {"entropy change": ENTROPY}
 class Explanation:
     """Likely causes of a failed run, and what its files could not show."""
 
-    run: Run
+    evidence: Evidence
     causes: list[Cause]
     """Most likely first. Empty if no rule applies."""
 
@@ -103,16 +103,21 @@ class Explanation:
     unread: str = ""
     """Reason that rules on completions were left out: a file that cannot be read. Empty if there is none."""
 
+    @property
+    def run(self) -> Run:
+        """The run. It has no completions if they cannot be read."""
+        return self.evidence.run
+
     @cached_property
     def gap(self) -> list[GapClass]:
         """Classes of recorded tokens with their shares of the sampler-trainer gap. Empty without records."""
-        return classes_of(tokens_of(self.run))
+        return classes_of(self.evidence.first_tokens)
 
     def curve(self, number: Number) -> list[Point]:
         """Returns the values over the steps among which the number stands. Empty if the run did not log them."""
         if number.metric == ACCURACY:
             return points(self.run.evaluations, "accuracy")
-        return points(Evidence(self.run).rows, CURVES.get(number.metric, number.metric))
+        return points(self.evidence.rows, CURVES.get(number.metric, number.metric))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the object that `trustrl explain --json` prints."""
@@ -180,7 +185,7 @@ def explain(source: str | Path | Run) -> Explanation:
     causes = [cause for check in CHECKS if (cause := check.rule(evidence)) is not None]
     causes = [replace(cause, numbers=tuple(_traced(run, x) for x in cause.numbers)) for cause in causes]
     checked = [check.looks_for for check in CHECKS if check.had_data(evidence)]
-    return Explanation(run, sorted(causes, key=lambda cause: cause.rank), checked, _unchecked(evidence), unread)
+    return Explanation(evidence, sorted(causes, key=lambda cause: cause.rank), checked, _unchecked(evidence), unread)
 
 
 def _traced(run: Run, number: Number) -> Number:
@@ -218,7 +223,7 @@ def _gap(run: Evidence) -> Iterator[Missing]:
             "dtypes of sampler and trainer", f"Is the gap of {middle(gaps):.2g} nats rounding or a fault?",
             "Keep the trainer's configuration next to its log.",
         )  # fmt: skip
-    if middle(gaps) > EXACT and tokens_of(run.run) is None:
+    if middle(gaps) > EXACT and run.first_tokens is None:
         yield Missing(
             "token records", "Which tokens carry the gap, and is it a temperature or other weights?",
             "Record tokens with both log-probs: see the guide on records.",

@@ -83,17 +83,17 @@ def tokens_of(run: Run, *, newest: bool = False) -> "Mapping[str, Tensor] | None
     Raises:
         RecordError: If a file cannot be read.
     """
-    from trustrl.recording.record_files import part_files
+    from trustrl.recording.record_files import part_files, read_table
 
     files = [file for folder in run.records for file in part_files(folder)]
     if not files:
         return None
     from torch import cat
 
-    from trustrl.recording.record_reader import read
+    from trustrl.recording.record_reader import Records
 
     try:
-        parts = [read(file) for file in (files[-FILES:] if newest else files[:FILES])]
+        parts = [Records(*read_table(file, COLUMNS)) for file in (files[-FILES:] if newest else files[:FILES])]
     except MissingPackageError:  # the metrics alone still cover most causes
         return None
     parts = [part for part in parts if {"behavior_logp", "proximal_logp"} <= {*part}]

@@ -15,7 +15,7 @@ from trustrl.runs.run_verdict import FEWEST_ROLLOUTS
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
 from trustrl.tools.explain.changes import Change, no_truncation, same_temperature
 from trustrl.tools.explain.evidence import ENTROPY, GAP, LARGEST_RATIO, RATIO, Evidence, Point, middle, onset, points
-from trustrl.tools.explain.recorded_gap import at_the_start, line_of, sentence_of, tokens_of
+from trustrl.tools.explain.recorded_gap import at_the_start, line_of, sentence_of
 from trustrl.tools.probe import EXACT, WHAT_TO_DO
 
 HALF_PRECISION = 0.04
@@ -73,7 +73,7 @@ def stale_weights(run: Evidence) -> Cause | None:
             GAP, onset(gaps, limit, "above"), middle(later), limit, "above", "median of the batches in the second half"
         ),
     )
-    where = sentence_of(tokens_of(run.run, newest=True))
+    where = sentence_of(run.last_tokens)
     return Cause(
         "stale weights", Order.SAMPLER, confidence(numbers),
         f"Sampler and trainer agreed at the first batch ({gaps[0][1]:.2g} nats) but no longer do. {where}",
@@ -98,7 +98,7 @@ def truncated_support(run: Evidence) -> Cause | None:
     return Cause(
         "truncated support", Order.SAMPLER, confidence(numbers[1:]),
         f"The trainer assigns tokens lower probability than the sampler, and almost never higher: the mean ratio falls "
-        f"short of 1 by {share:.0%} of the mean gap. {sentence_of(tokens_of(run.run))}",
+        f"short of 1 by {share:.0%} of the mean gap. {sentence_of(run.first_tokens)}",
         numbers, WHAT_TO_DO["truncation"], no_truncation(run.run), "gap",
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def wrong_from_the_start(run: Evidence) -> Cause | None:
     gaps = run.per_batch(GAP)
     if not gaps or _one_sided(run) or min(gaps[0][1], middle(gaps)) <= EXACT:
         return None
-    tokens = tokens_of(run.run)
+    tokens = run.first_tokens
     line = line_of(tokens)
     # Rounding does not produce a line, so with one the gap is real even below half-precision noise.
     limit = EXACT if line is not None and line.is_temperature else gap_limit(run)

@@ -6,6 +6,7 @@ shown_completions  the completions that a page shows, with their groups
 evidence_charts    the curves on which the numbers of causes stand
 charts             the curves over the steps, with the explanation and the healthy range of each
 safe_text          escaping of untrusted text
+parting            the settings, prompts and metrics in which two runs part
 report_contents    everything above as plain data, and as text for the terminal
 page_data          the data of the page's script
 html_page          the report as one HTML page; cause_section and html_sections render its parts, page/ holds its script

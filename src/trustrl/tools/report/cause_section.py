@@ -5,8 +5,10 @@ from typing import Any
 
 from trustrl.tools.explain import RANKING, Cause, Explanation, Number
 from trustrl.tools.report.evidence_charts import curves_of
-from trustrl.tools.report.html_sections import badges, letter, outcome
-from trustrl.tools.report.report_contents import NOTHING_FOUND, Report
+from trustrl.tools.report.html_sections import badges, outcome
+from trustrl.tools.report.parting import RULE, Parting
+from trustrl.tools.report.report_contents import NOTHING_FOUND, Report, parting_words
+from trustrl.tools.report.reported_runs import letter
 from trustrl.tools.report.safe_text import said
 
 
@@ -14,7 +16,7 @@ def causes_section(report: Report, runs: list[dict[str, Any]]) -> str:
     """Renders the outcome of each run and its causes."""
     several = len(runs) > 1
     heads = "".join(_headline(index, run, report.explained[index]) for index, run in enumerate(runs)) if several else ""
-    overview = f'<ul class="heads">{heads}</ul>' if several else ""
+    overview = f'<ul class="heads">{heads}{_partings(report)}</ul>' if several else ""
     articles = "\n".join(_run(report, index, run, several=several) for index, run in enumerate(runs))
     return f"""<section id="causes" aria-labelledby="causes-title">
 <h2 id="causes-title">{"Causes" if any(x and x.causes for x in report.explained) else "Diagnosis"}</h2>
@@ -29,6 +31,29 @@ def _headline(index: int, run: dict[str, Any], explanation: Explanation | None) 
     change = f"; set {_change(first)}" if first and first.change else ""
     label = f"<b>{letter(index)}</b> {said(run['label'])}"
     return f'<li><a href="#causes-{index}">{label}</a> {badges(run)} {words}{change}</li>'
+
+
+def _partings(report: Report) -> str:
+    """Renders where each further run parts from the first: what parts first stays in view, the rest unfolds."""
+    first, items = f"<b>{letter(0)}</b>", ""
+    for apart in report.partings:
+        details = "".join(f"<div><dt>{name}</dt><dd>{said(words)}</dd></div>" for name, words in parting_words(apart))
+        earliest = apart.metrics[0] if apart.metrics else None
+        when = f"{said(earliest.title)} from step {earliest.step}" if earliest else "no metric beyond the noise"
+        when += f", {len(apart.metrics) - 1} more later" if len(apart.metrics) > 1 else ""
+        when += f"; {said(_settings(apart))}"
+        items += (
+            f'<li><details class="sources"><summary><b>{letter(apart.run)}</b> parts from {first}: {when}</summary>'
+            f'<dl class="missing">{details}</dl><p class="hint">{RULE}</p></details></li>'
+        )
+    return items
+
+
+def _settings(apart: Parting) -> str:
+    """Returns the setting that differs, or how many do."""
+    if len(apart.settings) == 1:
+        return "setting " + parting_words(apart)[0][1]
+    return f"{len(apart.settings) or 'no'} settings differ"
 
 
 def _healthy(explanation: Explanation | None) -> str:

@@ -197,6 +197,9 @@ class Chart:
     """Healthy range, if all lines share it."""
 
     explanation: Metric | Explanation | None = None
+    metric: str = ""
+    """Name of the metric in the rows. Empty if it is in none."""
+
     other: bool = False
     """True for a metric that the report does not know by name. The page folds these charts."""
 
@@ -230,7 +233,7 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     main_charts = [
         Chart(
             key="reward", title="Reward", unit="mean per rollout", explanation=explained("reward"),
-            about="One point per rollout, at its first update.", lines=_lines(rewards, "reward"),
+            about="One point per rollout, at its first update.", metric="reward", lines=_lines(rewards, "reward"),
         ),
         Chart(
             key="accuracy", title="Held-out accuracy", unit="share of problems", about="Step 0 is before training.",
@@ -240,7 +243,7 @@ def charts(runs: Sequence[ReportedRun]) -> list[Chart]:
         Chart(
             key="acted", title="Tokens masked or projected", unit="share of tokens with A ≠ 0",
             about="Projected: of all tokens.", percent=True, lines=_lines(measured, *_ACTED, add=True),
-            band=_band("masked_share", runs), explanation=explained("trustrl/masked_share"),
+            metric=_ACTED[0], band=_band("masked_share", runs), explanation=explained("trustrl/masked_share"),
         ),
         *_divergences(runs),
         *(_chart(chart, names, runs) for chart, names in _FIRST),
@@ -254,7 +257,9 @@ def _chart(chart: Chart, names: Sequence[str], runs: Sequence[ReportedRun]) -> C
     logged = {name for run in runs for row in run.run.rows for name in row}
     name = next((candidate for candidate in names if candidate in logged), names[0])
     lines = _lines([run.run.rows for run in runs], *names)
-    return replace(chart, band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name), lines=lines)
+    return replace(
+        chart, band=_band(name.removeprefix("trustrl/"), runs), explanation=explained(name), metric=name, lines=lines
+    )
 
 
 def _band(name: str, runs: Sequence[ReportedRun]) -> Band | None:
@@ -280,7 +285,16 @@ def _divergences(runs: Sequence[ReportedRun]) -> list[Chart]:
             lines = _lines(here, f"trustrl/{name}")
             key, why = f"{name}-{unit.split()[0]}", explained(f"trustrl/{name}")
             divergences.append(
-                Chart(key=key, title=title, unit=unit, about=about, bound=bound, explanation=why, lines=lines)
+                Chart(
+                    key=key,
+                    title=title,
+                    unit=unit,
+                    about=about,
+                    bound=bound,
+                    explanation=why,
+                    lines=lines,
+                    metric=f"trustrl/{name}",
+                )
             )
     return divergences
 

@@ -7,7 +7,7 @@ from trustrl.runs.run import Run
 from trustrl.tools.report.charts import Chart
 from trustrl.tools.report.page_data import edge_of
 from trustrl.tools.report.report_contents import Report, percent
-from trustrl.tools.report.reported_runs import FACT_LABELS, measured_step
+from trustrl.tools.report.reported_runs import FACT_LABELS, letter, measured_step
 from trustrl.tools.report.safe_text import said, visible
 from trustrl.tools.report.shown_completions import ShownCompletions
 from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS, WITH_GRADIENT, TokenSample
@@ -17,11 +17,6 @@ NO_REGION = "No trustrl region: the engine's own loss trained this run."
 _EDGE = '<svg width="24" height="14" aria-hidden="true"><path class="edge" d="M1 7H23"/></svg>'
 SMOOTHING = (("auto", "automatic"), ("0", "off"), ("0.02", "2%"), ("0.05", "5%"), ("0.1", "10%"), ("0.2", "20%"))
 """Widths of the running mean, as a share of a line's points."""
-
-
-def letter(run: int) -> str:
-    """Returns the run's letter in charts."""
-    return chr(65 + run) if run < 26 else f"R{run + 1}"
 
 
 def runs_section(runs: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from trustrl.tools.explain import Number
 from trustrl.tools.report.charts import Chart, Point
 from trustrl.tools.report.evidence_charts import evidence_charts
 from trustrl.tools.report.report_contents import Report, text_of
-from trustrl.tools.report.reported_runs import ReportedRun, measured_step, statistic_of
+from trustrl.tools.report.reported_runs import ReportedRun, letter, measured_step, statistic_of
 from trustrl.tools.report.safe_text import visible
 from trustrl.tools.report.shown_completions import NUMBERS, TRUNCATED, ShownCompletion
 from trustrl.tools.report.token_sample import LABELS, MEANINGS, VERDICTS
@@ -27,7 +27,7 @@ def page_data(report: Report) -> dict[str, Any]:
         "runs": [{"label": visible(run.label), "name": visible(run.run.name)} for run in report.runs],
         "charts": [
             *(_chart(chart) | {"marks": [_mark(number) for number in on]} for chart, on in evidence_charts(report)),
-            *map(_chart, report.charts),
+            *(_chart(chart) | {"marks": _parted(report, chart)} for chart in report.charts),
         ],
         "verdicts": [{"name": LABELS[name], "meaning": MEANINGS[name]} for name in VERDICTS],
         "tokens": [_run_data(report, index, words) for index in range(len(report.runs))],
@@ -45,6 +45,15 @@ def _chart(chart: Chart) -> dict[str, Any]:
             {"run": line.run, "points": _rounded(line.points), "means": _rounded(line.means)} for line in chart.lines
         ],
     }  # fmt: skip
+
+
+def _parted(report: Report, chart: Chart) -> list[dict[str, Any]]:
+    return [
+        {"step": metric.step, "run": apart.run, "text": f"{letter(apart.run)} parts"}
+        for apart in report.partings
+        for metric in apart.metrics
+        if metric.key == chart.key
+    ]
 
 
 def _mark(number: Number) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trustrl.errors import TrustRLError
+from trustrl.runs.first_completions import read_once
 from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import COLLAPSE, NO_METRICS
 from trustrl.tools.explain import Explanation, explain
 from trustrl.tools.report.charts import Chart, charts
+from trustrl.tools.report.parting import Parting, parting
 from trustrl.tools.report.reported_runs import FACT_LABELS, ReportedRun, facts, region_in_words, reported
 from trustrl.tools.report.safe_text import token_texts, visible
 from trustrl.tools.report.shown_completions import ShownCompletions, choose_completions
@@ -18,6 +20,9 @@ NOTHING_FOUND = "Nothing found: no check points to a fault."
 
 MAX_POINTS, MAX_SHOWN = 60_000, 40_000
 """Maximum tokens in all scatter plots and in all texts of a page, split equally among runs with records."""
+
+MOST_SETTINGS = 8
+"""Maximum settings to list that two runs have differently."""
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 WIDTH = 32
@@ -45,6 +50,9 @@ class Report:
     explained: list[Explanation | None]
     """Diagnosis of each run. None if it has no metrics."""
 
+    partings: list[Parting]
+    """Comparison of each further run with the first, if both have metrics."""
+
     texts: list[dict[int, str]]
     text_notes: list[str]
     """For each run, the reason its tokens are shown as ids without text, or empty."""
@@ -66,10 +74,11 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
     for _, run in runs:
         sample, listed, diagnosis, note = None, ShownCompletions([], 0), None, ""
         try:
-            diagnosis = explain(run) if run.rows else None
-            sample = read_tokens(run.records, max_points=max_points // sharing)
-            steps = [cause.step for cause in diagnosis.causes] if diagnosis else []
-            listed = choose_completions(run, sample, max_shown=max_shown // sharing, near=steps)
+            with read_once(run) as once:
+                diagnosis = explain(once) if run.rows else None
+                sample = read_tokens(run.records, max_points=max_points // sharing)
+                steps = [cause.step for cause in diagnosis.causes] if diagnosis else []
+                listed = choose_completions(once, sample, max_shown=max_shown // sharing, near=steps)
         except (TrustRLError, OSError) as error:
             note = f"Cannot read the records of this run: {error}"
         known, missing = ({}, "") if sample is None else token_texts(run.settings.model, _ids(sample, listed))
@@ -80,7 +89,13 @@ def gather(runs: Sequence[tuple[str, Run]], *, max_points: int = MAX_POINTS, max
         texts.append(known)
         text_notes.append(missing)
     described = reported(runs)
-    return Report(described, charts(described), tokens, shown, notes, explained, texts, text_notes)
+    drawn = charts(described)
+    partings = [
+        parting(index, explained[0].evidence, other.evidence, drawn)
+        for index, other in enumerate(explained)
+        if index and other is not None and explained[0] is not None
+    ]
+    return Report(described, drawn, tokens, shown, notes, explained, partings, texts, text_notes)
 
 
 def _ids(tokens: TokenSample, shown: ShownCompletions) -> set[int]:
@@ -91,7 +106,11 @@ def _ids(tokens: TokenSample, shown: ShownCompletions) -> set[int]:
 
 def summary_of(report: Report) -> dict[str, Any]:
     """Returns the report without the page data, as `--json` prints it."""
-    return {"runs": [_summary(report, index) for index in range(len(report.runs))], "collapsed_means": COLLAPSE}
+    return {
+        "runs": [_summary(report, index) for index in range(len(report.runs))],
+        "partings": [apart.to_dict() for apart in report.partings],
+        "collapsed_means": COLLAPSE,
+    }
 
 
 def _summary(report: Report, index: int) -> dict[str, Any]:
@@ -153,8 +172,34 @@ def text_of(token: int | None, texts: dict[int, str]) -> str:
 def text(report: Report, *, unicode: bool) -> str:
     """Formats the report for the terminal."""
     blocks = [_block(report, index, summary) for index, summary in enumerate(summary_of(report)["runs"])]
+    blocks += [_parting(report, apart) for apart in report.partings]
     whole = "\n\n".join("\n".join(block) for block in blocks)
     return whole if unicode else whole.translate(ASCII).encode("ascii", "backslashreplace").decode()
+
+
+def _parting(report: Report, apart: Parting) -> list[str]:
+    labels = report.runs[apart.run].label, report.runs[0].label
+    return [
+        "{} parts from {}:".format(*map(visible, labels)),
+        *(f"  {name}: {visible(words, 1000)}" for name, words in parting_words(apart)),
+    ]
+
+
+def parting_words(apart: Parting) -> list[tuple[str, str]]:
+    """Returns where a run parts from the first one, by kind."""
+    settings = ", ".join(f"{x.name} {_known(x.first)} → {_known(x.other)}" for x in apart.settings[:MOST_SETTINGS])
+    settings += f" and {len(apart.settings) - MOST_SETTINGS} more" if len(apart.settings) > MOST_SETTINGS else ""
+    metrics = ", ".join(
+        f"{metric.title} from step {metric.step} ({number(metric.first)} → {number(metric.other)})"
+        for metric in apart.metrics
+    )
+    kinds = [("settings", settings or "none that the files contain"), ("data", apart.data_words())]
+    kinds += [("metrics", metrics)] if metrics else []
+    return [*kinds, ("alike up to the noise", ", ".join(apart.alike))] if apart.alike else kinds
+
+
+def _known(value: Any) -> str:
+    return "unknown" if value is None else str(value)
 
 
 def _block(report: Report, index: int, summary: dict[str, Any]) -> list[str]:

@@ -42,6 +42,11 @@ class ReportedRun:
     """True if the region only observed: its verdicts are in the records, and the engine's own loss trained the run."""
 
 
+def letter(run: int) -> str:
+    """Returns the run's letter in charts."""
+    return chr(65 + run) if run < 26 else f"R{run + 1}"
+
+
 def reported(runs: Sequence[tuple[str, Run]]) -> list[ReportedRun]:
     """Adds regions and verdicts to labelled runs, as `trustrl.runs.open_run.open_runs` returns them."""
     reported_runs = []

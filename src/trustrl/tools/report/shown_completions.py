@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 from trustrl.optional_imports import need
 from trustrl.recording.storage import Place
+from trustrl.runs.first_completions import MOST_COMPLETIONS
 from trustrl.runs.run import Completion, Run
 from trustrl.tools.report.reported_runs import measured_step
 from trustrl.tools.report.token_sample import SEED, SequenceScore, TokenSample, decided
 
 MAX_SEQUENCES = 200
 """Maximum completions of one run on a page."""
-
-MAX_CANDIDATES = 50_000
-"""Maximum completions to choose from. Later ones are not read."""
 
 MAX_GROUP = 64
 TRUNCATED = frozenset({"length", "max_tokens", "max_length", "truncated"})
@@ -114,7 +112,7 @@ def choose_completions(
 
 def _candidates(run: Run, tokens: TokenSample | None) -> Iterator[_Candidate]:
     scores = dict(tokens.scores) if tokens is not None else {}
-    for index, completion in enumerate(islice(run.completions(), MAX_CANDIDATES)):
+    for index, completion in enumerate(islice(run.completions(), MOST_COMPLETIONS)):
         score = scores.pop(completion.sequence, None) if completion.sequence is not None else None
         length = completion.num_tokens or (score.tokens if score else len(completion.text or "") // 4)
         truncated = completion.stop_reason in TRUNCATED
@@ -189,7 +187,7 @@ def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dic
     for sequence, score in scores.items():
         by_file[score.file][sequence] = score.update
     for file, updates in by_file.items():
-        table, _ = decided(file)
+        table, _ = next(decided([file]))
         sequences = pa.array(sorted(key for key in updates if key is not None), pa.int64())
         table = table.filter(pc.is_in(table["sequence"], value_set=sequences))
         table = table.sort_by([("sequence", "ascending"), ("update", "ascending"), ("position", "ascending")])

@@ -1,13 +1,14 @@
 """Recorded tokens of a run: what the region did to each, counts over all, a sample, and scores of each sequence.
 
-The row of a token alone shows what the region did to it. The sample is for the scatter plots. Files are read one at a
-time and all limits are fixed, so memory does not grow with the number of tokens.
+The row of a token alone shows what the region did to it. The sample is for the scatter plots. Files are read a few at
+a time and all limits are fixed, so memory does not grow with the number of tokens.
 """
 
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,12 +49,15 @@ SEED = 0
 MAX_ROWS = 1_000_000
 """Maximum rows to read for one run. Longer runs are read every second, third, … file."""
 
+ROWS_AT_ONCE = 131_072
+"""Rows of small files that are read into one table. A larger file is a table by itself."""
+
 MOST_STOPPED = 20
 SUMS = ("signed", "stopped", "rising", "mu", "pi")
 """Sums for each token id: tokens with A ≠ 0, masked, masked while rising, and exp(mu) and exp(pi) of masked ones."""
 
 ADDED_AFTER = 64
-"""Number of files after which the sums of token ids are added up, which bounds memory."""
+"""Number of tables after which the sums of token ids are added up, which bounds memory."""
 
 COLUMNS = (
     "step", "update", "sequence", "position", "token_id", "advantage", "behavior_logp", "proximal_logp", "policy_logp",
@@ -154,26 +158,24 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
     files = record_files(folders)
     if not files:
         return None
-    counts = []
-    for file in files:
-        with opened(file) as (parquet, _):
-            counts.append(parquet.metadata.num_rows)  # from the footer
+    counts = list(map(_num_rows, files))
     every = -(-sum(counts) // MAX_ROWS) or 1
     read, read_counts = files[::every], counts[::every]
     num_read = sum(read_counts)
     wanted = sorted(random.Random(SEED).sample(range(num_read), min(max_points, num_read)))
     seen, start = _Seen(), 0
-    for file, count in zip(read, read_counts, strict=True):
-        low, high = bisect_left(wanted, start), bisect_left(wanted, start + count)
-        _take_in(seen, file, [index - start for index in wanted[low:high]])
-        start += count
-    decided = set(seen.verdicts) != {NO_VERDICT}
+    for table, symbol in decided(read):
+        low, high = bisect_left(wanted, start), bisect_left(wanted, start + len(table))
+        seen.symbols.add(symbol)
+        _take_in(seen, table, read, [index - start for index in wanted[low:high]])
+        start += len(table)
+    has_verdicts = set(seen.verdicts) != {NO_VERDICT}
     sums = _added(seen.sums)
     return TokenSample(
         num_rows=sum(counts),
         num_read=num_read,
         num_signed=need("pyarrow.compute", extra="records").sum(sums["signed"]).as_py() or 0,
-        verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)} if decided else {},
+        verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)} if has_verdicts else {},
         points=seen.points,
         mu="μ" if "μ" in seen.symbols else "π'",
         scores=seen.scores,
@@ -182,10 +184,41 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
     )
 
 
-def decided(file: Place) -> tuple[Any, str]:
-    """Returns the rows of a file with verdicts and a column `mu`, and the symbol of the policy that `mu` belongs to."""
-    table, plain = read_table(file, COLUMNS)
-    table = with_verdicts(table.combine_chunks(), _region(plain))
+def _num_rows(file: Place) -> int:
+    """Returns the rows of a file as its footer states them. Reading the file checks them."""
+    pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
+    with suppress(pa.ArrowException, OSError), storage.readable(file) as opened_file:
+        num = pq.read_metadata(opened_file).num_rows
+        if 0 <= num < 2**31:
+            return num
+    with opened(file) as (parquet, _):  # says what is wrong
+        return parquet.metadata.num_rows
+
+
+def decided(files: Sequence[Place]) -> Iterator[tuple[Any, str]]:
+    """Yields the rows of files in order, with the symbol of the policy that their column `mu` belongs to.
+
+    Adds the columns `verdict`, `mu`, and `file`, the index of each row's file. Small files share a table.
+    """
+    pa = need("pyarrow", extra="records")
+    waiting: list[Any] = []
+    before: Any = None
+    for index, file in enumerate(files):
+        table, plain = read_table(file, COLUMNS)
+        # The anchor and the region decide over whole files.
+        alike = plain, *(table[name].null_count < len(table) for name in ("behavior_logp", "proximal_logp"))
+        if waiting and (alike != before or sum(map(len, waiting)) + len(table) > ROWS_AT_ONCE):
+            yield _decided(waiting, before[0])
+            waiting = []
+        before = alike
+        waiting.append(table.append_column("file", pa.repeat(index, len(table))))
+    if waiting:
+        yield _decided(waiting, before[0])
+
+
+def _decided(tables: Sequence[Any], plain: dict[str, Any] | None) -> tuple[Any, str]:
+    pa = need("pyarrow", extra="records")
+    table = with_verdicts(pa.concat_tables(tables).combine_chunks(), _region(plain))
     symbol = "μ" if table["behavior_logp"].null_count < len(table) else "π'"
     return table.append_column("mu", table["behavior_logp" if symbol == "μ" else "proximal_logp"]), symbol
 
@@ -197,17 +230,15 @@ def _region(plain: dict[str, Any] | None) -> Region | None:
         return None
 
 
-def _take_in(seen: _Seen, file: Place, places: list[int]) -> None:
+def _take_in(seen: _Seen, table: Any, files: Sequence[Place], places: list[int]) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
-    table, symbol = decided(file)
-    seen.symbols.add(symbol)
     chosen = table.take(pa.array(places, pa.int64()))
     for name, column in POINTS.items():
         seen.points[name] += chosen[column].to_pylist()
     for row in pc.value_counts(table["verdict"]).to_pylist():
         seen.verdicts[row["values"]] += row["counts"]
     _count_tokens(seen, table)
-    _score_sequences(seen, table, file)
+    _score_sequences(seen, table, files)
 
 
 def _count_tokens(seen: _Seen, table: Any) -> None:
@@ -239,7 +270,7 @@ def _added(tables: Sequence[Any]) -> Any:
     return grouped.select(["token_id", *(f"{name}_sum" for name in SUMS)]).rename_columns(["token_id", *SUMS])
 
 
-def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
+def _score_sequences(seen: _Seen, table: Any, files: Sequence[Place]) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
 
     def distance(column: Any, other: Any) -> Any:
@@ -248,7 +279,7 @@ def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
 
     scores = pa.table(
         {
-            "sequence": table["sequence"], "update": table["update"], "step": table["step"],
+            "sequence": table["sequence"], "update": table["update"], "file": table["file"], "step": table["step"],
             "stopped": pc.cast(pc.equal(table["verdict"], STOPPED), pa.int64()),
             "changed": pc.cast(pc.is_in(table["verdict"], value_set=pa.array([DOWN, UP], pa.int8())), pa.int64()),
             "log_ratio": distance(table["policy_logp"], table["mu"]),
@@ -260,10 +291,10 @@ def _score_sequences(seen: _Seen, table: Any, file: Place) -> None:
         ("stopped", "sum"), ("changed", "sum"), ("log_ratio", "max"), ("gap", "max"), ("stopped", "count"),
         ("advantage", "mean"), ("step", "min"),
     ]  # fmt: skip
-    grouped = scores.group_by(["sequence", "update"]).aggregate(wanted)
-    names = ["sequence", *(f"{name}_{how}" for name, how in wanted), "update"]
-    for sequence, *numbers in zip(*(grouped[name].to_pylist() for name in names), strict=True):
-        score = SequenceScore._make((*numbers, file))
+    grouped = scores.group_by(["sequence", "update", "file"]).aggregate(wanted)
+    names = ["sequence", *(f"{name}_{how}" for name, how in wanted), "update", "file"]
+    for sequence, *numbers, file in zip(*(grouped[name].to_pylist() for name in names), strict=True):
+        score = SequenceScore._make((*numbers, files[file]))
         if sequence not in seen.scores or score.rank > seen.scores[sequence].rank:
             seen.scores[sequence] = score
 

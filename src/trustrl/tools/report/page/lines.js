@@ -135,7 +135,7 @@ function drawn(plot, chart, width) {
     put(svg, "svg:text", { class: "halo", x: box.right - 2, y: y(chart.bound) + (above ? -4 : 13), "text-anchor": "end" }, `bound ${number(chart.bound)}`);
   }
   if (many) endLabels(svg, lines, labels, { x, y, box, last });
-  for (const mark of chart.marks ?? []) evidence(svg, mark, lines[0].points, box, { x, y, first, last });
+  for (const mark of chart.marks ?? []) evidence(svg, mark, (lines.find((line) => line.run === mark.run) ?? lines[0]).points, box, { x, y, first, last });
   const chosen = put(svg, "svg:rect", { class: "selection", y: box.top, height: box.bottom - box.top, visibility: "hidden" });
   const rule = put(svg, "svg:line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
   return {
@@ -155,7 +155,7 @@ function drawn(plot, chart, width) {
   };
 }
 
-// Marks the step of a number that supports a cause: a line, a dot on the curve, and the number.
+// Marks the step of a number that supports a cause, or from which runs differ: a line, a dot on the curve, and the number.
 function evidence(svg, mark, points, box, { x, y, first, last }) {
   if (mark.step < first || mark.step > last) return;
   const at = x(mark.step);
