@@ -1,9 +1,10 @@
-"""Lint rule for the English in the source: docstrings, comments, error messages and help texts.
+"""Lint rule for the English in the source (docstrings, comments, error messages, help texts) and in the documentation.
 
-    python scripts/plain_english.py [PATH ...]    checks files or folders, all packages by default
+    python scripts/plain_english.py [PATH ...]    checks files or folders, by default all packages, docs and README.md
 
-Each finding is one line, `path:line: rule: text`. The exit code is 1 if there are findings. CONTRIBUTING.md explains
-the rules and shows pairs of texts. Text between backticks is code and is not checked.
+Of a Markdown page it checks the text outside code blocks, addresses and blocks that a script writes. Each finding is
+one line, `path:line: rule: text`. The exit code is 1 if there are findings. CONTRIBUTING.md explains the rules and
+shows pairs of texts. Text between backticks is code and is not checked.
 """
 
 import ast
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+PLACES = ("src/trustrl", "packages", "docs", "README.md")
+REGISTERED = ("registration-2.md", "k-protocol.md")
+"""Pages that registered a study before it ran. Nobody edits them."""
 
 # Verbs that may open a function's docstring, in this form or in the third person. Add a missing verb to the file.
 VERBS = (ROOT / "scripts/verbs.txt").read_text(encoding="utf-8").split()
@@ -56,7 +60,7 @@ PHRASES = {
 }  # fmt: skip
 
 RULES = {
-    "bare-decimal": (re.compile(r"(?<![\w.)\]}/\\*-])-?\.\d+(?![\w.])"), "write 0.15, not .15"),
+    "bare-decimal": (re.compile(r"(?<![\w.)\]}/\\*-])-?\.\d+(?!\w|\.\w)"), "write 0.15, not .15"),
     "spaced-percent": (re.compile(r"[\d}] %(?![\w(%{])"), "write 93%, not 93 %"),
     "british": (
         re.compile(
@@ -73,6 +77,11 @@ TURNS = [(re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), advice) for p
 OPENS_WITH_WH = re.compile(rf"[(\"'*]*(?:{WH_WORDS})\b", re.IGNORECASE)
 LABEL = re.compile(r"(?:`[^`]+`|\[[^\]]+\]): ")  # "`trustrl audit`: ..." and "[model]: ..."
 CODE = re.compile(r"``.+?``|`[^`]*`", re.DOTALL)
+NOT_PROSE = re.compile(
+    r"^( *)```.*?^\1```|<!-- begin (?P<name>.*?) -->.*?<!-- end (?P=name) -->|<!--.*?-->|(?<=\])\([^)]*\)|\$\$.*?\$\$",
+    re.DOTALL | re.MULTILINE,
+)
+"""Parts of a page: code, blocks that a script writes, comments, addresses of links, equations."""
 DIRECTIVE = re.compile(r"#!|#\s*(?:(?:fmt|type|pyright|ruff|pylint):|noqa\b)", re.IGNORECASE)
 WORD = re.compile(r"[A-Za-z][a-z']+")
 
@@ -122,6 +131,12 @@ def check_source(source: str, path: str) -> list[Finding]:
     for line, text in _comments(source):
         found += _prose(text, path, line)
     return sorted(set(found), key=lambda one: (one.line, one.rule, one.text))
+
+
+def check_page(text: str, path: str) -> list[Finding]:
+    """Returns the findings in one Markdown page, in the order of its lines."""
+    prose = NOT_PROSE.sub(lambda part: re.sub(r"[^\n]", " ", part.group()), text)
+    return sorted(_prose(prose, path, 1), key=lambda one: (one.line, one.rule, one.text))
 
 
 def check_docstring(text: str, kind: str) -> Iterator[tuple[str, str]]:
@@ -245,10 +260,15 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_paths(paths: list[Path]) -> list[Finding]:
-    """Returns the findings in all Python files of the given files and folders."""
-    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    """Returns the findings in all Python files and Markdown pages of the given files and folders."""
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.[pm][yd]")))]
     return [
-        finding for file in files for finding in check_source(file.read_text(encoding="utf-8"), str(_relative(file)))
+        finding
+        for file in files
+        if file.name not in REGISTERED
+        for finding in (check_page if file.suffix == ".md" else check_source)(
+            file.read_text(encoding="utf-8"), str(_relative(file))
+        )
     ]
 
 
@@ -259,7 +279,7 @@ def _relative(file: Path) -> Path:
 
 def main(arguments: list[str]) -> int:
     """Prints the findings and returns the exit code."""
-    found = check_paths([Path(one).resolve() for one in arguments] or [ROOT / "src/trustrl", ROOT / "packages"])
+    found = check_paths([Path(one).resolve() for one in arguments or (ROOT / place for place in PLACES)])
     print(*found, sep="\n", end="\n" if found else "")
     files = len({one.path for one in found})
     print(f"{len(found)} findings in {files} files" if found else "plain English: no findings", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Diagnoses of `trustrl explain` for the runs of `seeded_runs.py`, compared with the seeded faults.
 
     python studies/06-fault-found/explained.py judge RUNS    # writes docs/data/explained-2.jsonl
-    python studies/06-fault-found/explained.py page          # fills docs/guides/explain.md from it
+    python studies/06-fault-found/explained.py page          # fills docs/results/fault-found.md from it
 
 A run counts for the first cause that `explain` names. Every run that was started counts, whatever it shows.
 """
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from pages import fill
 
 ROOT = Path(__file__).parents[2]
-DATA, PAGE = ROOT / "docs/data/explained-2.jsonl", ROOT / "docs/guides/explain.md"
+DATA, PAGE = ROOT / "docs/data/explained-2.jsonl", ROOT / "docs/results/fault-found.md"
 HEALTHY, NOTHING, NO_METRICS = "healthy", "nothing", "no metrics"
 KEPT = 2
 """Number of findings that a run's row names. Further findings are only counted."""

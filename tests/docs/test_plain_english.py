@@ -120,6 +120,13 @@ def test_a_phrase_is_found_across_lines():
     assert [one.line for one in plain_english.check_source(source, "f.py")] == [1]
 
 
+def test_a_page_is_checked_outside_code_addresses_and_written_blocks():
+    skipped = "```text\na bound of .3\n```\n<!-- begin rows -->\n5 % of tokens\n<!-- end rows -->\n[a](b beside c)\n"
+    assert not plain_english.check_page(skipped, "a.md")
+    found = plain_english.check_page(f"# A\n\n{skipped}\n| 5 % | `.3` |\nIt lies\nbeside it.\n", "a.md")
+    assert [(one.line, one.rule) for one in found] == [(11, "spaced-percent"), (13, "phrase")]
+
+
 def test_the_command_prints_path_line_rule_and_text_and_fails(tmp_path):
     (tmp_path / "a.py").write_text('"""Module of things."""\n\n\ndef f():\n    """The thing."""\n')
     (tmp_path / "b.py").write_text('"""Module of things."""\n')

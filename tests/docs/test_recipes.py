@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+import recipe_page
 
 from trustrl.cli import main, parser_of
 from trustrl.recording import Recording
@@ -35,6 +36,10 @@ def test_the_reference_lists_every_key_with_its_default():
     recording = config_to_dict(Recording(folder="anywhere"))
     keys |= {f"records.{key}": f"`{json.dumps(recording[key])}`" for key in RECORD_KEYS}
     assert listed == {"name": "–", **keys}
+
+
+def test_the_reference_is_written_from_the_docstrings():
+    assert recipe_page.page() == REFERENCE.read_text(encoding="utf-8"), "Run `python scripts/recipe_page.py`."
 
 
 COMMANDS = re.findall(r"^trustrl (.+?)(?: > .+)?$", GUIDE.read_text(), re.M)

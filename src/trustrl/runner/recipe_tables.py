@@ -27,7 +27,8 @@ class Model:
     """Dtype of the trained weights."""
 
     architecture: str | None = None
-    """Used only for a rehearsal, if the model is not on this machine: transformers' name of its architecture."""
+    """Used only for a rehearsal, if the model is not on this machine: "qwen2", "qwen3", "qwen3_moe", "llama",
+    "smollm3" or "apertus"."""
 
     parameters: int | None = None
     """Used only for the plan's memory estimate, if the model is not on this machine."""
