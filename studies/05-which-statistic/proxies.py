@@ -103,27 +103,7 @@ def ranks() -> str:
     return table(("statistic", *(f"`{name}`" for name in MODELS)), rows)
 
 
-FRONT = {
-    "log_r": "abs(log π/μ), which PPO clips", "tv_binary": "Binary TV, DPPO on the sampled token",
-    "tv_20": "Top-20 TV, DPPO on the top 20",
-}  # fmt: skip
-"""The statistics on the front page, in words."""
-
 TAIL = 0.01
-
-
-def front() -> str:
-    """Returns rank over all tokens and lift in the tail of three statistics, for the README."""
-    rows = [
-        (
-            words,
-            *(f"{primary(name, 'rank', s).mean():.2f}" for name in MODELS),
-            *(f"{at_rate(name, 'none', 4, s, TAIL)['lift'].mean():.1f}" for name in MODELS),
-        )
-        for s, words in FRONT.items()
-    ]
-    heads = [f"{what} `{name}`" for what in ("all tokens:", f"top {100 * TAIL:.0f}%:") for name in MODELS]
-    return table(("statistic", *heads), rows)
 
 
 def matched_rates() -> str:
@@ -307,8 +287,7 @@ APPENDIX = ("spread", "arms", "outward", "kl", "theory")
 
 
 def page() -> None:
-    """Writes the marked blocks of k-proxies.md and of its appendix, and one of the README."""
-    fill(RESULTS.parents[1] / "README.md", "statistics", front())
+    """Writes the marked blocks of k-proxies.md and of its appendix."""
     blocks = {
         "verdict": verdict, "setting": setting, "spread": spread, "ranks": ranks, "matched": matched_rates,
         "tests": tested, "rates": by_rate, "arms": by_arm, "outward": lambda: by_arm(outward),

@@ -32,10 +32,9 @@ VALUES = {"max_increase": REGION.divergence.max_increase, "max_ratio": REGION.ma
 
 def snippets(page):
     """Fenced code that is not output, and rows of tables with a trainer's command or setting."""
-    fenced = re.findall(r"^```(?!text)\w*[^\n]*\n(.*?)^```", page, re.S | re.M)
-    return [
-        one for one in [*fenced, *re.findall(r"^\| \[(?!DPPO).+`.*$", page, re.M)] if re.search(r"DPPO\(|dppo-", one)
-    ]
+    fenced = re.findall(r"^```(\w*)[^\n]*\n(.*?)^```$", page, re.S | re.M)
+    code = [one for language, one in fenced if language != "text"]
+    return [one for one in [*code, *re.findall(r"^\| \[(?!DPPO).+`.*$", page, re.M)] if re.search(r"DPPO\(|dppo-", one)]
 
 
 def differences(page):

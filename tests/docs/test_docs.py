@@ -1,5 +1,6 @@
 """Documentation that cannot go stale: every block runs, every link leads somewhere, tables match the code."""
 
+import ast
 import re
 import warnings
 from pathlib import Path
@@ -40,6 +41,15 @@ def test_every_relative_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("src/trustrl/**/*.py")), ids=lambda file: file.stem)
+def test_no_message_names_a_file_of_the_documentation(file):
+    """The wheel does not contain docs/; docstrings may name pages, messages name commands or titles of pages."""
+    tree = ast.parse(file.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert [one.value for one in texts if id(one) not in docstrings and "docs/" in one.value] == []
 
 
 def test_every_page_that_the_code_names_is_there():

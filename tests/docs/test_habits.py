@@ -2,9 +2,11 @@
 
 import re
 import tomllib
+from datetime import date
 from pathlib import Path
 
 import pytest
+import set_repository
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -121,7 +123,8 @@ def test_one_version_everywhere():
     version = TOML["project"]["version"]
     assert f'__version__ = "{version}"' in (ROOT / "src/trustrl/__init__.py").read_text()
     assert read(ROOT / "CITATION.cff")["version"] == version
-    assert f"version = {{{version}}}" in (ROOT / "README.md").read_text()
+    released = re.search(rf"^## {re.escape(version)} \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert read(ROOT / "CITATION.cff")["date-released"] == date.fromisoformat(released[1])
 
 
 def test_both_packages_have_the_same_version_and_require_each_other_at_it():
@@ -142,15 +145,34 @@ def test_both_packages_have_the_same_license_addresses_and_python():
     }
 
 
-def test_the_placeholder_for_the_repository_is_the_same_everywhere():
-    """Addresses of this repository start with the one in pyproject.toml, whatever it is."""
-    repository = TOML["project"]["urls"]["Repository"]
+def test_the_address_of_the_repository_has_one_spelling_everywhere():
+    assert set_repository.other_addresses() == []
+    repository = set_repository.current()
     assert all(url.startswith(repository) for url in TOML["project"]["urls"].values())
     assert read(ROOT / "CITATION.cff")["repository-code"] == repository
-    names = ["SECURITY.md", "CODE_OF_CONDUCT.md", ".github/pull_request_template.md", "CONTRIBUTING.md"]
-    for path in [*(ROOT / name for name in names), *sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))]:
-        found = re.findall(r"https://github\.com/[\w.-]+/trustrl\b", path.read_text())
-        assert set(found) == {repository}, path
+
+
+def test_one_command_writes_the_address_of_the_repository_in_every_file(tmp_path):
+    repository = set_repository.current()
+    for file in set_repository.files():
+        text = file.read_text(encoding="utf-8")
+        if repository in text:
+            copy = tmp_path / file.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(text, encoding="utf-8")
+    changed = set_repository.write("someone/trustrl", tmp_path)
+    assert {"pyproject.toml", "packages/verl_cpu/pyproject.toml", "CITATION.cff", "SECURITY.md"} <= {*changed}
+    assert set_repository.problems(tmp_path) == []
+    assert set_repository.write(repository.removeprefix(set_repository.HOST), tmp_path) == changed
+    for name in changed:
+        assert (tmp_path / name).read_text(encoding="utf-8") == (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_a_placeholder_and_a_second_spelling_stop_a_release(tmp_path):
+    placeholder, other = (f"{set_repository.HOST}{name}/trustrl" for name in ("OWNER", "another"))
+    (tmp_path / "pyproject.toml").write_text(f'[project.urls]\nRepository = "{placeholder}"\n')
+    (tmp_path / "SECURITY.md").write_text(f"{other}/issues")
+    assert set_repository.problems(tmp_path) == [f"{placeholder} is a placeholder.", f"SECURITY.md has {other}."]
 
 
 def test_the_templates_link_to_headings_that_exist():
@@ -172,8 +194,9 @@ def test_the_site_asks_for_versions_only_where_mike_builds_it():
 
 
 def test_the_changelog_moves_modules_and_names_to_paths_that_exist():
-    (unreleased,) = re.findall(r"^## Unreleased$(.*?)^## ", (ROOT / "CHANGELOG.md").read_text(), re.M | re.S)
-    rows = re.findall(r"^\| (`trustrl[\w.]*`) \| (.+) \|$", unreleased, re.M)
+    blocks = re.findall(r"^<!-- begin \w+ -->$(.*?)^<!-- end", (ROOT / "CHANGELOG.md").read_text(), re.M | re.S)
+    rows = re.findall(r"^\| (`trustrl[\w.]*`) \| (.+) \|$", "".join(blocks), re.M)
+    assert len(rows) > 100
     for old, now in rows:
         assert now != old
         for name in re.findall(r"`([\w.]+)`", now):

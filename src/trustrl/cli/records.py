@@ -9,8 +9,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `trustrl records`."""
     parser.add_argument(
         "action", choices=("check", "compact", "upload"),
-        help="Compare records with docs/specification/token-record.md (check), merge the files of steps that have "
-        "ended, if no run writes to them (compact), or upload the files that a run left on this machine because the "
+        help="Compare records with their specification (check), merge the files of steps that have ended, if "
+        "no run writes to them (compact), or upload the files that a run left on this machine because the "
         "object store failed (upload)",
     )  # fmt: skip
     parser.add_argument(

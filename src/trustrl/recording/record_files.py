@@ -121,8 +121,7 @@ def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
     if not exists:
         raise RecordError(
             f"No records found at `{where}`. Pass a Parquet file written by trustrl.recording, or a directory of them. "
-            "To record the next run, call `trustrl.engines.trl.record(trainer)` in TRL, or set TRUSTRL_RECORD in verl: "
-            "see docs/guides/record.md."
+            "To record the next run, call `trustrl.engines.trl.record(trainer)` in TRL, or set TRUSTRL_RECORD in verl."
         )
     return files
 

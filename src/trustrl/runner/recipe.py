@@ -316,7 +316,9 @@ def _refuse_missing(where: str, data: Mapping[str, Any], kind: type) -> None:
         if setting.name not in data and setting.default is MISSING and setting.default_factory is MISSING
     ]
     if missing:
-        raise ConfigError(f"{where} must have {', '.join(missing)}. docs/reference/recipe.md lists every key.")
+        raise ConfigError(
+            f'{where} must have {", ".join(missing)}. The documentation\'s page "Recipe keys" lists every key.'
+        )
 
 
 def _plain(table: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from trustrl.runs.run import Missing
 
-RECORD = "Record tokens with trustrl: see docs/guides/record.md."
+RECORD = "Record tokens: trustrl.engines.trl.record(trainer) in TRL, TRUSTRL_RECORD=FOLDER in verl."
 
 _MISMATCH = ("trustrl/mismatch_abs_mean", "training/rollout_probs_diff_mean", "rollout_corr/kl", "rollout_corr/k3_kl")
 _METRICS: tuple[tuple[str, tuple[str, ...], str, dict[str, str]], ...] = (
