@@ -83,9 +83,10 @@ def which_tokens() -> list[str]:
 
 def statistics_of_tokens() -> list[str]:
     """Returns the row on divergences and ratios as measures of how far a policy moved."""
-    from proxies import FRONT, MODELS, TAIL, at_rate, primary
+    from proxies import MODELS, TAIL, at_rate, primary
 
-    ranks = {s: ", ".join(f"{primary(name, 'rank', s).mean():.2f}" for name in MODELS) for s in FRONT}
+    statistics = ("tv_20", "log_r", "tv_binary")
+    ranks = {s: ", ".join(f"{primary(name, 'rank', s).mean():.2f}" for name in MODELS) for s in statistics}
     ratio, binary = (
         [at_rate(name, "none", 4, s, TAIL)["lift"].mean() for name in MODELS] for s in ("log_r", "tv_binary")
     )

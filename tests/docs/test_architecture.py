@@ -52,7 +52,8 @@ def test_no_two_lines_run_on_top_of_each_other():
 
 def test_the_page_has_every_rule_in_its_own_words():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    assert re.findall(r"^- \*\*(.+?)\.\*\*", PAGE, re.M)[: len(contracts)] == [one["name"] for one in contracts]
+    rules = PAGE.partition("## Import rules")[2]
+    assert re.findall(r"^- \*\*(.+?)\.\*\*", rules, re.M)[: len(contracts)] == [one["name"] for one in contracts]
 
 
 def test_every_file_the_page_names_is_there():
