@@ -26,7 +26,7 @@ from trustrl.runner.processes import Progress, ends_with_its_parent
 from trustrl.runner.ray_cluster import wait_for_nodes
 from trustrl.runner.recipe import Recipe, check_enough
 from trustrl.runner.signing import load_key
-from trustrl.runner.verl_command import ANSWERS, HELD_OUT, TRAIN, command, hydra
+from trustrl.runner.verl_command import ANSWERS, HELD_OUT, TRAIN, command, hydra, quoted
 from trustrl.runner.verl_cpu_settings import PACKAGE
 from trustrl.runs.metric_names import ACCURACY, ADVANTAGES, AT_LIMIT, LONGEST, VERL_NAMES
 from trustrl.world import models
@@ -81,7 +81,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     ours = {**trackers.environment(recipe, folder), "VERL_FILE_LOGGER_PATH": str(log)}
     environment = {**ours, **os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
     # A Ray cluster that is already running has a separate environment, and verl logs in one of its processes.
-    passed_on = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={json.dumps(environment[name])}" for name in ours]
+    passed_on = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(environment[name])}" for name in ours]
     with (folder / "verl.log").open("ab") as output:
         # A new session, so that Ray's processes do not outlive the run.
         process = subprocess.Popen(
