@@ -238,8 +238,8 @@ class OwnData(Task):
         if chosen.system is not None:
             prompt = [{"role": "system", "content": chosen.system}, *prompt]
         return {
-            "prompt": prompt, "answer": problem.answer, "columns": json.dumps(problem.columns),
-            "data_set": chosen.label,
+            "prompt": prompt, "answer": problem.answer, "data_set": chosen.label,
+            "columns": json.dumps(problem.columns, default=str),
         }  # fmt: skip
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
@@ -320,7 +320,8 @@ def _problem(index: int, chosen: DataSet, row: Mapping[str, Any], held_out: bool
     columns = {name.rpartition(".")[2]: _column(row, name) for name in chosen.columns}
     if not isinstance(prompt, (str, list)) or not prompt:
         raise RecordError(f"data.prompt must be a column of texts or of chat messages, got {prompt!r:.100}.")
-    return _Problem(index, held_out, prompt, answer if isinstance(answer, str) else json.dumps(answer), columns)
+    is_json = isinstance(answer, (int, float, list, dict)) or answer is None  # not so are dates and decimals of Parquet
+    return _Problem(index, held_out, prompt, json.dumps(answer, default=str) if is_json else str(answer), columns)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
