@@ -152,7 +152,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` reads back as an equal recipe. Contains all settings of the region."""
-        plain = {name: _plain(table) for name in TABLES if (table := getattr(self, name)) is not None}
+        tables = {name: asdict(table) for name in TABLES if (table := getattr(self, name)) is not None}
+        plain = recipe_files.without_none(tables)
         if self.task.name == OWN_DATA:
             del plain["task"]
             plain |= self.task.settings
@@ -317,7 +318,3 @@ def _refuse_missing(where: str, data: Mapping[str, Any], kind: type) -> None:
     ]
     if missing:
         raise ConfigError(f"{where} must have {', '.join(missing)}. docs/reference/recipe.md lists every key.")
-
-
-def _plain(table: Any) -> dict[str, Any]:
-    return recipe_files.without_none(asdict(table))
