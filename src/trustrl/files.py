@@ -98,6 +98,13 @@ def lines_of(opened: IO[bytes], largest: int = LARGEST_LINE) -> Iterator[bytes]:
         yield line
 
 
+def last_lines(file: Path, number: int) -> list[str]:
+    """Returns the last lines of a log of any size, as far as they are in its last 64,000 bytes."""
+    with open_regular(file, largest=sys.maxsize) as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - 64_000))
+        return opened.read().decode("utf-8", errors="replace").splitlines()[-number:]
+
+
 def leads_out(file: Path, folder: Path) -> bool:
     """Returns True if the file is a link, or lies behind one, that leads out of the folder."""
     return not Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))

@@ -47,6 +47,16 @@ def compared(out, seeds=3, breaks=("none", 0), workers=2):
     return found, failures, said
 
 
+def test_the_last_words_of_a_run_are_read_from_a_log_of_any_size(tmp_path):
+    grid = prepare(small(), chosen(["ppo"], {}), 1, tmp_path)
+    log = grid[0].folder.with_suffix(".log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as opened:
+        opened.truncate(2_000_000_000)  # takes no room on the disk
+    failures = run_all(grid, 1, lambda _: None, command=fake_command(("ppo", 0)))
+    assert failures[0].said.endswith("broken on purpose")
+
+
 def test_the_grid_has_every_region_with_every_seed(tmp_path):
     found = cells(small("schedule.seed=5"), chosen(["ppo", "troll"], {}), 3, tmp_path)
     assert [(cell.region, cell.seed) for cell in found] == [

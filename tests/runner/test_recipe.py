@@ -303,6 +303,23 @@ def test_a_plan_checks_the_task(override, said):
     assert said in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.files=5", "data.files=[5]", "data.files=true", "data.held_out_files=5", "data.columns=5",
+        "data.columns=[5]", "data.hub=[5]", "data.subset=5", "data.split=5", "data.held_out_split=5", "data.name=5",
+        "data.prompt=5", "data.answer=[5]", "data.where=5", "data.template=5", "data.system=5",
+        "evaluation.pass_at=8", "evaluation.pass_at=true", "evaluation.sets=5", "evaluation.sets={a=1}",
+        "evaluation.sets=[{data=[5]}]", 'evaluation.sets=[{data="a",name={a=1}}]',
+        'evaluation.sets=[{data="a",pass_at=8}]', "lora={rank=4,targets=5}", "lora={rank=4,targets=[5]}",
+        "lora={rank=4,targets={a=1}}",
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_refused_in_a_sentence(override):
+    with pytest.raises(ConfigError, match=r"must be|must have"):
+        load("gsm8k", [override])
+
+
 def test_a_recipe_extends_another(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.toml").write_text(recipe_files.dumps(SMALL))

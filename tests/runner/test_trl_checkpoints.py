@@ -3,6 +3,7 @@
 import json
 import os
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,3 +118,23 @@ def test_a_checkpoint_of_0_1_0_below_damaged_ones_is_not_set_aside_either(tmp_pa
     with pytest.raises(ConfigError, match=r"no manifest.*checkpoint-4"):
         last(tmp_path)
     assert names_in(tmp_path) == ["checkpoint-4", "checkpoint-8"]
+
+
+def test_a_model_that_is_evaluated_alone_is_as_the_trainer_had_it(monkeypatch, tmp_path):
+    """Of a run that was killed between its last checkpoint and its result."""
+    loads = []
+
+    class Model:
+        def to(self, device):
+            loads.append(device)
+            return self
+
+        @classmethod
+        def from_pretrained(cls, folder, **settings):
+            loads.append((folder, settings))
+            return cls()
+
+    monkeypatch.setattr(trl_run, "need", lambda *_, **__: SimpleNamespace(AutoModelForCausalLM=Model))
+    recipe = small("engine.device=cuda", "model.dtype=bfloat16", "sampler.dtype=bfloat16")
+    assert isinstance(trl_run._loaded(recipe, tmp_path), Model)
+    assert loads == [(str(tmp_path), {"dtype": "bfloat16"}), "cuda"]

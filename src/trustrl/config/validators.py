@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from trustrl.errors import ConfigError
@@ -42,6 +43,27 @@ def truth(where: str, value: Any) -> None:
     """Raises if `value` is not a bool. The string 'False' would count as true."""
     if not isinstance(value, bool):
         raise ConfigError(f"{where} must be true or false, got {value!r}.")
+
+
+def text(where: str, value: Any) -> None:
+    """Raises if `value` is not a non-empty string of printable characters."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where} must be a non-empty string, got {value!r}.")
+    if not value.isprintable():
+        raise ConfigError(f"{where} must not contain control characters, got {value!r:.200}.")
+
+
+def table(where: str, value: Any) -> None:
+    """Raises if `value` is not a table."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where} must be a table, got {value!r}.")
+
+
+def several(where: str, value: Any, what: str) -> tuple[Any, ...]:
+    """Returns `value`, a list, as a tuple. `what` names its entries in the plural."""
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{where} must be a list of {what}, got {value!r}.")
+    return tuple(value)
 
 
 def instance(where: str, value: Any, kinds: tuple[type, ...]) -> None:

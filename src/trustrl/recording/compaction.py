@@ -5,7 +5,7 @@ kill in between, readers take the merged file, and the next compaction deletes t
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from os import PathLike
@@ -71,7 +71,7 @@ def compact_rank(
     alone = _dumped(folder, rank)
     deleted = 0
     for table, inside in TABLE_FOLDERS.items():
-        where = folder / inside if inside else folder
+        where = folder / inside
         deleted += _delete_covered(where, rank, table, claims, check)
         for size in BLOCKS:
             files = listed(where, rank)
@@ -168,7 +168,7 @@ class _Rows:
     def __init__(self, table: str, whole: WholeFile, stack: ExitStack) -> None:
         self._table, self._whole, self._stack = table, whole, stack
         self._file: Any = None
-        self._alike: Any = None
+        self._region: bytes | None = None
         self._filled: set[str] | None = None
         self._waiting: list[Any] = []
         self._parts: list[dict[str, int]] = []
@@ -177,16 +177,18 @@ class _Rows:
     def add(self, parquet: Any, part: PartName, until: int | None) -> None:
         """Adds the rows of a file."""
         own = parquet.schema_arrow.metadata
-        if own.get(VERSION_KEY) != str(VERSION).encode() or parquet.schema_arrow.names != _names(self._table):
+        names = [column.name for column in TABLES[self._table]]
+        if own.get(VERSION_KEY) != str(VERSION).encode() or parquet.schema_arrow.names != names:
             raise _Unlike
-        alike = own.get(REGION_KEY)
+        region = own.get(REGION_KEY)
         if self._file is None:
-            self._alike = alike
-            self._schema = arrow_schema(metadata(self._table) | self._region(own), self._table)
+            self._region = region
+            kept = {key: own[key] for key in (REGION_KEY, WRITER_KEY) if key in own}
+            self._schema = arrow_schema(metadata(self._table) | kept, self._table)
             pq = need("pyarrow.parquet", extra="records")
             self._file = pq.ParquetWriter(self._whole.target, self._schema, **writing(self._table))
             self._stack.callback(self._file.close)
-        if alike != self._alike:
+        if region != self._region:
             raise _Unlike
         steps = [entry for entry in steps_of(parquet, part) if until is None or entry["step"] < until]
         if self._table == "tokens" and any("tokens_in_loss" not in entry for entry in steps):
@@ -198,9 +200,6 @@ class _Rows:
             left -= len(batch)
             if len(batch):
                 self._take(batch)
-
-    def _region(self, own: dict[bytes, bytes]) -> dict[bytes, bytes]:
-        return {key: own[key] for key in (REGION_KEY, WRITER_KEY) if key in own}
 
     def _take(self, batch: Any) -> None:
         if self._table == "tokens":
@@ -228,10 +227,6 @@ class _Rows:
             names = ("tokens_in_loss", "rows")
             counts[STEP_KEY] = {name: sum(entry[name] for entry in self._parts) for name in names}
         self._file.add_key_value_metadata({key.decode(): json.dumps(value) for key, value in counts.items()})
-
-
-def _names(table: str) -> list[str]:
-    return [column.name for column in TABLES[table]]
 
 
 def steps_of(parquet: Any, part: PartName) -> list[dict[str, int]]:
@@ -279,7 +274,7 @@ def compact_record(address: str | PathLike[str] | Remote) -> tuple[int, int]:
         inside = storage.inside(where, RECORDS)
         folder = inside if storage.is_folder(inside) else where
         claims, before = Claims.of(folder), _num_files(folder)
-        for rank in _ranks(folder):
+        for rank in sorted({part.rank for part in listed(folder)}):
             steps = [part.last for part in listed(folder, rank)]
             ends = -(-(max(steps, default=0) + 1) // BLOCKS[-1]) * BLOCKS[-1]
             compact_rank(folder, rank, before=ends, claims=claims)
@@ -288,9 +283,5 @@ def compact_record(address: str | PathLike[str] | Remote) -> tuple[int, int]:
         raise RecordError(f"Cannot compact `{where}`: {str(error).rstrip('.')}.") from error
 
 
-def _ranks(folder: Place) -> Iterable[int]:
-    return sorted({part.rank for part in listed(folder)})
-
-
 def _num_files(folder: Place) -> int:
-    return sum(len(listed(folder / inside if inside else folder)) for inside in TABLE_FOLDERS.values())
+    return sum(len(listed(folder / inside)) for inside in TABLE_FOLDERS.values())

@@ -194,14 +194,10 @@ def _retire_others(folder: Place, claim: Claim) -> None:
 def _next(folder: Place, claim: Claim) -> Claim:
     """Returns the claim with the number after all that exist. Files without a claim are those of an attempt too."""
     attempts = [attempt for rank, attempt in map(claim_numbers, claim_files(folder, claim.rank)) if rank == claim.rank]
-    places = [_table(folder, inside) for inside in TABLE_FOLDERS.values()]
-    for where in (*places, *storage.entries(folder, "dump-*")):
+    tables = [folder / inside for inside in TABLE_FOLDERS.values()]
+    for where in (*tables, *storage.entries(folder, "dump-*")):
         attempts += [part.attempt for part in listed(where, claim.rank)]
     return replace(claim, attempt=max(attempts, default=0) + 1)
-
-
-def _table(folder: Place, inside: str) -> Place:
-    return folder / inside if inside else folder
 
 
 def _remove_unfinished(folder: Place, claim: Claim) -> None:
@@ -227,7 +223,7 @@ def _take_effect(folder: Place, claim: Claim) -> tuple[Claim, int]:
     if not claim.in_effect:
         before = Claims.of(folder, claim.rank)
         for table, inside in TABLE_FOLDERS.items():
-            where = _table(folder, inside)
+            where = folder / inside
             for part in before.sift(listed(where, claim.rank)).visible:
                 if part.first < claim.from_step <= part.last:
                     rest = PartName(part.first, claim.from_step - 1, claim.rank, claim.attempt)
@@ -241,8 +237,8 @@ def _move_superseded(folder: Place, rank: int) -> int:
     claims = Claims.of(folder, rank)
     moves: list[tuple[Place, Place]] = []
     for inside in TABLE_FOLDERS.values():
-        files = listed(_table(folder, inside), rank)
-        target = _table(folder / SUPERSEDED, inside)
+        files = listed(folder / inside, rank)
+        target = folder / SUPERSEDED / inside
         moves += [(files[part], target) for part in claims.sift(files).superseded]
     dumps = storage.entries(folder, "dump-*")
     for dump in dumps:

@@ -68,6 +68,8 @@ class Remote:
         return self.path.rstrip("/").rpartition("/")[2]
 
     def __truediv__(self, name: str) -> "Remote":
+        if not name:  # as with a Path: files of tokens are in the record itself
+            return self
         before, mark, query = self.address.partition("?")
         path = f"{self.path.rstrip('/')}/{name}" if self.path else name
         address = f"{before.rstrip('/') if self.path else before}/{name}{mark}{query}"
@@ -343,11 +345,9 @@ class WholeFile:
         """Path or file to write to, as `pyarrow.parquet.ParquetWriter` takes it."""
 
         if isinstance(where, Path):
-            self._local = where
-        elif self._spool is not None:
-            self._local = self._spool.local(where)
+            self._local: Path | None = where
         else:
-            self._local = None
+            self._local = None if where.spool is None else where.spool.local(where)
         if self._local is not None:
             self.target = self._local.with_name(f".{self._local.name}.tmp")
         else:

@@ -114,10 +114,12 @@ class LoRA:
         validators.whole("lora.rank", self.rank, low=1)
         if self.alpha is not None:
             validators.whole("lora.alpha", self.alpha, low=1)
-        if not isinstance(self.targets, str):
-            object.__setattr__(self, "targets", tuple(self.targets))
-        if not self.targets or not all(isinstance(name, str) for name in self.targets):
-            raise ConfigError(f"lora.targets must be 'all-linear' or names of modules, got {self.targets!r}.")
+        targets = self.targets
+        if not isinstance(targets, str):
+            targets = validators.several("lora.targets", targets, "modules, or 'all-linear'")
+            object.__setattr__(self, "targets", targets)
+        if not targets or not all(isinstance(name, str) for name in targets):
+            raise ConfigError(f"lora.targets must be 'all-linear' or names of modules, got {targets!r}.")
 
     @property
     def scale(self) -> int:

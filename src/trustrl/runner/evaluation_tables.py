@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from trustrl.config import validators
 from trustrl.errors import ConfigError
@@ -35,7 +36,7 @@ class EvaluationSet:
 
     def __post_init__(self) -> None:
         if self.pass_at is not None:
-            object.__setattr__(self, "pass_at", tuple(self.pass_at))
+            object.__setattr__(self, "pass_at", _ks("evaluation.sets", self.pass_at))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +68,17 @@ class Evaluation:
     def __post_init__(self) -> None:
         validators.whole("evaluation.count", self.count, low=1)
         validators.whole("evaluation.every", self.every, low=0)
-        object.__setattr__(self, "pass_at", tuple(self.pass_at))
-        for table in self.sets:
+        object.__setattr__(self, "pass_at", _ks("evaluation", self.pass_at))
+        tables = validators.several("evaluation.sets", self.sets, "tables")
+        for table in tables:
             if isinstance(table, Mapping) and "data" not in table:
                 raise ConfigError("evaluation.sets must have data. Name a set of [[data]] in each.")
-        sets = tuple(table_of(EvaluationSet, "evaluation.sets", table) for table in self.sets)
+        sets = tuple(table_of(EvaluationSet, "evaluation.sets", table) for table in tables)
         object.__setattr__(self, "sets", sets)
         _check_sampling("evaluation", self.as_block())
         for block in self.blocks():
+            for name in ("data", "name"):
+                validators.text(f"evaluation.sets.{name}", getattr(block, name))
             _check_sampling("evaluation.sets", block)
             if block.count is not None:
                 validators.whole("evaluation.sets.count", block.count, low=1)
@@ -92,7 +96,7 @@ class Evaluation:
     def as_block(self) -> EvaluationSet:
         """Returns the settings that blocks share."""
         return EvaluationSet(
-            data="", answers=self.answers, temperature=self.temperature, top_p=self.top_p, pass_at=tuple(self.pass_at)
+            data="", answers=self.answers, temperature=self.temperature, top_p=self.top_p, pass_at=self.pass_at
         )
 
     def blocks(self) -> list[EvaluationSet]:
@@ -106,6 +110,10 @@ class Evaluation:
             )
             for block in self.sets
         ]
+
+
+def _ks(where: str, value: Any) -> tuple[Any, ...]:
+    return validators.several(f"{where}.pass_at", value, "whole numbers")
 
 
 def _check_sampling(where: str, chosen: EvaluationSet) -> None:

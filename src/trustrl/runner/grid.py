@@ -13,7 +13,7 @@ from pathlib import Path
 from trustrl.config import validators
 from trustrl.config.axes import Region
 from trustrl.errors import ConfigError
-from trustrl.files import read_regular, write_json, write_whole
+from trustrl.files import last_lines, write_json, write_whole
 from trustrl.regions.presets import preset
 from trustrl.runner.directory import differences
 from trustrl.runner.plan import plan
@@ -159,6 +159,6 @@ def _ended(running: list[tuple[Cell, "subprocess.Popen[bytes]"]], report: Callab
             before, after = (f"{result[f'accuracy_{when}'] or 0:.3f}" for when in ("before", "after"))
             report(f"{cell.region}, seed {cell.seed}: held-out accuracy {before} → {after}")
             continue
-        log = read_regular(cell.folder.with_suffix(".log")).decode("utf-8", errors="replace").splitlines()
+        said = "\n".join(last_lines(cell.folder.with_suffix(".log"), LAST_WORDS))
         report(f"{cell.region}, seed {cell.seed}: failed with code {process.returncode}")
-        yield Failure(cell.region, cell.seed, process.returncode, "\n".join(log[-LAST_WORDS:]))
+        yield Failure(cell.region, cell.seed, process.returncode, said)

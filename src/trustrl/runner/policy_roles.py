@@ -1,10 +1,11 @@
 """Roles of the policies in a recipe: the source of each one's log-probs, and the cost of recording them."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trustrl.engines.common.region_needs import sources
 from trustrl.errors import ConfigError
+from trustrl.runner.model_shape import BYTES
 from trustrl.runner.recipe import Recipe
 
 FLOAT, TOP_PAIR = 4, 8
@@ -37,7 +38,7 @@ class Roles:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the roles as plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 def behavior_of(recipe: Recipe) -> Literal["sampler", "trainer"]:
@@ -58,8 +59,7 @@ def roles(recipe: Recipe, hidden_size: int | None) -> Roles:
             f"region.anchor must be 'proximal' with {recipe.region.kind} on this sampler, got 'behavior'. The "
             "region needs the anchor's full distribution, and a sampler records only some of its ids."
         )
-    on_trl = recipe.engine.name == "trl"
-    formula, number = (_trl_bytes if on_trl else _verl_bytes)(recipe, hidden_size)
+    formula, number = _bytes_per_token(recipe, hidden_size)
     return Roles(
         behavior=_behavior(recipe, behavior),
         proximal=_proximal(recipe) if "proximal" in anchors else "not needed",
@@ -110,27 +110,19 @@ def _passes(recipe: Recipe, source: str, behavior: str) -> tuple[str, ...]:
     return tuple(passes)
 
 
-def _trl_bytes(recipe: Recipe, hidden: int | None) -> tuple[str, int | None]:
+def _bytes_per_token(recipe: Recipe, hidden: int | None) -> tuple[str, int | None]:
+    """Returns the memory of a completion token's records as a formula and in bytes; None if D is unknown."""
     needs = recipe.region.needs()
-    parts, total = [f"{FLOAT * len(needs.anchors)}"], FLOAT * len(needs.anchors)
-    return _with_distribution(recipe, parts, total, hidden, tail=FLOAT)
-
-
-def _verl_bytes(recipe: Recipe, hidden: int | None) -> tuple[str, int | None]:
-    needs = recipe.region.needs()
-    tail = 0 if needs.anchor == "behavior" else 2 * FLOAT
-    return _with_distribution(recipe, [], 0, hidden, tail=tail)
-
-
-def _with_distribution(
-    recipe: Recipe, parts: list[str], total: int, hidden: int | None, *, tail: int
-) -> tuple[str, int | None]:
-    needs = recipe.region.needs()
+    if recipe.engine.name == "trl":
+        total = FLOAT * len(needs.anchors)
+        parts, tail = [str(total)], FLOAT
+    else:  # verl keeps the anchors' log-probs itself
+        parts, total, tail = [], 0, 0 if needs.anchor == "behavior" else 2 * FLOAT
     if needs.topk:
         parts.append(f"8 K{f' + {tail}' if tail else ''} (K = {needs.topk})")
         total += TOP_PAIR * needs.topk + tail
     if needs.full:
-        width = 4 if recipe.model.dtype == "float32" else 2
+        width = BYTES[recipe.model.dtype]
         parts.append(f"{width} D + {tail} (D = {hidden or 'unknown'})")
         if hidden is None:
             return " + ".join(parts), None

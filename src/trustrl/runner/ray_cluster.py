@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from trustrl.errors import EngineError
 from trustrl.optional_imports import need
@@ -40,10 +41,11 @@ def wait_for_nodes(nodes: int, log: Callable[[str], None]) -> None:
 
 def _alive(ray: Any) -> int:
     """Returns the number of nodes, or 0 if the cluster has not started."""
-    host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
+    # HOST:PORT, [IPv6]:PORT, ray://HOST:PORT, or a word such as "auto"
+    address = urlsplit(f"//{os.environ['RAY_ADDRESS'].rpartition('//')[2]}")
     try:
-        if port.isdecimal():  # Ray itself would wait for minutes
-            socket.create_connection((host, int(port)), timeout=PAUSE_SECONDS).close()
+        if address.port is not None:  # Ray itself would wait for minutes
+            socket.create_connection((address.hostname, address.port), timeout=PAUSE_SECONDS).close()
         ray.init(log_to_driver=False, logging_level="ERROR")
         return sum(node["Alive"] for node in ray.nodes())
     except OSError:

@@ -15,7 +15,7 @@ from trustrl.recording.recording_settings import Recording
 from trustrl.regions.loading import config_from_dict, config_to_dict
 from trustrl.regions.presets import override, preset
 from trustrl.registry import nearest
-from trustrl.runner import recipe_files, recipe_tables
+from trustrl.runner import recipe_files
 from trustrl.runner.algorithm_tables import Advantage, LoRA, Loss
 from trustrl.runner.layout import Layout
 from trustrl.runner.recipe_tables import (
@@ -28,6 +28,7 @@ from trustrl.runner.recipe_tables import (
     Sampler,
     Schedule,
     TaskChoice,
+    folder_name,
 )
 from trustrl.world.rewards import RewardFunction
 from trustrl.world.tasks.own_data import DataSet, OwnData, table_of
@@ -74,7 +75,7 @@ class Recipe:
     """Settings of the token records. None records nothing. `folder` is ignored: records go into the run directory."""
 
     def __post_init__(self) -> None:
-        recipe_tables.folder_name("name", self.name)
+        folder_name("name", self.name)
         validators.instance("region", self.region, (Region,))
         replicas, sequences = self.layout.replicas(self.engine.ranks), self.schedule.sequences_per_step
         if sequences % replicas:
@@ -100,7 +101,6 @@ class Recipe:
             )
         labels = [DataSet(**table).label for table in self.task.settings.get("data", ())]
         for block in self.evaluation.blocks():
-            recipe_tables.text("evaluation.sets.name", block.name)
             if block.data not in labels:
                 raise ConfigError(
                     f"evaluation.sets.data must name a set of [data], got {block.data!r}. The recipe has: "
@@ -152,7 +152,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` reads back as an equal recipe. Contains all settings of the region."""
-        plain = {name: _plain(table) for name in TABLES if (table := getattr(self, name)) is not None}
+        tables = {name: asdict(table) for name in TABLES if (table := getattr(self, name)) is not None}
+        plain = recipe_files.without_none(tables)
         if self.task.name == OWN_DATA:
             del plain["task"]
             plain |= self.task.settings
@@ -206,7 +207,7 @@ def _extended(file: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = data.pop("extends", None)
     if base is None:
         return data
-    recipe_tables.text("extends", base)
+    validators.text("extends", base)
     next_file = recipe_files.file_of(file.parent / base if base.endswith(".toml") else base)
     if next_file.resolve() in (*above, file.resolve()):
         raise ConfigError(f"extends must not lead back to the same recipe, got {base!r} in {file}.")
@@ -254,7 +255,7 @@ def _read(what: str, path: str | Path) -> dict[str, Any]:
 
 
 def _region(data: Any, where: str = "region") -> Region:
-    recipe_tables.mapping(where, data)
+    validators.table(where, data)
     if "preset" not in data:
         if "kind" not in data:
             raise ConfigError(
@@ -264,14 +265,14 @@ def _region(data: Any, where: str = "region") -> Region:
         region = config_from_dict(data)
     else:
         more = {key: value for key, value in data.items() if key != "preset"}
-        recipe_tables.text(f"{where}.preset", data["preset"])
+        validators.text(f"{where}.preset", data["preset"])
         region = override(preset(data["preset"]), more)
     validators.instance(where, region, (Region,))
     return region
 
 
 def _records(data: Any) -> Recording:
-    recipe_tables.mapping("records", data)
+    validators.table("records", data)
     if "folder" in data:
         raise ConfigError(
             f"records.folder must be left out, got {data['folder']!r}. Records go to `{RECORDS}` in the run directory."
@@ -297,7 +298,7 @@ def _own_data(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(name: str, kind: type, data: Any) -> Any:
-    recipe_tables.mapping(name, data)
+    validators.table(name, data)
     _refuse_unknown(f"[{name}]", data, [setting.name for setting in fields(kind)])
     _refuse_missing(f"[{name}]", data, kind)
     return kind(**data)
@@ -319,7 +320,3 @@ def _refuse_missing(where: str, data: Mapping[str, Any], kind: type) -> None:
         raise ConfigError(
             f'{where} must have {", ".join(missing)}. The documentation\'s page "Recipe keys" lists every key.'
         )
-
-
-def _plain(table: Any) -> dict[str, Any]:
-    return recipe_files.without_none(asdict(table))

@@ -1,6 +1,5 @@
 """Tables of a recipe: each setting with its default and its valid values."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,10 +42,10 @@ class Model:
     """Used only for the plan."""
 
     def __post_init__(self) -> None:
-        text("model.name", self.name)
+        validators.text("model.name", self.name)
         validators.one_of("model.dtype", self.dtype, DTYPES)
         if self.architecture is not None:
-            text("model.architecture", self.architecture)
+            validators.text("model.architecture", self.architecture)
         for name in ("parameters", "expert_parameters", "hidden_size", "vocab_size"):
             if getattr(self, name) is not None:
                 validators.whole(f"model.{name}", getattr(self, name), low=1)
@@ -74,11 +73,11 @@ class TaskChoice:
     """The task's own settings."""
 
     def __post_init__(self) -> None:
-        text("task.name", self.name)
+        validators.text("task.name", self.name)
         validators.truth("task.chat", self.chat)
         if self.problems is not None:
             validators.whole("task.problems", self.problems, low=1)
-        mapping("task.settings", self.settings)
+        validators.table("task.settings", self.settings)
 
     @property
     def label(self) -> str:
@@ -127,7 +126,7 @@ class Engine:
                     f"engine.micro_batch_tokens must be left out on TRL, got {self.micro_batch_tokens}. Set "
                     "engine.micro_batch."
                 )
-        mapping("engine.settings", self.settings)
+        validators.table("engine.settings", self.settings)
 
     @property
     def ranks(self) -> int:
@@ -308,24 +307,10 @@ TABLES: dict[str, type] = {
 """All tables except [region] and [records], which have the settings of regions and `trustrl.recording.Recording`."""
 
 
-def text(where: str, value: Any) -> None:
-    """Raises if the value is not a non-empty string of printable characters."""
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} must be a non-empty string, got {value!r}.")
-    if not value.isprintable():
-        raise ConfigError(f"{where} must not contain control characters, got {value!r:.200}.")
-
-
 def folder_name(where: str, value: Any) -> None:
     """Raises if the value cannot be the name of a single directory."""
-    text(where, value)
-    if value in (".", "..") or any(sign in value for sign in "/\\") or not value.isprintable():
+    validators.text(where, value)
+    if value in (".", "..") or any(sign in value for sign in "/\\"):
         raise ConfigError(
             f"{where} must be one name without '/', '\\' or control characters, got {value!r}. It names a directory."
         )
-
-
-def mapping(where: str, value: Any) -> None:
-    """Raises if the value is not a table."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} must be a table, got {value!r}.")

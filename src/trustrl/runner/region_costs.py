@@ -23,7 +23,7 @@ T is the number of the policy's own most probable ids, E is 1 for exact divergen
 sums the hidden states' gradient itself, so the region sends nothing backward.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trustrl.config.axes import Needs, Region
@@ -105,7 +105,7 @@ class RegionCost:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the cost as plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return asdict(self)
 
 
 def region_costs(recipe: Recipe, layout: Layout, shape: Shape) -> list[RegionCost]:

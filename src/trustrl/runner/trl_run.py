@@ -75,7 +75,7 @@ def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bo
     committer = Committer(directory) if main else None
     if done >= recipe.schedule.steps:  # the run was killed between its last checkpoint and its result
         if committer is not None:
-            _evaluate(recipe, directory, progress, done, _loaded(str(checkpoint)))
+            _evaluate(recipe, directory, progress, done, _loaded(recipe, checkpoint))
             _commit(committer, done)
         return
     trainer = _trainer(recipe, directory, progress, args, seal, committer)
@@ -296,5 +296,7 @@ def _tokenizer(folder: str) -> Any:
     return need("transformers", extra="models").AutoTokenizer.from_pretrained(folder, padding_side="left")
 
 
-def _loaded(folder: str) -> Any:
-    return need("transformers", extra="models").AutoModelForCausalLM.from_pretrained(folder)
+def _loaded(recipe: Recipe, folder: Path) -> Any:
+    """Returns a checkpoint's model as the trainer had it: on a CPU, a large one would be evaluated for hours."""
+    auto = need("transformers", extra="models").AutoModelForCausalLM
+    return auto.from_pretrained(str(folder), dtype=recipe.model.dtype).to(recipe.engine.device)

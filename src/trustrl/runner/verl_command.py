@@ -1,7 +1,7 @@
 """Command line for verl that a recipe determines."""
 
-import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +26,9 @@ CHOSEN_HERE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.defau
 """Settings that would make verl load a checkpoint that trustrl has not verified."""
 
 MAX_TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+PLAIN = re.compile(r"[A-Za-z0-9_./@%*?+-]*")
+"""Text that needs no quotes in hydra's grammar."""
+
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -250,7 +253,19 @@ def hydra(value: Any) -> str:
             return f"[{','.join(map(hydra, value))}]"
         case Mapping():
             return f"{{{','.join(f'{key}:{hydra(entry)}' for key, entry in value.items())}}}"
-        case str() | Path() if any(sign in str(value) for sign in " ,:{}[]()=$'\"\\"):
-            return json.dumps(str(value))
+        case str() | Path() if not PLAIN.fullmatch(str(value)):
+            return quoted(str(value))
         case _:
             return str(value)
+
+
+def quoted(text: str) -> str:
+    r"""Quotes a text in hydra's grammar.
+
+    JSON will not do: hydra takes backslashes literally, except before a quote, and so `\u00fc` for six characters.
+
+    Example:
+        >>> print(quoted('/tmp/Jörg "x"'))
+        "/tmp/Jörg \"x\""
+    """
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda end: 2 * end[1] + ("\\" + end[2] if end[2] else ""), text) + '"'

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trustrl.errors import ConfigError, EngineError
-from trustrl.files import write_whole
+from trustrl.files import last_lines, write_whole
 from trustrl.optional_imports import need, require
 from trustrl.runner import trackers
 from trustrl.runner.checkpoints import Survey, checkpoints_in, refuse_foreign
@@ -26,7 +26,7 @@ from trustrl.runner.processes import Progress, ends_with_its_parent
 from trustrl.runner.ray_cluster import wait_for_nodes
 from trustrl.runner.recipe import Recipe, check_enough
 from trustrl.runner.signing import load_key
-from trustrl.runner.verl_command import ANSWERS, HELD_OUT, TRAIN, command, hydra
+from trustrl.runner.verl_command import ANSWERS, HELD_OUT, TRAIN, command, hydra, quoted
 from trustrl.runner.verl_cpu_settings import PACKAGE
 from trustrl.runs.metric_names import ACCURACY, ADVANTAGES, AT_LIMIT, LONGEST, VERL_NAMES
 from trustrl.world import models
@@ -81,7 +81,7 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     ours = {**trackers.environment(recipe, folder), "VERL_FILE_LOGGER_PATH": str(log)}
     environment = {**ours, **os.environ, "VERL_FILE_LOGGER_PATH": str(log)}
     # A Ray cluster that is already running has a separate environment, and verl logs in one of its processes.
-    passed_on = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={json.dumps(environment[name])}" for name in ours]
+    passed_on = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(environment[name])}" for name in ours]
     with (folder / "verl.log").open("ab") as output:
         # A new session, so that Ray's processes do not outlive the run.
         process = subprocess.Popen(
@@ -100,9 +100,9 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
                 _wait_or_kill(process)
     log.unlink(missing_ok=True)
     if process.returncode:
-        last = (folder / "verl.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         raise EngineError(
-            f"verl must exit without an error, got code {process.returncode}. The end of its log:\n" + "\n".join(last)
+            f"verl must exit without an error, got code {process.returncode}. The end of its log:\n"
+            + "\n".join(last_lines(folder / "verl.log", 15))
         )
     logged = max((row["step"] for row in directory.rows("metrics")), default=0)
     if logged < recipe.schedule.steps:
@@ -256,8 +256,7 @@ def _follow(
     stepped, patience = began, QUIET_SECONDS
     while True:
         ended = process.poll() is not None
-        text = log.read_bytes()[read:] if log.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1]
+        whole = _whole_lines(log, read)
         read += len(whole)
         for line in whole.splitlines():
             entry = json.loads(line)
@@ -277,6 +276,16 @@ def _follow(
                 "it again with --resume."
             )
         time.sleep(POLLING_SECONDS)
+
+
+def _whole_lines(log: Path, read: int) -> bytes:
+    """Returns the complete lines behind the first `read` bytes, and reads no others: the log of a long run is large."""
+    if not log.exists():
+        return b""
+    with log.open("rb") as opened:
+        opened.seek(read)
+        text = opened.read()
+    return text[: text.rfind(b"\n") + 1]
 
 
 def _translate(

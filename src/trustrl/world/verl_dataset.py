@@ -5,6 +5,7 @@ python -m trustrl.world.verl_dataset arithmetic train.parquet --split train --co
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -57,11 +58,17 @@ def write_parquet(
 
 
 def write_rows(path: str | Path, table: list[dict[str, Any]]) -> Path:
-    """Writes rows in verl's columns to a Parquet file and returns its path."""
+    """Writes rows in verl's columns to a Parquet file, atomically, and returns its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     arrow = need("pyarrow", extra="verl")
-    need("pyarrow.parquet", extra="verl").write_table(arrow.Table.from_pylist(table), path)
+    # A run that is resumed takes the file that is there, so a killed process or a full disk must not leave half of one.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        need("pyarrow.parquet", extra="verl").write_table(arrow.Table.from_pylist(table), scratch)
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
     return path
 
 

@@ -146,7 +146,7 @@ def _twice(world: World) -> Iterator[Kill]:
         yield Kill(f"checkpoint-6, then call {at + 8} of the resumption", first, again=second)
 
 
-EVALUATION = "trustrl.world.models.accuracy:accuracy"
+EVALUATION = "trustrl.world.models.accuracy:answer_scores"
 ROLLOUT = "trustrl.engines.trl:TrustRegionGRPOTrainer._generate_and_score_completions"
 FORWARD = "torch.nn:Module.__call__"
 

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("verl")
 
 from hydra import compose, initialize_config_module
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
@@ -14,7 +15,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from trustrl.engines.verl.verl_config import recording_of, region_of
 from trustrl.runner.layout import VERL_KEYS
 from trustrl.runner.recipe import load
-from trustrl.runner.verl_command import command
+from trustrl.runner.verl_command import command, hydra, quoted
 from trustrl_verl_cpu.cpu_defaults import with_defaults
 
 ROOT = Path(__file__).parents[3]
@@ -51,6 +52,25 @@ def test_verl_composes_the_command_of_every_recipe(file, overrides, tmp_path):
         assert actor.policy_loss.region.anchor == "proximal"
     else:
         assert actor.policy_loss.loss_mode.startswith("trustrl-")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/runs/plain-1.0_b", "/runs/Jörg", "/runs/Jörg Müller", "/runs/日本", "/runs/a#1;b&c!", "~/a|b<c>", 'a "quoted" x',
+     "it's", "a\\b c", "ends with \\", 'a\\\\"b', "two\nlines, a\ttab", "{a: 1}", "k=v"],
+)  # fmt: skip
+def test_hydra_reads_a_text_as_it_was(text):
+    parser = OverridesParser.create()
+    assert parser.parse_override(f"key={hydra(text)}").value() == text
+    assert parser.parse_override(f"key={quoted(text)}").value() == text
+    assert parser.parse_override(f"key={hydra([text, {'a': text}])}").value() == [text, {"a": text}]
+
+
+def test_a_folder_with_any_name_reaches_verl(tmp_path):
+    folder = tmp_path / "Jörg's run #1"
+    _, config = composed(ROOT / "recipes/verl-tour.toml", [], folder)
+    assert config.trainer.default_local_dir == str(folder / "checkpoints")
+    assert config.data.train_files == str(folder / "train.parquet")
 
 
 def test_verl_reads_the_recipe_s_records(tmp_path):

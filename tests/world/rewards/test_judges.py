@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from trustrl.errors import ConfigError, EngineError, TrustRLWarning
 from trustrl.world.rewards import Judges, RewardFunction
 from trustrl.world.rewards.functions import exact, final_answer
-from trustrl.world.rewards.judges import ALL_FAILED
+from trustrl.world.rewards.judges import ALL_FAILED, judges_of
 
 OWN = '''
 import os, sys, time
@@ -178,6 +180,77 @@ def test_completions_are_scored_side_by_side(tmp_path):
     )
     row = {"prompt": "a", "answer": "b", "columns": "{}"}
     assert task.scores([str(number) for number in range(8)], [row] * 8) == [1.0] * 8
+
+
+def test_threads_of_a_process_share_its_judges(monkeypatch):
+    """Each would start processes of its own, and count for itself."""
+
+    class Slow(Judges):
+        def __init__(self, table):
+            time.sleep(0.1)
+            super().__init__(table)
+
+    monkeypatch.setattr("trustrl.world.rewards.judges.Judges", Slow)
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: judges_of('{"function": "exact", "processes": 7}'), range(8)))
+    assert len(set(map(id, made))) == 1
+
+
+class SlowCounter(Counter):
+    """Lets other threads run between reading a count and writing it."""
+
+    def __setitem__(self, kind, count):
+        time.sleep(0.001)
+        super().__setitem__(kind, count)
+
+
+def test_a_function_that_fails_every_time_stops_the_run_of_many_threads():
+    class Fails:
+        def ask(self, arguments):
+            return {"error": "KeyError"}
+
+    judges = Judges(RewardFunction(function="exact", processes=8))
+    for _ in range(8):
+        judges._free.get()
+        judges._free.put(Fails())
+    judges.faults = SlowCounter()
+    with warnings.catch_warnings(), ThreadPoolExecutor(8) as threads:
+        warnings.simplefilter("ignore", TrustRLWarning)
+        asks = [threads.submit(judges.score, {}) for _ in range(2 * ALL_FAILED)]
+    assert (judges.scored, judges.faults) == (2 * ALL_FAILED, {"error": 2 * ALL_FAILED})
+    assert [type(ask.exception()) for ask in asks if ask.exception()] == [EngineError]
+
+
+ROOM = """
+import resource, time
+def score(completion):
+    return resource.getrlimit(resource.RLIMIT_CPU)[0] - time.process_time()
+"""
+
+
+def test_threads_of_a_function_may_use_every_processor_for_its_seconds(tmp_path):
+    """Their CPU time adds up: at one CPU second a second, threads of a library would end the function early."""
+    (tmp_path / "room.py").write_text(ROOM)
+    judges = Judges(RewardFunction(function=f"{tmp_path / 'room.py'}:score", seconds=100.0))
+    try:
+        assert judges.score({"completion": "x", "answer": "4"}) >= 100 * os.cpu_count()
+    finally:
+        judges.close()
+
+
+def test_a_limit_on_cpu_time_that_is_there_already_is_kept(tmp_path):
+    """As a cluster sets it. A process may not raise it."""
+    (tmp_path / "room.py").write_text(ROOM)
+    code = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (300, 300))\n"
+        "from trustrl.world.rewards import Judges, RewardFunction\n"
+        f"judges = Judges(RewardFunction(function={str(tmp_path / 'room.py')!r} + ':score', seconds=1000.0))\n"
+        "print(judges.score({'completion': 'x', 'answer': '4'}))\n"
+        "judges.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 200 < float(done.stdout) <= 300, done.stderr
 
 
 @pytest.mark.parametrize(("text", "answer"), [

@@ -1,5 +1,7 @@
 """Problems from files: columns, splits, templates, filters, several sets, and what is refused."""
 
+import datetime
+import decimal
 import json
 import warnings
 from pathlib import Path
@@ -11,6 +13,7 @@ from trustrl.world import tasks
 from trustrl.world.rewards import RewardFunction
 from trustrl.world.tasks import OwnData
 from trustrl.world.tasks.own_data import DataSet
+from trustrl.world.verl_dataset import write_parquet
 
 EXACT = [{"function": "exact"}]
 
@@ -58,6 +61,42 @@ def test_parquet_is_read_as_jsonl_is(sums, tmp_path):
     ]
     assert both[0] == both[1]
     assert both[0]
+
+
+def test_values_of_parquet_that_json_lacks_become_text(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    day = datetime.date(2025, 2, 15)
+    row = {"prompt": "a", "answer": decimal.Decimal("3.50"), "day": day, "about": {"days": [day], "level": 2}}
+    pq.write_table(pa.Table.from_pylist([row] * 20), tmp_path / "days.parquet")
+    table = {"files": str(tmp_path / "days.parquet"), "columns": ["day", "about"], "use": "train"}
+    task = OwnData(data=[table], reward=EXACT)
+    task.check()
+    made = task.rows("train", 1)[0]
+    assert made["answer"] == "3.50"
+    assert json.loads(made["columns"]) == {"day": "2025-02-15", "about": {"days": ["2025-02-15"], "level": 2}}
+    assert task.score("#### 3.50", made) == 1.0
+
+
+def test_data_for_verl_appear_when_they_are_complete(sums, tmp_path, monkeypatch):
+    """A resumed run takes the file that is there: half of one could not be read, however often it is resumed."""
+    pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    def half(table, where):
+        Path(where).write_bytes(b"PAR1")
+        raise OSError("No space left on device")
+
+    task = {"data": [{"files": sums, "prompt": "q", "answer": "level"}], "reward": EXACT}
+    file = tmp_path / "data" / "train.parquet"
+    monkeypatch.setattr(pq, "write_table", half)
+    with pytest.raises(OSError, match="No space"):
+        write_parquet(file, "data", "train", **task)
+    monkeypatch.undo()
+    assert list(file.parent.iterdir()) == []
+    assert pq.read_metadata(write_parquet(file, "data", "train", **task)).num_rows > 100
+    assert [path.name for path in file.parent.iterdir()] == ["train.parquet"]
 
 
 def test_chats_templates_and_filters(sums):

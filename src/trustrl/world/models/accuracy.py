@@ -17,16 +17,14 @@ def sampled_accuracy(
     model: Any, tokenizer: Any, task: Task, count: int = 500, seed: int = 0, *, max_new_tokens: int = 8
 ) -> float:
     """Returns the mean score of `count` sampled answers to held-out problems, at temperature 1."""
-    rows = held_out_problems(task, count, seed)
-    return accuracy(model, tokenizer, task, rows, seed=seed, max_new_tokens=max_new_tokens, temperature=1.0)
+    return _accuracy(model, tokenizer, task, count, Decoding(seed, max_new_tokens, temperature=1.0))
 
 
 def greedy_accuracy(
     model: Any, tokenizer: Any, task: Task, count: int = 500, seed: int = 0, *, max_new_tokens: int = 8
 ) -> float:
     """Returns the mean score of greedily decoded answers to `count` held-out problems."""
-    rows = held_out_problems(task, count, seed)
-    return accuracy(model, tokenizer, task, rows, seed=seed, max_new_tokens=max_new_tokens, temperature=0.0)
+    return _accuracy(model, tokenizer, task, count, Decoding(seed, max_new_tokens, temperature=0.0))
 
 
 def held_out_problems(task: Task, count: int, seed: int = 0, *, chat: bool = False) -> list[Row]:
@@ -52,11 +50,9 @@ class Decoding(NamedTuple):
     """Smallest probability that the sampled tokens keep in total."""
 
 
-def accuracy(
-    model: Any, tokenizer: Any, task: Task, rows: list[Row], *, seed: int, max_new_tokens: int, temperature: float
-) -> float:
-    """Returns the mean of `answer_scores`."""
-    return fmean(answer_scores(model, tokenizer, task, rows, Decoding(seed, max_new_tokens, temperature)))
+def _accuracy(model: Any, tokenizer: Any, task: Task, count: int, chosen: Decoding) -> float:
+    rows = held_out_problems(task, count, chosen.seed)
+    return fmean(answer_scores(model, tokenizer, task, rows, chosen))
 
 
 def answer_scores(model: Any, tokenizer: Any, task: Task, rows: list[Row], chosen: Decoding) -> list[float]:

@@ -98,10 +98,12 @@ def main() -> None:
     accepted = _accepted(function)
     answers.write(json.dumps({"accepted": None if accepted is None else sorted(accepted)}) + "\n")
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard  # a cluster may have set one
+    processors = os.cpu_count() or 1  # the CPU time of a function's threads adds up
     for line in sys.stdin:
         # Should the parent be killed, this ends even a computation that never lets another thread run.
-        limit = int(time.process_time() + table.seconds + SPARE_SECONDS)
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, hard))
+        limit = int(time.process_time() + table.seconds * processors + SPARE_SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (min(limit, most), hard))
         row = json.loads(line)
         arguments = row if accepted is None else {name: value for name, value in row.items() if name in accepted}
         answers.write(json.dumps(_answer(function, {**arguments, **table.settings})) + "\n")

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache
 from queue import LifoQueue
+from threading import Lock
 from typing import Any
 
 from trustrl.errors import ConfigError, EngineError, TrustRLWarning
@@ -106,6 +107,7 @@ class Judges:
         self.table = table
         self.scored = 0
         self.faults: Counter[str] = Counter()
+        self._counting = Lock()
         self._free: LifoQueue[_Judge] = LifoQueue()
         for _ in range(table.processes):
             self._free.put(_Judge(table))
@@ -134,16 +136,21 @@ class Judges:
             answer = judge.ask(arguments)
         finally:
             self._free.put(judge)
-        self.scored += 1
         if answer is None:
-            return self._zero("time", f"took longer than {self.table.seconds:g} s")
-        if "error" in answer:
-            return self._zero("error", f"failed: {answer['error']}")
+            fault = ("time", f"took longer than {self.table.seconds:g} s")
+        else:
+            fault = ("error", f"failed: {answer['error']}") if "error" in answer else None
+        with self._counting:
+            self.scored += 1
+            if fault is not None:
+                self._count(*fault)
+        if answer is None or fault is not None:
+            return 0.0
         if "refused" in answer:
             raise EngineError(f"{self.table.function!r} must return a finite number, got {answer['refused']}.")
         return answer["score"]
 
-    def _zero(self, kind: str, sentence: str) -> float:
+    def _count(self, kind: str, sentence: str) -> None:
         self.faults[kind] += 1
         count, total = self.faults[kind], self.faults.total()
         if total == self.scored == ALL_FAILED:
@@ -156,9 +163,8 @@ class Judges:
                 f"The reward function {self.table.function!r} {sentence}. Such completions get 0: {count} of "
                 f"{self.scored} so far.",
                 TrustRLWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
-        return 0.0
 
     def close(self) -> None:
         """Ends the processes. They end with this process, too."""
@@ -168,7 +174,15 @@ class Judges:
             self._free.put(_Judge(self.table))
 
 
-@lru_cache
+_CREATING = Lock()
+
+
 def judges_of(table: str) -> Judges:
     """Returns this process's judges for a table in JSON. All tasks of the process share them."""
+    with _CREATING:  # a cache alone lets each of several threads create its own
+        return _judges_of(table)
+
+
+@lru_cache
+def _judges_of(table: str) -> Judges:
     return Judges(RewardFunction(**json.loads(table)))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -77,15 +78,18 @@ class DataSet:
     """True if prompts are chat messages. A text becomes a message of the user."""
 
     def __post_init__(self) -> None:
-        for where in ("files", "held_out_files"):
-            value = getattr(self, where)
-            value = (value,) if isinstance(value, str) else tuple(value)
-            for file in value:
+        for name in ("hub", "subset", "split", "held_out_split", "name", "prompt", "answer", "template", "system"):
+            if not isinstance(value := getattr(self, name), (str, type(None))):
+                raise ConfigError(f"data.{name} must be a string, got {value!r}.")
+        validators.table("data.where", self.where)
+        object.__setattr__(self, "columns", _texts("data.columns", self.columns))
+        for name in ("files", "held_out_files"):
+            files = _texts(f"data.{name}", getattr(self, name))
+            for file in files:
                 if Path(file).suffix not in SUFFIXES:
-                    raise ConfigError(f"data.{where} must end with {' or '.join(SUFFIXES)}, got {file!r}.")
+                    raise ConfigError(f"data.{name} must end with {' or '.join(SUFFIXES)}, got {file!r}.")
             # Engines start their processes in other directories.
-            object.__setattr__(self, where, tuple(str(Path(file).absolute()) for file in value))
-        object.__setattr__(self, "columns", (self.columns,) if isinstance(self.columns, str) else tuple(self.columns))
+            object.__setattr__(self, name, tuple(str(Path(file).absolute()) for file in files))
         sources = [source for source in ("files", "hub", "package") if getattr(self, source)]
         if len(sources) != 1:
             raise ConfigError(f"[data] must have one of files, hub and package, got {' and '.join(sources) or 'none'}.")
@@ -238,8 +242,8 @@ class OwnData(Task):
         if chosen.system is not None:
             prompt = [{"role": "system", "content": chosen.system}, *prompt]
         return {
-            "prompt": prompt, "answer": problem.answer, "columns": json.dumps(problem.columns),
-            "data_set": chosen.label,
+            "prompt": prompt, "answer": problem.answer, "data_set": chosen.label,
+            "columns": json.dumps(problem.columns, default=str),
         }  # fmt: skip
 
     def score(self, completion: str, row: Mapping[str, Any]) -> float:
@@ -258,6 +262,13 @@ class OwnData(Task):
             return super().scores(completions, rows)
         with ThreadPoolExecutor(most) as threads:
             return list(threads.map(self.score, completions, rows))
+
+
+def _texts(where: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else validators.several(where, value, "strings, or one string")
+    if not all(isinstance(text, (str, PathLike)) for text in texts):
+        raise ConfigError(f"{where} must be a list of strings, or one string, got {value!r}.")
+    return texts
 
 
 def table_of(kind: Any, where: str, table: Any) -> Any:
@@ -320,7 +331,8 @@ def _problem(index: int, chosen: DataSet, row: Mapping[str, Any], held_out: bool
     columns = {name.rpartition(".")[2]: _column(row, name) for name in chosen.columns}
     if not isinstance(prompt, (str, list)) or not prompt:
         raise RecordError(f"data.prompt must be a column of texts or of chat messages, got {prompt!r:.100}.")
-    return _Problem(index, held_out, prompt, answer if isinstance(answer, str) else json.dumps(answer), columns)
+    is_json = isinstance(answer, (int, float, list, dict)) or answer is None  # not so are dates and decimals of Parquet
+    return _Problem(index, held_out, prompt, json.dumps(answer, default=str) if is_json else str(answer), columns)
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
