@@ -179,3 +179,30 @@ def test_a_region_that_is_not_known_here_has_verdicts_too(tmp_path, monkeypatch)
     write_records(tmp_path, {"kept": [False, True]})
     monkeypatch.setattr(module, "config_from_dict", lambda plain: (_ for _ in ()).throw(TypeError))
     assert read(tmp_path).verdicts["stopped"] == 1
+
+
+def test_each_file_is_opened_once_for_its_rows_and_once_for_the_sample(tmp_path, monkeypatch):
+    from trustrl.recording import storage
+
+    for step in range(20):
+        write_records(tmp_path, drawn(step, 30), step=step)
+    opened, readable = Counter(), storage.readable
+
+    def counted(file):
+        opened[file.name] += 1
+        return readable(file)
+
+    monkeypatch.setattr(storage, "readable", counted)
+    monkeypatch.setattr(module, "MAX_ROWS", 300)
+    assert read(tmp_path).num_read == 300
+    assert sorted(opened.values()) == [1] * 10 + [2] * 10  # rows of all, columns of every second
+
+
+def test_small_files_share_a_table_and_large_ones_do_not(tmp_path, monkeypatch):
+    for step in range(6):
+        write_records(tmp_path, drawn(step, 30), step=step)
+    whole = read(tmp_path)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 1)
+    alone = read(tmp_path)
+    assert (alone.verdicts, alone.points, alone.scores) == (whole.verdicts, whole.points, whole.scores)
+    assert len(list(module.decided(module.record_files([str(tmp_path)])))) == 6

@@ -48,6 +48,11 @@ STALE, LARGEST = "trustrl/stale_replicas", "trustrl/replica_gap_max"
 REPLICA_FILES = 512
 """Number of files to read of each table, newest first: a replica that is stale at the end of a run is in them."""
 
+FEW_FILES = 8
+"""Number of files that show whether the records name replicas at all."""
+
+_COMPARED = ("step", "update", "sequence", "policy_logp", "behavior_logp", "sampler_version")
+
 ACTION = (
     "Restart the replica, or send the weights to it again, and resume from a checkpoint before that step. Set "
     "on_stale_replica='raise' to stop a run at this point."
@@ -218,20 +223,24 @@ def _recorded_gaps(run: Run) -> Gaps:
 
     The first update compares sampler and trainer at the same weights, on tokens that are as new as the trainer.
     """
-    from trustrl.recording.record_files import part_files
+    from trustrl.recording.record_files import part_files, read_table
     from trustrl.recording.sequence_tables import read_sequences
 
     sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     try:
         for folder in run.records:
-            rows = read_sequences(folder, newest=REPLICA_FILES).select(["sequence", "replica"]).drop_null().to_pydict()
-            names = dict(zip(*rows.values(), strict=True))
+            names: dict[int, str] = {}
+            for newest in (FEW_FILES, REPLICA_FILES):  # a sampler names its replicas in all files or in none
+                rows = read_sequences(folder, newest=newest).select(["sequence", "replica"]).drop_null().to_pydict()
+                names = dict(zip(*rows.values(), strict=True))
+                if not names:
+                    break
             if not names:
                 continue
-            from trustrl.recording.record_reader import read  # loads torch
+            from trustrl.recording.record_reader import Records  # loads torch
 
             for file in part_files(folder)[-REPLICA_FILES:]:
-                part = read(file)
+                part = Records(*read_table(file, _COMPARED))
                 if not {"behavior_logp", "sampler_version"} <= {*part}:
                     continue
                 gap = (part["policy_logp"].double() - part["behavior_logp"].double()).abs()
