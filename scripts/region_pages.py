@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import engine_tables
+import latex
 
 from trustrl.config.axes import Region, StalenessRegion
 from trustrl.config.statistics import Statistic
@@ -127,7 +128,7 @@ def markdown(docstring: str, links: dict[str, str]) -> str:
     blocks = []
     for block in docstring.strip().split("\n\n")[1:]:
         if block.startswith("    "):
-            blocks.append(f"```text\n{inspect.cleandoc(block)}\n```")
+            blocks.append(latex.block(inspect.cleandoc(block)))
             continue
         text = re.sub(r"\n(?!- )\s*", " ", block)  # a wrapped line may start with a character that means something else
         text = re.sub(r"^([\w ]+):$", r"## \1", text)

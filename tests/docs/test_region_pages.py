@@ -31,6 +31,6 @@ def test_every_setting_of_a_region_has_a_docstring(region):
 @pytest.mark.parametrize("name", sorted(set(PAGES) - {"index.md"}))
 def test_a_page_has_the_effect_the_equation_the_settings_and_the_source(name):
     text = PAGES[name]
-    assert re.search(r"^```text\n.*=.*\n", text, re.M)
+    assert re.search(r"^```math\n.*\n& .*=", text, re.M)
     assert re.findall(r"^## (Settings|Reference)$", text, re.M) == ["Settings", "Reference"]
     assert "- **Results**: " in text

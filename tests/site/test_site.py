@@ -8,56 +8,16 @@ from urllib.request import urlopen
 
 import pytest
 
-pytest.importorskip("playwright.sync_api", reason="needs `pip install playwright`")
-from support import browsing
-from support.site_server import KINDS, SIZES, served
+from support.site_server import KINDS, SIZES
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "site"
-if browsing.CHROMIUM is None:
-    pytest.skip("needs Chromium: `apt-get install chromium`", allow_module_level=True)
-if not (SITE / "index.html").is_file():
-    pytest.skip("needs the built site: `nox -s docs`", allow_module_level=True)
 
 SOURCES = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/notebooks/*.ipynb")]
 WRITTEN = sorted(file.relative_to(ROOT / "docs").with_suffix("").as_posix() for file in SOURCES)
 PAGES = [f"{name.removesuffix('index')}/".lstrip("/").replace("//", "/") for name in WRITTEN] + [
     "project/contributing/", "project/changelog/", "project/security/", "project/code-of-conduct/",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def address():
-    with served(SITE) as where:
-        yield where
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing.started() as found:
-        yield found
-
-
-@pytest.fixture
-def opened(browser, address):
-    """Opens pages; afterwards nothing may have gone wrong, and no other host may have been asked."""
-    contexts, wrong, requests = [], [], []
-
-    def open_(page="", size="laptop", scheme="light"):
-        tab = browsing.blank_tab(browser, SIZES[size], scheme)
-        contexts.append(tab.context)
-        tab.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        tab.on("pageerror", lambda error: wrong.append(str(error)))
-        tab.on("request", lambda request: requests.append(request.url))
-        assert tab.goto(address + page).ok, page
-        return tab
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert wrong == []
-    assert requests
-    assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
 
 
 class Fetched(HTMLParser):
