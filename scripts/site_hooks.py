@@ -25,6 +25,9 @@ PLACES = {
 REDIRECTS = tomllib.loads((ROOT / "scripts/redirects.toml").read_text())
 """Removed pages and the places that have their content now, as paths in docs/."""
 
+SEARCH = tomllib.loads((ROOT / "scripts/search.toml").read_text())
+"""Words that the search finds a page by, and pages that rank low."""
+
 REDIRECT = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -73,8 +76,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites links between the repository's pages and docs/."""
+    """Rewrites links between the repository's pages and docs/, and gives the search its words."""
     place = page.file.src_uri
+    page.meta["tags"] = SEARCH["tags"].get(place, [])
+    boosts = [boost for start, boost in SEARCH["boost"].items() if place.startswith(start)]
+    page.meta["search"] = {"boost": boosts[0]} if boosts else {}
     source = {place: name for name, place in PLACES.items()}.get(place, f"docs/{place}")
 
     def on_the_site(link: re.Match[str]) -> str:

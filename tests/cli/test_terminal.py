@@ -137,7 +137,7 @@ def test_json_keeps_its_value_and_readable_text_its_letters(capsys):
 
 def test_all_terminal_lines_go_through_one_function():
     """Only `trustrl.terminal` prints. The two other places write a file to stdout, and a script for wandb."""
-    writes = re.compile(r"(?<![\w.])print\(|sys\.std(out|err)\.(write|buffer)")
+    writes = re.compile(r"^(?!\s*>>> ).*((?<![\w.])print\(|sys\.std(out|err)\.(write|buffer))", re.M)
     found = {
         str(file.relative_to(SRC))
         for part in ("cli", "tools", "runs", "runner", "recording", "terminal.py")

@@ -1,0 +1,45 @@
+"""The site's search, asked by its own worker in a real browser: each question finds its page among the first three."""
+
+import json
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = tomllib.loads((Path(__file__).parent / "questions.toml").read_text())
+FOUND = """async ([worker, index, questions]) => {
+  const search = new Worker(worker);
+  const ask = (type, data) => new Promise((answer) => {
+    search.addEventListener("message", (message) => answer(message.data.data), {once: true});
+    search.postMessage({type, data});
+  });
+  await ask(0, {...index, options: {suggest: false}});
+  const found = [];
+  for (const question of questions) {
+    const {items} = await ask(2, question);
+    found.push(items.slice(0, 3).map((sections) => sections[0].location.split("#")[0]));
+  }
+  return found;
+}"""
+
+
+def test_each_question_finds_its_page_among_the_first_three(opened, address):
+    tab = opened("concepts/four-policies/")
+    settings = json.loads(tab.locator("script#__config").text_content())
+    worker = tab.evaluate("(path) => new URL(path, location.href).href", settings["search"])
+    index = json.loads((ROOT / "build/site/search/search_index.json").read_text())
+    assert len(QUESTIONS) >= 40
+    missed = {}
+    for (question, wanted), found in zip(
+        QUESTIONS.items(), tab.evaluate(FOUND, [worker, index, list(QUESTIONS)]), strict=True
+    ):
+        if not set(wanted) & set(found):
+            missed[question] = found
+    assert missed == {}
+
+
+def test_every_page_that_the_search_names_is_there():
+    names = tomllib.loads((ROOT / "scripts/search.toml").read_text())
+    index = json.loads((ROOT / "build/site/search/search_index.json").read_text())
+    built = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    for page in [*names["tags"], *names["boost"]]:
+        assert any(place.startswith(page.removesuffix(".md").removesuffix("index")) for place in built), page
