@@ -14,7 +14,7 @@ from support.fsdp2_shardings import RESHARDED, SHARDINGS, shard, whole
 from trustrl.engines.common.token_places import TokenPlaces
 from trustrl.engines.common.vocabulary_forward import AskingModel, LogitsForward
 from trustrl.engines.common.vocabulary_read import at_completions
-from trustrl.errors import EngineError
+from trustrl.errors import ConfigError, EngineError
 
 K, TEMPERATURE = 5, 0.7
 
@@ -59,6 +59,14 @@ def test_the_logits_are_the_models_own_and_the_vocabulary_is_theirs():
     torch.testing.assert_close(output.topk_logp, logp.gather(-1, output.topk_ids), rtol=0, atol=1e-5)
     plain = model(input_ids=ids)  # without a request, the output is the model's own
     assert not hasattr(plain, "topk_logp")
+
+
+def test_an_adapter_on_the_output_layer_is_refused_before_the_first_pass():
+    """ms-swift, OpenRLHF and SkyRL read the layer's weight, which lacks what the adapter adds."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(world.tiny_model(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"output layer must be a plain linear layer.*target_modules"):
+        LogitsForward(model.get_base_model(), float32_head=False)
 
 
 def test_logits_divided_in_place_leave_the_vocabulary_alone():

@@ -227,7 +227,14 @@ class LogitsForward(VocabularyForward):
     """Adds the keyword to one model's forward, which runs unchanged and returns its logits too.
 
     Costs one more product with the output layer, in tiles, and no further pass through the model.
+
+    Raises:
+        ConfigError: If the output layer is more than its weight.
     """
+
+    def __init__(self, model: nn.Module, *, float32_head: bool) -> None:
+        refuse_adapted_head(model)
+        super().__init__(model, float32_head=float32_head)
 
     def _run(self, model: Any, wanted: Wanted, *args: Any, **kwargs: Any) -> LogitsOutput:
         entering: list[Tensor] = []

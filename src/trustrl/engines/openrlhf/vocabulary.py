@@ -19,7 +19,7 @@ from trustrl.core.policy_loss import LossOutput, policy_loss
 from trustrl.core.records import PolicyTokens, RolloutTokens, TopK
 from trustrl.engines.common import seam
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_forward import LogitsForward, refuse_adapted_head
+from trustrl.engines.common.vocabulary_forward import LogitsForward
 from trustrl.engines.common.vocabulary_read import VocabularyOutput, Wanted, at_completions, read_by_policy
 from trustrl.engines.openrlhf.anchor_rows import AnchorRow, RecordedLogp, carried
 from trustrl.engines.openrlhf.losses import SAMPLED, RegionLoss
@@ -92,7 +92,6 @@ class VocabularyPass:
         self._actor, self._loss, self._needs = actor, loss, loss.region.needs()
         model = getattr(actor.model, "module", actor.model)  # in DeepSpeed's engine
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # in PEFT's
-        refuse_adapted_head(base)
         self._forward = LogitsForward(base, float32_head=False)
         self._score = actor.forward
         actor.forward = self._scored

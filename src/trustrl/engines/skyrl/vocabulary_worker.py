@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trustrl.engines.common import seam
 from trustrl.engines.common.token_places import TokenPlaces
-from trustrl.engines.common.vocabulary_forward import LogitsForward, refuse_adapted_head
+from trustrl.engines.common.vocabulary_forward import LogitsForward
 from trustrl.engines.common.vocabulary_read import Wanted
 from trustrl.engines.skyrl.losses import ANCHOR, FACTOR, MICRO_BATCH, MicroBatch
 from trustrl.engines.skyrl.skyrl_config import region_of
@@ -60,7 +60,6 @@ class RegionPolicyWorkerBase(FSDPPolicyWorkerBase):
             )
         model = self.model.model
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        refuse_adapted_head(base)
         self._vocabulary = LogitsForward(base, float32_head=False)
 
     # ── the pass at the rollout's weights ───────────────────────────────────────────────────────────────────────────
