@@ -100,7 +100,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Loads KaTeX on pages that have equations."""
+    """Names the theme's search dialog for screen readers, and loads KaTeX on pages that have equations."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
     if EQUATION not in output:
         return output
     base = os.path.relpath(".", _address(page.file.src_uri))
