@@ -81,15 +81,17 @@ class KeptLogits(NamedTuple):
 
 
 def room_for(hidden_ND: Tensor, head_VD: Tensor, product_dtype: torch.dtype, block_rows: int) -> int:
-    """Returns the number of rows whose products are kept: all that fit into the head's gradient.
+    """Returns the number of rows whose products are kept.
 
-    An accelerator keeps whole blocks, because a further block launches every kernel again.
+    All that fit into the head's gradient, if they are all rows or at least a quarter of a block on a CPU. Otherwise
+    whole blocks: a further block runs every operation again, which costs an accelerator or a small model more.
     """
     num_rows, width = hidden_ND.shape
     fitting = width * head_VD.dtype.itemsize // product_dtype.itemsize
-    if num_rows <= fitting or devices.free_to_look(hidden_ND):
-        return min(num_rows, fitting)
-    return fitting // block_rows * block_rows
+    if num_rows <= fitting:
+        return num_rows
+    pays_off = devices.free_to_look(hidden_ND) and 4 * fitting >= block_rows
+    return fitting if pays_off else fitting // block_rows * block_rows
 
 
 class ForwardResult(NamedTuple):
