@@ -41,6 +41,7 @@ BANDS = {
     "The core: tensors in, tensors out": {
         "functional": "losses and projections as plain functions",
         "regions": "one file per region: settings → decision",
+        "core.fused_loss": "loss from hidden states, block by block",
         "core.ops": "operations that regions are written with",
         "core.policy_loss": "the call that a trainer makes",
         "core.impl": "eager, Triton, compiled: the same functions",

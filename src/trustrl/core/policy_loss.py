@@ -104,7 +104,7 @@ def policy_loss(
         tensor([[-0.5000, -0.0000]])
     """
     one_of("on_nonfinite", on_nonfinite, ("drop", "zero", "raise"))
-    needs = _needs(region, reduction)
+    needs = needs_of_call(region, reduction)
     _check_kinds(penalties)
     name = resolved(impl, rollout)
     if name == "triton" != impl:  # nobody asked for it by name
@@ -134,7 +134,8 @@ def policy_loss(
     return out
 
 
-def _needs(region: Region, reduction: Reduction) -> Needs:
+def needs_of_call(region: Region, reduction: Reduction) -> Needs:
+    """Returns the data that a call needs: the region's needs, and those of the reduction."""
     # Callers may run without a type checker.
     if not isinstance(region, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(

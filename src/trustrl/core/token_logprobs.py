@@ -110,7 +110,7 @@ def token_logprobs(
             hidden_ND, head_VD, token_ids_N, gather_ids=gather_ids, top_k=top_k, entropy=bool(entropy), **settings
         )
         return _reference_divergence(out, hidden_ND, head_VD, token_ids_N, against, settings)
-    product_dtype = product_dtype or _default_product_dtype(hidden_ND)
+    product_dtype = product_dtype or default_product_dtype(hidden_ND)
     call = VocabularyCall(
         hidden_ND, head_VD, token_ids_N, gather_ids, top_k, entropy, against, temperature, bias, softcap, product_dtype
     )
@@ -153,7 +153,7 @@ def _scale(temperature: float | Tensor, hidden_ND: Tensor, dtype: torch.dtype) -
     return temperature.to(hidden_ND.device, dtype).reciprocal().expand(len(hidden_ND))
 
 
-def _default_product_dtype(hidden_ND: Tensor) -> torch.dtype:
+def default_product_dtype(hidden_ND: Tensor) -> torch.dtype:
     """Returns autocast's dtype if autocast is enabled, else that of the hidden states."""
     device = hidden_ND.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_ND.dtype

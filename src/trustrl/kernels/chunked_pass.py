@@ -21,16 +21,14 @@ Memory in addition to inputs, outputs and gradients: one tile of `block_rows × 
 with `slope`), and one block of head rows for the given ids if uncompiled. `devices` chooses and bounds both.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trustrl.kernels import tile_math
+from trustrl.kernels import devices, tile_math
 from trustrl.kernels.pass_inputs import GivenCells, PassInputs, given_cells, given_logits, slices, weighted_head_rows
-from trustrl.kernels.running_state import RunningSums, RunningTopK
+from trustrl.kernels.running_state import RunningSums, RunningTopK, add_product
 
 
 class KeptLogits(NamedTuple):
@@ -45,7 +43,7 @@ class KeptLogits(NamedTuple):
         products   | tile 0 | tile 1 | tile 2 |           |      tile t starts at R · (its first id)
         gradient   |  tile 0   |  tile 1   |  tile 2   |         tile t starts at D · (its first id)
 
-    Rows beyond the buffer's room are recomputed, in whole blocks. The products are marked: −inf at the given ids.
+    Rows beyond the buffer's room are recomputed. The products are marked: −inf at the given ids and at the best ids.
     """
 
     buffer: Tensor
@@ -56,12 +54,14 @@ class KeptLogits(NamedTuple):
     chosen: Tensor | None = None
     """[N], the kept row of each row of the pass. None if they are the same."""
 
-    def holds(self, rows: slice) -> bool:
-        """Returns True if the products of all these rows are kept."""
-        if self.chosen is None:
-            return rows.stop <= self.num_rows
-        # Chosen rows ascend, so the last one decides. Only a CPU chooses rows, and there reading is free.
-        return rows.stop > rows.start and int(self.chosen[rows.stop - 1]) < self.num_rows
+    def blocks(self, num_rows: int, block_rows: int) -> tuple[list[slice], int]:
+        """Returns blocks of rows, none of which mixes kept and recomputed rows, and the number of kept rows."""
+        # Chosen rows ascend. Only a CPU chooses rows, and there reading is free.
+        held = min(num_rows, self.num_rows) if self.chosen is None else int((self.chosen < self.num_rows).sum())
+        kept = slices(held, block_rows)
+        if held == num_rows:
+            return kept, held
+        return (kept if held else []) + slices(num_rows - held, block_rows, held), held
 
     def tile(self, columns: slice, rows: slice) -> Tensor:
         """Returns some rows of a tile: a view, or a copy if the rows were chosen."""
@@ -69,12 +69,29 @@ class KeptLogits(NamedTuple):
         whole = flat.view(self.num_rows, columns.stop - columns.start)
         return whole[rows] if self.chosen is None else whole.index_select(0, self.chosen[rows])
 
+    def restore(self, rows: slice, block_vocab: int, ids_RK: Tensor, products_RK: Tensor) -> None:
+        """Writes products back that left the top-k. A product of −inf changes nothing."""
+        flat = self.buffer.view(-1).view(self.dtype)
+        start_RK = ids_RK // block_vocab * block_vocab
+        width_RK = (len(self.buffer) - start_RK).clamp(max=block_vocab)
+        row_R1 = torch.arange(rows.start, rows.stop, device=ids_RK.device).unsqueeze(-1)
+        place_RK = start_RK * self.num_rows + row_R1 * width_RK + ids_RK - start_RK
+        # The maximum, because the cells hold −inf, and ids that displaced nothing repeat.
+        flat.scatter_reduce_(0, place_RK.flatten(), products_RK.flatten(), "amax")
+
 
 def room_for(hidden_ND: Tensor, head_VD: Tensor, product_dtype: torch.dtype, block_rows: int) -> int:
-    """Returns the number of rows whose products fit into the head's gradient: all of them, or whole blocks."""
+    """Returns the number of rows whose products are kept.
+
+    All that fit into the head's gradient, if they are all rows or at least a quarter of a block on a CPU. Otherwise
+    whole blocks: a further block runs every operation again, which costs an accelerator or a small model more.
+    """
     num_rows, width = hidden_ND.shape
     fitting = width * head_VD.dtype.itemsize // product_dtype.itemsize
-    return num_rows if num_rows <= fitting else fitting // block_rows * block_rows
+    if num_rows <= fitting:
+        return num_rows
+    pays_off = devices.free_to_look(hidden_ND) and 4 * fitting >= block_rows
+    return fitting if pays_off else fitting // block_rows * block_rows
 
 
 class ForwardResult(NamedTuple):
@@ -97,14 +114,13 @@ class ForwardResult(NamedTuple):
 def forward(inputs: PassInputs, top_k: int, slope: bool, kept: KeptLogits | None = None) -> ForwardResult:
     """Streams the vocabulary once for every block of rows and returns the results of all rows.
 
-    If `kept` is given, also fills it with the marked products. Cells that leave the running top-k are not in it, so
-    `top_k` must then be 0.
+    If `kept` is given, also fills it with the marked products.
     """
     num_rows = inputs.hidden.shape[0]
+    row_blocks, held = _row_blocks(inputs, kept)
     whole: ForwardResult | None = None
-    for rows in slices(num_rows, inputs.block_rows):
-        tiles = None if kept is None or not kept.holds(rows) else partial(kept.tile, rows=rows)
-        block = _forward_block(inputs.rows(rows), top_k, slope, tiles)
+    for rows in row_blocks:
+        block = _forward_block(inputs.rows(rows), top_k, slope, kept if rows.stop <= held else None, rows)
         if len(block.rest) == num_rows:
             return block
         if whole is None:
@@ -115,22 +131,27 @@ def forward(inputs: PassInputs, top_k: int, slope: bool, kept: KeptLogits | None
     return whole
 
 
-def _forward_block(
-    inputs: PassInputs, top_k: int, slope: bool, kept_tile: Callable[[slice], Tensor] | None
-) -> ForwardResult:
+def _row_blocks(inputs: PassInputs, kept: KeptLogits | None) -> tuple[list[slice], int]:
+    """Returns blocks of rows, and the number of rows at the start whose products are kept."""
+    num_rows = inputs.hidden.shape[0]
+    return (slices(num_rows, inputs.block_rows), 0) if kept is None else kept.blocks(num_rows, inputs.block_rows)
+
+
+def _forward_block(inputs: PassInputs, top_k: int, slope: bool, kept: KeptLogits | None, rows: slice) -> ForwardResult:
+    """Streams the vocabulary for one block. `inputs` are those of its `rows`, which index `kept`."""
     hidden = inputs.hidden.to(inputs.product_dtype)
     num_rows, size = hidden.shape[0], inputs.head.shape[0]
     cells = given_cells(inputs)
     running = RunningSums(inputs, slope)
     best = RunningTopK(num_rows, top_k, hidden)
-    num_tiles = int(kept_tile is None) + int(slope)
+    num_tiles = int(kept is None) + int(slope)
     # One buffer for all tiles, so that `mm` does not allocate one for each.
     room = hidden.new_empty(num_rows * min(inputs.block_vocab, size) * num_tiles)
     for tile_index, columns in enumerate(slices(size, inputs.block_vocab)):
         head = inputs.head[columns].to(inputs.product_dtype)
         bias = None if inputs.bias is None else inputs.bias[columns]
         product, weights = (
-            _carve(room, slope, num_rows, head.shape[0]) if kept_tile is None else (kept_tile(columns), None)
+            _carve(room, slope, num_rows, head.shape[0]) if kept is None else (kept.tile(columns, rows), None)
         )
         torch.mm(hidden, head.T, out=product)
         # Given ids leave the tile before it is summed. Their logits are float32 dot products, below.
@@ -138,6 +159,8 @@ def _forward_block(
         if top_k:
             dropped, dropped_bias = best.take(product, bias, columns.start)
             running.add(dropped, dropped_bias, large=False)
+            if kept is not None:
+                kept.restore(rows, inputs.block_vocab, best.dropped_ids, dropped)
             if slope:  # displaced cells go back to the rest; their head rows may lie anywhere
                 running.add_slope_at(dropped, dropped_bias, best.dropped_ids)
         running.add(product, bias, inputs.large, weights, head)
@@ -230,13 +253,12 @@ def _stream_backward(
 ) -> None:
     """Makes or reads each tile once and accumulates its products in the gradients, in place."""
     dtype, size = inputs.product_dtype, inputs.head.shape[0]
-    row_blocks = slices(inputs.hidden.shape[0], inputs.block_rows)
+    row_blocks, held = _row_blocks(inputs, kept)
     blocks = [(inputs.rows(rows), coefficients.rows(rows)) for rows in row_blocks]
     cells = [given_cells(block) for block, _ in blocks]
     states = [block.hidden.to(dtype) for block, _ in blocks]
-    holds = [kept is not None and kept.holds(rows) for rows in row_blocks]
-    widest = min(inputs.block_vocab, size)
-    room = states[0].new_empty(len(states[0]) * widest)
+    widest, most_rows = min(inputs.block_vocab, size), max(map(len, states))
+    room = states[0].new_empty(most_rows * widest)
     # Parts of a low-precision gradient are summed in float32 and rounded once.
     several = d_head is not None and len(blocks) > 1
     sums = (
@@ -248,11 +270,12 @@ def _stream_backward(
         for n, (block, numbers) in enumerate(blocks):
             hidden = states[n]
             # The product for the head's gradient is twice as fast on a CPU if tokens are the inner axis.
-            tokens_last = d_head is not None and not holds[n]
+            is_kept = row_blocks[n].stop <= held
+            tokens_last = d_head is not None and not is_kept
             shape = (len(head), len(hidden)) if tokens_last else (len(hidden), len(head))
             tile = room[: len(head) * len(hidden)].view(shape)
             product = tile
-            if kept is not None and holds[n]:
+            if kept is not None and is_kept:
                 product = kept.tile(columns, row_blocks[n])
             else:
                 torch.mm(*((head, hidden.T) if tokens_last else (hidden, head.T)), out=tile)
@@ -260,7 +283,7 @@ def _stream_backward(
             gradient_tile(block, numbers, product, tile, tile_index, columns, cells[n], tokens_last)
             by_token = tile.T if tokens_last else tile
             if d_hidden is not None:
-                d_hidden[row_blocks[n]] += by_token @ head
+                add_product(d_hidden[row_blocks[n]], by_token, head)
             if d_head is not None:
                 _into_head(d_head[columns], sums, by_token.T, hidden, n, len(blocks))
             if d_bias is not None:
@@ -297,8 +320,7 @@ def _into_head(d_head: Tensor, sums: Tensor | None, tile: Tensor, hidden: Tensor
             d_head.copy_(tile @ hidden)
         return
     sums = sums[: len(d_head)]
-    part = tile @ hidden
-    sums = sums.copy_(part) if block == 0 else sums.add_(part)
+    add_product(sums, tile, hidden, first=block == 0)
     if block == num_blocks - 1:
         d_head.copy_(sums)
 

@@ -65,9 +65,9 @@ def weighted_head_rows(weights_NC: Tensor, inputs: PassInputs) -> Tensor:
     return F.embedding_bag(inputs.ids, inputs.head, per_sample_weights=weights_NC, mode="sum").to(inputs.wide)
 
 
-def slices(size: int, step: int) -> list[slice]:
-    """Returns consecutive slices of at most `step`, or one empty slice if `size` is 0."""
-    return [slice(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
+def slices(size: int, step: int, first: int = 0) -> list[slice]:
+    """Returns consecutive slices of at most `step` that start at `first`, or one empty slice if `size` is 0."""
+    return [slice(first + start, first + min(start + step, size)) for start in range(0, max(size, 1), step)]
 
 
 class CellIndex:

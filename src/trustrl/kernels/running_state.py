@@ -15,6 +15,16 @@ SAFE_EXPONENT = 20.0
 """A tile's logits may exceed the running shift by this much before the shift is raised. Saves a second evaluation."""
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor, first: bool = False) -> None:
+    """Adds left @ right to `total` in place, or replaces it if `first`. Equal dtypes need no temporary result."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=0 if first else 1, out=total)  # torch's FLOP counter misses `addmm_`
+    elif first:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
+
+
 class RunningSums:
     """Σ e, Σ e·x and the largest |product| of each row, accumulated tile by tile under a shift that rises as needed."""
 
@@ -42,7 +52,7 @@ class RunningSums:
         else:
             self._add_online(product, bias, large, weights)
         if weights is not None and head is not None:
-            self.slope += weights @ head
+            add_product(self.slope, weights, head)
 
     def _add_lagged(self, product: Tensor, bias: Tensor | None, large: bool, weights: Tensor | None) -> None:
         """Accumulates a tile under the shift of the tiles before it, and again under its own if that is too low."""
@@ -141,23 +151,23 @@ class RunningTopK:
         """Returns (keys, columns) of a set of cells that includes the tile's best. −inf pads rows with fewer cells.
 
         After the first few tiles, hardly any cell beats the k-th best so far. The largest cell of each group tells
-        which groups can contain such a cell. Only those groups are searched, which costs a third of sorting the tile on
-        a CPU. Their number is a value, so an accelerator sorts the tile.
+        which groups can contain such a cell, and only the cells that do are compared. Their number is a value, so an
+        accelerator sorts the tile.
         """
         num_rows, width = key.shape
         num_groups = width // GROUP
         if width % GROUP == 0 and num_rows and devices.free_to_look(key):
-            beats = key.view(num_rows, GROUP, num_groups).amax(1) > self.key.amin(-1, keepdim=True).to(key.dtype)
-            counts = beats.sum(-1)
-            most = int(counts.max())
-            if most * GROUP <= width // 4:
-                row, group = beats.nonzero(as_tuple=True)
+            bound = self.key.amin(-1, keepdim=True).to(key.dtype)
+            row, group = (key.view(num_rows, GROUP, num_groups).amax(1) > bound).nonzero(as_tuple=True)
+            if len(row) * 4 <= num_rows * num_groups:
+                cells = group.unsqueeze(-1) + torch.arange(GROUP, device=row.device) * num_groups
+                pair, lane = (key[row.unsqueeze(-1), cells] > bound[row]).nonzero(as_tuple=True)
+                row = row[pair]
+                counts = torch.bincount(row, minlength=num_rows)
                 place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-                groups = row.new_full((num_rows, most), -1)
-                groups[row, place] = group
-                step = torch.arange(GROUP, device=row.device) * num_groups
-                column = (groups.clamp(min=0).unsqueeze(-1) + step).flatten(1)
-                keys = key.gather(-1, column).to(self.key.dtype)
-                return keys.masked_fill((groups < 0).repeat_interleave(GROUP, -1), -torch.inf), column
+                column = row.new_full((num_rows, int(counts.max())), -1)
+                column[row, place] = cells[pair, lane]
+                empty, column = column < 0, column.clamp(min=0)
+                return key.gather(-1, column).to(self.key.dtype).masked_fill(empty, -torch.inf), column
         keys, column = key.topk(min(self.ids.shape[1], width), dim=-1)
         return keys.to(self.key.dtype), column

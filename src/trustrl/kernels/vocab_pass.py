@@ -202,16 +202,21 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, head, bias, ids, counts, _, scale, *settings, top_k, _ = inputs
+    hidden, head, bias, ids, counts, _, scale, *settings, _, _ = inputs
     known, best_ids, rest, inner, largest, slope = output
     ctx.mark_non_differentiable(best_ids, largest, slope)
     # None tells that the loss does not read an output, which a gradient of zeros would not.
     ctx.set_materialize_grads(False)
-    if top_k:
-        ids = torch.cat([ids, best_ids.clamp(min=0)], dim=-1)
-        counts = torch.cat([counts, best_ids >= 0], dim=-1)
+    ids, counts = _with_best(ids, counts, best_ids)
     ctx.save_for_backward(hidden, head, bias, ids, counts, scale, rest, inner, slope)
     ctx.settings, ctx.num_cells = settings, known.shape[1]
+
+
+def _with_best(ids: Tensor, counts: Tensor, best_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (ids, counts) with the best ids as further given ids, which they are for the backward pass."""
+    if not best_ids.shape[1]:
+        return ids, counts
+    return torch.cat([ids, best_ids.clamp(min=0)], dim=-1), torch.cat([counts, best_ids >= 0], dim=-1)
 
 
 def _upstream(
@@ -245,20 +250,19 @@ vocab_pass.register_autograd(_backward, setup_context=_setup)
 def run_pass(inputs: PassInputs, live: Tensor, impl: str, top_k: int, slope: bool) -> ForwardResult:
     """Returns the result of one pass, with a gradient. Keeps the products if that saves a product and costs no memory.
 
-    That is: the chunked pass, a head with a gradient, no `top_k`, and at least one block of rows that fits into the
-    head's gradient. Code that `torch.compile` traces recomputes, because it could run its backward pass twice.
+    That is: the chunked pass and a head with a gradient. Code that `torch.compile` traces recomputes, because it could
+    run its backward pass twice.
     """
     num_rows = room_for(inputs.hidden, inputs.head, inputs.product_dtype, inputs.block_rows)
     if (
         num_rows == 0
         or impl != "chunked"
-        or top_k
         or not (inputs.head.requires_grad and torch.is_grad_enabled())
         or torch.compiler.is_compiling()
     ):
         return ForwardResult(*vocab_pass(*inputs[:5], live, *inputs[5:], impl, top_k, slope))
     function: Any = _KeepingPass
-    return ForwardResult(*function.apply(*inputs[:3], inputs, live, num_rows))
+    return ForwardResult(*function.apply(*inputs[:3], inputs, live, num_rows, top_k))
 
 
 class _KeepingPass(torch.autograd.Function):
@@ -266,10 +270,19 @@ class _KeepingPass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, inputs: PassInputs, live: Tensor, num_rows: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        inputs: PassInputs,
+        live: Tensor,
+        num_rows: int,
+        top_k: int,
     ) -> tuple[Tensor, ...]:
         inputs = inputs._replace(hidden=hidden, head=head, bias=bias)
-        result, buffer = _kept_forward(inputs, live, num_rows)
+        result, buffer = _kept_forward(inputs, live, num_rows, top_k)
+        ids, counts = _with_best(inputs.ids, inputs.counts, result.best_ids)
+        inputs = inputs._replace(ids=ids, counts=counts)
         # The buffer is saved like every tensor, so that activation checkpointing drops it and makes it again.
         ctx.save_for_backward(*inputs[:6], live, result.rest, result.inner, buffer)
         ctx.settings, ctx.num_rows, ctx.num_cells = inputs[6:], num_rows, result.known.shape[1]
@@ -285,7 +298,7 @@ class _KeepingPass(torch.autograd.Function):
         inputs, wants = PassInputs(*tensors, *ctx.settings), ctx.needs_input_grad[:3]
         upstream = _upstream(rest, inner, rest.new_empty((len(rest), 0)), ctx.num_cells, grads)
         if ctx.overwritten:  # by an earlier backward pass through the same graph
-            _, buffer = _kept_forward(inputs, live, ctx.num_rows)
+            _, buffer = _kept_forward(inputs, live, ctx.num_rows, 0)
         ctx.overwritten = True
         # `data`, because autograd refuses a second backward pass if a saved tensor has changed.
         kept = KeptLogits(buffer.data, ctx.num_rows, inputs.product_dtype)
@@ -294,14 +307,14 @@ class _KeepingPass(torch.autograd.Function):
         def run(some: PassInputs, its: UpstreamGradients, rows: Tensor | None) -> Gradients:
             return chunked_pass.backward(some, its, wants, _chosen(kept, live, rows))
 
-        return *gradients_alive(inputs, upstream, run), None, None, None
+        return *gradients_alive(inputs, upstream, run), None, None, None, None
 
 
-def _kept_forward(inputs: PassInputs, live: Tensor, num_rows: int) -> tuple[ForwardResult, Tensor]:
+def _kept_forward(inputs: PassInputs, live: Tensor, num_rows: int, top_k: int) -> tuple[ForwardResult, Tensor]:
     """Returns the result of the forward pass, and the buffer of the head's gradient with the products in it."""
     buffer = torch.empty(inputs.head.shape, dtype=inputs.head.dtype, device=inputs.head.device)
     kept = KeptLogits(buffer, num_rows, inputs.product_dtype)
-    return forward_live(inputs, live, lambda some: chunked_pass.forward(some, 0, False, kept)), buffer
+    return forward_live(inputs, live, lambda some: chunked_pass.forward(some, top_k, False, kept)), buffer
 
 
 def _chosen(kept: KeptLogits, live: Tensor, rows: Tensor | None) -> KeptLogits:
