@@ -2,20 +2,63 @@
 
 import json
 import sys
+import warnings
 
 import pytest
 
 from support.recipes import SHIPPED, TRIGGERS, small
-from trustrl.errors import ConfigError
-from trustrl.runner.plan import plan, text
+from trustrl.errors import ConfigError, TrustRLWarning
+from trustrl.runner.plan import SMALLEST_RATES, plan, text
 from trustrl.runner.recipe import load
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=[file.stem for file in SHIPPED])
 def test_every_shipped_recipe_can_be_planned(file):
-    made = plan(load(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrustRLWarning)
+        made = plan(load(file))
     assert json.loads(json.dumps(made.to_dict(), default=str))["counts"]["steps"] == made.recipe.schedule.steps
     assert "unknown" not in text(made), "every shipped recipe says how large its model is"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "warned"),
+    [
+        ("dppo-dense", ["model.dtype=bfloat16"], True),
+        ("dppo-dense", ["model.dtype=bfloat16", "optimiser.learning_rate=1e-4"], False),
+        ("dppo-dense", ["model.dtype=float16", "optimiser.learning_rate=9e-6"], True),
+        ("dppo-dense", [], False),
+        ("dppo-lora", ["model.dtype=bfloat16"], False),
+        ("dppo-moe", [], False),  # Megatron
+        ("gsm8k", ["model.dtype=bfloat16", "sampler.dtype=bfloat16"], True),  # TRL
+    ],
+)
+def test_a_plan_warns_of_weights_too_coarse_for_their_updates(recipe, overrides, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan(load(recipe, overrides))
+    texts = [str(warning.message) for warning in caught]
+    assert any("hardly move at optimiser.learning_rate" in text for text in texts) == warned, texts
+
+
+@pytest.mark.parametrize("dtype", SMALLEST_RATES)
+def test_weights_move_at_the_smallest_rate_and_not_at_a_tenth_of_it(dtype):
+    """Share of weights that a hundred AdamW updates in one direction change."""
+    torch = pytest.importorskip("torch")
+
+    def moved(rate):
+        start = 0.02 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
+        weights = start.to(getattr(torch, dtype)).requires_grad_()
+        optimizer = torch.optim.AdamW([weights], lr=rate, weight_decay=0.0, eps=1e-6)
+        before = weights.detach().clone()
+        for _ in range(100):
+            weights.grad = 0.1 * before.sign()
+            optimizer.step()
+        return (weights != before).double().mean().item()
+
+    assert moved(SMALLEST_RATES[dtype]) > 0.85
+    assert moved(SMALLEST_RATES[dtype] / 10) < 0.3
+    assert moved(SMALLEST_RATES[dtype] / 100) < 0.05
 
 
 @pytest.mark.parametrize("file", [f for f in SHIPPED if f.stem.startswith("qwen3")], ids=lambda f: f.stem)

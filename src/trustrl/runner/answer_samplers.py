@@ -1,11 +1,13 @@
 """Answers of a model to problems, several to each, from transformers or from vLLM."""
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from trustrl.errors import TrustRLWarning
 from trustrl.optional_imports import need
 from trustrl.world.models.accuracy import Decoding, prompt_text, sampled_answers
 from trustrl.world.tasks import Row
@@ -39,7 +41,15 @@ def sampler(settings: AnswerSampling) -> Sample:
     """Loads the model and returns a function that samples answers."""
     transformers = need("transformers", extra="models")
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings.model, padding_side="left")
-    load = _transformers if settings.vllm is None or find_spec("vllm") is None else _vllm
+    if settings.vllm is not None and find_spec("vllm") is None:
+        warnings.warn(
+            "vLLM is not installed, so transformers samples the answers, more slowly. Run `pip install vllm`, or set "
+            "sampler.kind = 'transformers'.",
+            TrustRLWarning,
+            stacklevel=2,
+        )
+        settings = replace(settings, vllm=None)
+    load = _transformers if settings.vllm is None else _vllm
     return load(settings, tokenizer)
 
 

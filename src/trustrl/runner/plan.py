@@ -1,12 +1,13 @@
 """Plan of a recipe before anything is loaded: roles, counts, memory, cost, and the engine's own settings."""
 
 import shlex
+import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trustrl.errors import MissingPackageError
+from trustrl.errors import MissingPackageError, TrustRLWarning
 from trustrl.recording.recording_settings import Recording
 from trustrl.recording.schema import bytes_per_token
 from trustrl.regions.dppo import DPPO
@@ -22,6 +23,9 @@ from trustrl.runner.policy_roles import Roles, roles
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.region_costs import RegionCost, region_costs
 from trustrl.world import tasks
+
+SMALLEST_RATES = {"bfloat16": 1e-4, "float16": 1e-5}
+"""Learning rates from which most weights of usual size (0.02) follow AdamW's updates in a dtype, measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,7 @@ def plan(
     on_verl = recipe.engine.name == "verl"
     layout = verl_command.layout_of(recipe) if on_verl else Layout()
     counts = _counts(recipe, layout)
+    _warn_of_rounding(recipe, layout)
     return Plan(
         recipe,
         recipe_roles,
@@ -94,6 +99,24 @@ def plan(
         layout if on_verl else None,
         region_costs(recipe, layout, shape) if on_verl else [],
         engine,
+    )
+
+
+def _warn_of_rounding(recipe: Recipe, layout: Layout) -> None:
+    """Warns if the trained weights are so coarse that most updates do not change them.
+
+    AdamW moves a weight by about the learning rate. In bf16, neighbors of a weight of 0.02 are 1e-4 apart. Megatron's
+    optimizer and LoRA keep float32 weights.
+    """
+    dtype, rate = recipe.model.dtype, recipe.optimiser.learning_rate
+    if rate >= SMALLEST_RATES.get(dtype, 0.0) or layout.megatron or recipe.lora is not None:
+        return
+    still = " verl computes in bf16 all the same." if recipe.engine.name == "verl" else ""
+    warnings.warn(
+        f"Weights in {dtype} hardly move at optimiser.learning_rate = {rate:g}: most updates are smaller than the gap "
+        f"between two numbers, and are rounded away. Set model.dtype = 'float32'.{still}",
+        TrustRLWarning,
+        stacklevel=3,
     )
 
 

@@ -23,7 +23,8 @@ class Model:
     """A name that `trustrl.world.models.path` knows, a directory, or a hub id."""
 
     dtype: str = "float32"
-    """Dtype of the trained weights."""
+    """Dtype of the trained weights. FSDP in verl computes in bf16 with float32 weights, too. Half-precision weights
+    lose most updates at usual learning rates, except with Megatron, whose optimizer has a float32 copy."""
 
     architecture: str | None = None
     """Used only for a rehearsal, if the model is not on this machine: "qwen2", "qwen3", "qwen3_moe", "llama",

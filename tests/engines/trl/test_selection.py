@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
@@ -12,6 +13,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from support.trl_commands import environment
+from trustrl.errors import TrustRLWarning
+from trustrl.runner.answer_samplers import AnswerSampling, sampler
+from trustrl.world import models
 from trustrl.world.models.stand_in import subtractions
 
 RECIPE = """
@@ -37,6 +41,17 @@ max_prompt_tokens = 128
 max_completion_tokens = 12
 """
 WORDS = ["mine.toml", "--out", "kept", "--answers", "16", "--batch", "2"]
+
+
+def test_a_recipe_for_vllm_warns_if_transformers_answers_instead():
+    assert find_spec("vllm") is None, "this environment has none"
+    settings = AnswerSampling(
+        model=models.path("stand-in-llama"), device="cpu", dtype="float32", temperature=1.0, answers=1,
+        max_prompt_tokens=32, max_new_tokens=4, vllm={},
+    )  # fmt: skip
+    with pytest.warns(TrustRLWarning, match="vLLM is not installed, so transformers samples the answers"):
+        sample = sampler(settings)
+    assert len(sample([{"prompt": "1 + 1"}], 0)[0]) == 1
 
 
 def test_a_killed_selection_is_continued_and_selects_what_the_model_solves_sometimes(tmp_path):
