@@ -37,7 +37,7 @@ def test_each_question_finds_its_page_among_the_first_three(opened, address):
     assert missed == {}
 
 
-def test_every_page_that_the_search_names_is_there():
+def test_every_page_that_the_search_names_is_there(address):
     names = tomllib.loads((ROOT / "scripts/search.toml").read_text())
     index = json.loads((ROOT / "build/site/search/search_index.json").read_text())
     built = {entry["location"].partition("#")[0] for entry in index["docs"]}

@@ -133,8 +133,8 @@ def _first_apart(a: Sequence[Point], b: Sequence[Point]) -> int | None:
     """Returns the first of three batches in a row that differ in one direction by more than the noise, or None.
 
     Example:
-        >>> flat, rising = ([(at, at % 2 + gain * max(0, at - 9)) for at in range(20)] for gain in (0, 5))
-        >>> _first_apart(flat, rising), _first_apart(flat, flat)
+        >>> flat, jumped = ([(step, step % 2 + jump * (step > 9)) for step in range(20)] for jump in (0, 20))
+        >>> _first_apart(flat, jumped), _first_apart(flat, flat)
         (10, None)
     """
     limit = TIMES_NOISE * math.hypot(_noise(a), _noise(b))
