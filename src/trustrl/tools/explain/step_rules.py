@@ -85,7 +85,7 @@ def too_many_updates(run: Evidence) -> Cause | None:
     numbers = (*far, *harm)
     return Cause(
         "too many updates per batch", Order.STEP, confidence(numbers),
-        f"Each of the {updates} updates is small, but together they move the policy out of its region."
+        f"Each of the {updates} updates is small, but together they move the policy far from the sampler."
         + ("" if distance is None else _range(run, distance)),
         numbers, "Lower the number of updates on each batch, or choose a tighter region.",
         fewer_updates(run.run, updates), "log_ratio",
