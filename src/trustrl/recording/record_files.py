@@ -167,7 +167,8 @@ def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
 def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
     """Returns a table of an older version with today's schema. Columns that were added since are null."""
     pa = need("pyarrow", extra="records")
-    fields = [arrow_schema(table=name).field(column) for column in columns]
+    schema = arrow_schema(table=name)
+    fields = [schema.field(column) for column in columns]
     arrays = [
         table[field.name] if field.name in table.column_names else pa.chunked_array([pa.nulls(len(table), field.type)])
         for field in fields
