@@ -41,6 +41,17 @@ def test_a_plan_warns_of_weights_too_coarse_for_their_updates(recipe, overrides,
     assert any("hardly move at optimiser.learning_rate" in text for text in texts) == warned, texts
 
 
+def test_one_rank_of_a_run_warns(monkeypatch):
+    recipe = load("dppo-dense", ["model.dtype=bfloat16"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(TrustRLWarning, match="hardly move"):
+        plan(recipe)
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TrustRLWarning)
+        plan(recipe)
+
+
 @pytest.mark.parametrize("dtype", SMALLEST_RATES)
 def test_weights_move_at_the_smallest_rate_and_not_at_a_tenth_of_it(dtype):
     """Share of weights that a hundred AdamW updates in one direction change."""

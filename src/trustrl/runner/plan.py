@@ -20,6 +20,7 @@ from trustrl.runner.model_shape import shape_of
 from trustrl.runner.plan_cost import Cost
 from trustrl.runner.plan_memory import memory
 from trustrl.runner.policy_roles import Roles, roles
+from trustrl.runner.processes import is_main_process
 from trustrl.runner.recipe import Recipe
 from trustrl.runner.region_costs import RegionCost, region_costs
 from trustrl.world import tasks
@@ -109,9 +110,11 @@ def _warn_of_rounding(recipe: Recipe, layout: Layout) -> None:
     optimizer and LoRA keep float32 weights.
     """
     dtype, rate = recipe.model.dtype, recipe.optimiser.learning_rate
-    if rate >= SMALLEST_RATES.get(dtype, 0.0) or layout.megatron or recipe.lora is not None:
+    keeps_float32 = layout.megatron or recipe.lora is not None
+    if rate >= SMALLEST_RATES.get(dtype, 0.0) or keeps_float32 or not is_main_process():  # every rank plans its run
         return
-    still = " verl computes in bf16 all the same." if recipe.engine.name == "verl" else ""
+    on_gpus = recipe.engine.name == "verl" and recipe.engine.device != "cpu"
+    still = " verl computes in bf16 all the same." if on_gpus else ""
     warnings.warn(
         f"Weights in {dtype} hardly move at optimiser.learning_rate = {rate:g}: most updates are smaller than the gap "
         f"between two numbers, and are rounded away. Set model.dtype = 'float32'.{still}",
