@@ -55,6 +55,13 @@ def our_warnings_are_errors():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Begins with groups, which train or start processes: a late one would keep one worker while the other waits."""
+    if getattr(config.option, "loadgroup", False):
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path, parent):
     """No doctests in test files: one that cannot be imported would be a skipped doctest, and then a file without tests."""
