@@ -120,9 +120,6 @@ class Layout:
         """Returns the number of copies of the model, each of which trains on its own sequences.
 
         Under FSDP, ranks that share the weights but not their sequences count as copies.
-
-        Raises:
-            ConfigError: If the ranks cannot be divided in this way.
         """
         model = self.tensor_parallel * self.pipeline_parallel * self.sequence_ranks
         if ranks % model:

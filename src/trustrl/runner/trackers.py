@@ -63,11 +63,7 @@ def require_package(recipe: Recipe) -> None:
 
 
 def refuse_two(recipe: Recipe, key: str, settings: Mapping[str, Any]) -> None:
-    """Raises if the recipe names a tracker and `engine.settings` set the engine's own key for trackers.
-
-    Raises:
-        ConfigError: If both are given.
-    """
+    """Raises if the recipe names a tracker and `engine.settings` set the engine's own key for trackers."""
     if recipe.logging.tracker is not None and key in settings:
         raise ConfigError(
             f"engine.settings must leave out {key} if logging.tracker is {recipe.logging.tracker!r}, got "

@@ -80,11 +80,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
-    """Returns verl's settings for the recipe. `engine.settings` override the others.
-
-    Raises:
-        ConfigError: If `engine.settings` choose the checkpoint to load.
-    """
+    """Returns verl's settings for the recipe. `engine.settings` override the others."""
     for key in CHOSEN_HERE:
         if key in engine_settings(recipe):
             raise ConfigError(

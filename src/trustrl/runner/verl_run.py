@@ -204,11 +204,7 @@ def _batches(checkpoint: Path) -> int:
 
 
 def _refuse_files_elsewhere(checkpoint: Path) -> None:
-    """Raises if files of a rank are on another node's disk, where verl would load them unverified.
-
-    Raises:
-        ConfigError: If FSDP's files of a rank are not here.
-    """
+    """Raises if files of a rank are on another node's disk, where verl would load them unverified."""
     for file in sorted((checkpoint / "actor").glob("*_world_size_*_rank_0.pt")):
         start, _, world = file.name.removesuffix("_rank_0.pt").rpartition("_")
         for rank in range(int(world) if world.isdecimal() and len(world) < 8 else 0):

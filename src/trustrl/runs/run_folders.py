@@ -44,11 +44,7 @@ def _folder_of(files: Files, name: str) -> str | None:
 
 
 def check_one_run(path: str | Path, files: Files) -> None:
-    """Checks that a folder holds one run, at its top or not far below.
-
-    Raises:
-        ConfigError: If it holds several, or one deep below. The message names them.
-    """
+    """Checks that a folder holds one run, at its top or not far below."""
     folders = run_folders(files)
     if not folders or "" in folders:
         return

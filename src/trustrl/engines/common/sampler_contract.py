@@ -78,11 +78,7 @@ class SamplerAdapter(Protocol):
 
 
 def require_recordable(adapter: SamplerAdapter, wanted: Wanted, sampling_params: Mapping[str, Any]) -> None:
-    """Raises if a sampler cannot record a request.
-
-    Raises:
-        EngineError: If it cannot, with the adapter's reason.
-    """
+    """Raises if a sampler cannot record a request."""
     reason = adapter.refusal(wanted, sampling_params)
     if reason:
         raise EngineError(reason)

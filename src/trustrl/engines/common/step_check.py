@@ -40,9 +40,6 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, mask: Tensor, recorde
         mask: True on tokens that were sampled with these weights.
         recorded_by: The side that recorded the anchor, `trainer` or `sampler`.
         switch: The setting that turns this check off.
-
-    Raises:
-        EngineError: If the log-probs differ by more than `LARGEST_GAP` on average; names the usual causes.
     """
     if logp.dtype in (torch.bfloat16, torch.float16):
         step = 8 * torch.finfo(logp.dtype).eps
@@ -129,9 +126,6 @@ def check_every_token_is_seen(sums: Sums) -> None:
 
     Args:
         sums: The sums of a step on the host, with the number of `weighted` tokens.
-
-    Raises:
-        EngineError: If there are such tokens; says where the mask may grow.
     """
     unseen = int(sums.added["weighted"]) - int(sums.added["tokens"])
     if unseen > 0:
@@ -177,9 +171,6 @@ class StepCheck:
             metrics: All rates of the step's sums, from `trustrl.rates`. They are on the host, so this does not wait for
                 the device.
             sums: The sums of the step. Only their names are read.
-
-        Raises:
-            NonFiniteError: If the step dropped more tokens than allowed; names the reason.
         """
         dropped = metrics.get("trustrl/dropped_share", 0.0)
         if dropped > self._max_dropped_share:

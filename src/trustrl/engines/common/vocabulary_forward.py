@@ -160,11 +160,7 @@ def adapted_head(model: Any) -> str | None:
 
 
 def refuse_adapted_head(model: Any) -> None:
-    """Raises if the output layer is more than its `.weight`.
-
-    Raises:
-        ConfigError: If the output layer has an adapter or is quantized.
-    """
+    """Raises if the output layer is more than its `.weight`."""
     kind = adapted_head(model)
     if kind is not None:
         raise ConfigError(

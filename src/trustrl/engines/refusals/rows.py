@@ -86,11 +86,7 @@ class Refusal:
     """The text that the table prints for each placeholder."""
 
     def check(self, lookup: Given, region: Region) -> None:
-        """Raises if the settings do not work with the region.
-
-        Raises:
-            ConfigError: If the value is refused; names the setting, its value, and the fix.
-        """
+        """Raises if the settings do not work with the region."""
         if not self.scope.holds(region.needs()):
             return
         got = lookup(self.setting, self.default)

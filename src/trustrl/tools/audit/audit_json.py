@@ -62,11 +62,7 @@ def recorded_regions(files: Sequence[Place]) -> list[dict[str, Any]]:
 
 
 def check_names(arms: Sequence[Arm]) -> None:
-    """Checks that no region uses the name reserved for the records.
-
-    Raises:
-        ConfigError: If a region has that name.
-    """
+    """Checks that no region uses the name reserved for the records."""
     if any(arm.name == RECORDED for arm in arms):
         raise ConfigError(
             f"A region's name must not be {RECORDED!r}, which is reserved for the records. Choose another name."

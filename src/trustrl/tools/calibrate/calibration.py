@@ -101,9 +101,6 @@ def calibration(counted: TokenCounts, anchor: Anchor = "behavior") -> dict[str, 
     Args:
         counted: Counts over all files.
         anchor: Anchor that `counted` reads as μ.
-
-    Raises:
-        MissingDataError: If no row has the sampler's log-prob.
     """
     totals = dict(zip(TOTALS, counted.counts["totals"].tolist(), strict=True))
     if totals["unanchored"] == totals["rows"]:
