@@ -166,17 +166,13 @@ def _chunk(file: Any, column: Any) -> _Chunk:
             longest = max(longest, size)
         uncompressed += length + size
         offset += length + stored
-    if values != column.num_values or uncompressed > column.total_uncompressed_size + _slack(column):
+    slack = 65_536 + column.total_uncompressed_size // 8  # some writers do not count the headers of pages
+    if values != column.num_values or uncompressed > column.total_uncompressed_size + slack:
         raise OSError(
             f"its pages have {values:,} values and {uncompressed:,} bytes, and its footer states "
             f"{column.num_values:,} and {column.total_uncompressed_size:,}; the file is damaged"
         )
     return _Chunk(values, uncompressed, longest)
-
-
-def _slack(column: Any) -> int:
-    """Returns the bytes by which writers differ: some do not count the headers of pages."""
-    return 65_536 + column.total_uncompressed_size // 8
 
 
 def _page_header(file: Any, offset: int) -> tuple[dict[int, Any], int]:

@@ -97,7 +97,11 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-                _wait_or_kill(process)
+                try:
+                    process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
     log.unlink(missing_ok=True)
     if process.returncode:
         raise EngineError(
@@ -324,11 +328,3 @@ def metrics_of(data: Mapping[str, Any]) -> dict[str, Any]:
     metrics |= {name: data[name] for name in KEPT if name in data}
     prefix = "actor/trustrl/"
     return metrics | {name.removeprefix("actor/"): value for name, value in data.items() if name.startswith(prefix)}
-
-
-def _wait_or_kill(process: Any) -> None:
-    try:
-        process.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -207,19 +207,15 @@ def warn_if_it_cannot_act(region: Region, *, updates_per_batch: float, remedy: s
         updates_per_batch: The number of optimizer steps that use one batch of rollouts.
         remedy: A sentence with the engine's settings that change this.
     """
-    if updates_per_batch <= 1 and _constrains(region):
+    axes = region.axes()
+    acts = axes is None or axes.statistic is not None or axes.max_ratio is not None  # a plain policy gradient does not
+    if updates_per_batch <= 1 and acts:
         warnings.warn(
             f"{region.kind} cannot act: the trainer records the anchor at the weights of the only update of each "
             f"batch, so every ratio is 1. {remedy}",
             TrustRLWarning,
             stacklevel=3,
         )
-
-
-def _constrains(region: Region) -> bool:
-    """Returns False for a plain policy gradient, which masks nothing and has no cap."""
-    axes = region.axes()
-    return axes is None or axes.statistic is not None or axes.max_ratio is not None
 
 
 def check_of_rollouts(trainer: Any, behavior: Behavior, max_dropped_share: float, setting: str) -> StepCheck:
