@@ -44,11 +44,6 @@ class _Chunk(NamedTuple):
 def check_record(file: Any, metadata: Any, size: int) -> None:
     """Checks a record file.
 
-    Args:
-        file: The file, open for reading.
-        metadata: Its footer.
-        size: Its size in bytes.
-
     Raises:
         OSError: If a column occurs twice, or the pages are not those of the footer.
         OverLimit: If its values take more memory than its size explains.

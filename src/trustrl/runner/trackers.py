@@ -20,12 +20,7 @@ PROJECT = "trustrl"
 
 
 def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
-    """Returns the variables for the recipe's tracker. Variables that the user has set take precedence.
-
-    Args:
-        recipe: The recipe to train.
-        folder: The run directory, as an absolute path.
-    """
+    """Returns the variables for the recipe's tracker. Variables that the user has set take precedence."""
     match recipe.logging.tracker:
         case "tensorboard":
             # The first is read by transformers, the second by verl.

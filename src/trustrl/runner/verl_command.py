@@ -33,13 +33,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
-    """Returns the complete command that trains in `folder`. On CPUs, the module it starts adds the CPU settings.
-
-    Args:
-        recipe: The recipe to train.
-        folder: The directory of data, logs and checkpoints.
-        model: A directory or hub id.
-    """
+    """Returns the complete command that trains in `folder`. On CPUs, the module it starts adds the CPU settings."""
     module = PACKAGE if recipe.engine.device == "cpu" else "trustrl.engines.verl"
     settings = _settings(recipe, folder, model)
     plain = [] if recipe.task.chat else [PLAIN_PROMPTS]

@@ -225,13 +225,6 @@ def _mark(folder: Path, batches: range, seal: Seal, committer: Committer, update
     """Writes the manifests of the checkpoints that verl has completed in this process, and of no others.
 
     verl logs a batch after it has saved its checkpoint. A checkpoint is marked once its batch is in the metrics.
-
-    Args:
-        folder: Folder of the checkpoints.
-        batches: Batches whose metrics this process has written.
-        seal: The author.
-        committer: Writer of commit points.
-        updates: Updates for each batch.
     """
     saved = _saved_batches(folder)
     for batch, checkpoint in sorted(checkpoints_in(folder, PREFIX).items()):

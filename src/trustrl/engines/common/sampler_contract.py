@@ -67,10 +67,6 @@ class SamplerAdapter(Protocol):
     def record(self, answer: Any, wanted: Wanted) -> SampledRecord:
         """Returns the record of one completion of a finished or aborted request.
 
-        Args:
-            answer: The sampler's own object for one completion.
-            wanted: The data that its request asked for.
-
         Raises:
             EngineError: If the answer lacks what was asked for.
         """

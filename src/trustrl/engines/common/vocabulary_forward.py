@@ -62,9 +62,6 @@ class VocabularyForward:
 
         The output is the one that forward returned: FSDP2 adds its backward hooks to these tensors, and rounds copies.
 
-        Args:
-            wanted: The request.
-
         Yields:
             A list that receives the output of the pass.
 

@@ -78,16 +78,7 @@ def audit_report(
     text_of: Callable[[int], str] | None = None,
     anchor: Anchor = "behavior",
 ) -> dict[str, Any]:
-    """Returns the audit: shares, agreement, bins, and most masked token ids.
-
-    Args:
-        counted: Counts over all files.
-        arms: Regions in the counts.
-        files: Files that were counted.
-        top: Number of token ids to list for each region.
-        text_of: Function from a token id to printable text.
-        anchor: Anchor that `counted` reads as μ.
-    """
+    """Returns the audit: shares, agreement, bins, and most masked token ids."""
     names = [RECORDED, *(arm.name for arm in arms)]
     arm_counts = counted.counts["arms"].tolist()
     rows = {name: dict(zip(PER_ARM, row, strict=True)) for name, row in zip(names, arm_counts, strict=True)}
