@@ -6,9 +6,11 @@ python scripts/engine_tables.py    writes them between the markers of the page
 import re
 from pathlib import Path
 
+from engine_evidence import TESTED, samplers_of, status, strongest_test, trains
+
 import trustrl
 from trustrl import regions
-from trustrl.engines.catalogue import ENGINES, TESTED, Engine, kind_of, supports
+from trustrl.engines.catalogue import ENGINES, Engine, kind_of, supports
 
 PAGE = Path(__file__).parents[1] / "docs/engines/index.md"
 COLUMNS = {"sampled": "sampled token", "topk": "Top-K", "exact": "exact", "projection": "Top-K gradient"}
@@ -27,7 +29,7 @@ def engines() -> str:
         anchors = between.join(mark for anchor, mark in ANCHORS.items() if anchor in engine.anchors)
         lines.append(
             f"| [{engine.name}]({engine.page}) | {', '.join(engine.versions)} | {marks} | {anchors} | "
-            f"{TESTED[engine.tested]} | `{engine.session}` |"
+            f"{TESTED[strongest_test(engine)]} | `{engine.session}` |"
         )
     return "\n".join(lines)
 
@@ -36,9 +38,9 @@ def samplers() -> str:
     """Returns the table of what ran, by sampler and anchor. Engines and anchors with the same cells share a row."""
     rows: dict[tuple[str, str], dict[str, list[str]]] = {}
     for engine in ENGINES:
-        for sampler in engine.samplers:
+        for sampler in samplers_of(engine):
             for anchor, mark in ANCHORS.items():
-                cells = " | ".join(engine.status(kind, sampler, anchor) for kind in COLUMNS)
+                cells = " | ".join(status(engine, kind, sampler, anchor) for kind in COLUMNS)
                 row = rows.setdefault((sampler, cells), {})
                 row.setdefault(f"[{engine.name}]({engine.page})", []).append(mark)
     lines = [f"| engine | sampler | anchor | {' | '.join(COLUMNS.values())} |", f"|---|---|---|{'---|' * len(COLUMNS)}"]
@@ -53,7 +55,7 @@ def trained() -> str:
     """Returns the list of the engines that took optimizer steps with each kind of region."""
     lines = []
     for kind, column in COLUMNS.items():
-        names = [engine.name for engine in ENGINES if engine.trains(kind)]
+        names = [engine.name for engine in ENGINES if trains(engine, kind)]
         lines.append(f"- {column}: {', '.join(names)} ({len(names)})")
     return "\n".join(lines)
 

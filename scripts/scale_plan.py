@@ -13,7 +13,7 @@ import torch
 import trustrl
 from trustrl.recording.schema import bytes_per_token
 from trustrl.runner.plan import plan
-from trustrl.runner.plan_memory import BYTES, VERL_LOGITS
+from trustrl.runner.plan_estimates import BYTES, VERL_LOGITS
 from trustrl.runner.recipe import load
 
 ROOT = Path(__file__).parents[1]

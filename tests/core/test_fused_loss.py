@@ -21,6 +21,7 @@ TOKEN_WISE = [
     for name in trustrl.presets()
     if not ((needs := trustrl.preset(name).needs()).sequences or needs.whole_call or needs.full or needs.reduction)
 ]
+WHOLE_CALL = [name for name in trustrl.presets() if trustrl.preset(name).needs().whole_call]
 CASES = {
     "binary": regions.DPPO(),
     "top-k": regions.DPPO(regions.TopKTV(k=K, max_increase=0.05)),
@@ -234,7 +235,7 @@ def test_faults_are_counted_and_raised_as_by_policy_loss():
     [
         (ConfigError, "needs whole sequences", {"region": trustrl.preset("gspo"), "reduction": SequenceMeanTokenMean(num_sequences=2)}),
         (ConfigError, "needs whole sequences", {"reduction": SequenceMeanTokenMean(num_sequences=2)}),
-        (ConfigError, "needs all tokens", {"region": trustrl.preset("m2po")}),
+        *((ConfigError, "needs all tokens", {"region": trustrl.preset(name)}) for name in WHOLE_CALL),
         (ConfigError, "whole distributions", {"region": trustrl.preset("dppo-full-tv")}),
         (MissingDataError, "token_ids", {"token_ids": None}),
         (ConfigError, "kept_ids", {"kept_ids": torch.zeros(N, 2, dtype=torch.long)}),

@@ -32,7 +32,7 @@ def test_the_page_lists_exactly_what_the_engines_refuse():
 @pytest.mark.parametrize("engine", tables.MODULES)
 def test_a_table_s_sentences_are_whole(engine):
     for row in tables.rows(engine):
-        setting, must_be, regions, why = row.cells()
+        setting, must_be, regions, why = tables.cells(row)
         assert all((setting, must_be, regions))
         assert why.endswith(".")
         assert "{" not in setting + must_be + why

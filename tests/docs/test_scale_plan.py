@@ -2,7 +2,7 @@
 
 import scale_plan
 
-from trustrl.runner.plan_memory import BYTES
+from trustrl.runner.plan_estimates import BYTES
 
 
 def test_the_page_is_written_from_the_figures():

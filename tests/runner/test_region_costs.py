@@ -16,7 +16,7 @@ from trustrl.runner import region_costs as costs
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import shape_of
 from trustrl.runner.plan import plan, text
-from trustrl.runner.plan_memory import memory
+from trustrl.runner.plan_estimates import memory
 from trustrl.runner.recipe import load
 
 (MOE,) = (file for file in SHIPPED if file.stem == "qwen3-moe-megatron")

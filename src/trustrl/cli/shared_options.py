@@ -89,11 +89,7 @@ def regions_of(options: argparse.Namespace, otherwise: Sequence[str] = ()) -> di
 
 @contextmanager
 def written(option: str, file: Path) -> Iterator[None]:
-    """Converts errors of the operating system, raised while writing an option's file, to usage errors.
-
-    Raises:
-        ConfigError: If the file cannot be written.
-    """
+    """Converts errors of the operating system, raised while writing an option's file, to usage errors."""
     try:
         yield
     except OSError as error:
@@ -116,11 +112,7 @@ def check_writable(option: str, file: Path) -> None:
 
 
 def check_picture(option: str, file: Path) -> None:
-    """Checks that a file has the suffix of a picture.
-
-    Raises:
-        ConfigError: If it has another one.
-    """
+    """Checks that a file has the suffix of a picture."""
     if file.suffix not in FORMATS:
         raise ConfigError(f"{option} must end with {', '.join(FORMATS)}, got {str(file)!r}.")
 

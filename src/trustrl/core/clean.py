@@ -203,11 +203,7 @@ def advantage_per_token(rollout: RolloutTokens) -> Float[Tensor, "*batch"]:
 
 
 def require_fields(policy: PolicyTokens, rollout: RolloutTokens, needs: Needs) -> None:
-    """Raises if the records lack data that a region needs. There is no fallback to other data.
-
-    Raises:
-        MissingDataError: With the field to fill.
-    """
+    """Raises if the records lack data that a region needs. There is no fallback to other data."""
     for anchor in sorted(needs.anchors):
         if getattr(rollout, f"{anchor}_logp") is None:
             raise MissingDataError(

@@ -322,11 +322,7 @@ def dropped_because(metrics: Mapping[str, float]) -> str:
 
 
 def raise_on_faults(sums: Sums) -> None:
-    """Raises if a token in the loss is faulty. Waits for the device.
-
-    Raises:
-        NonFiniteError: With the number of tokens for each kind of fault.
-    """
+    """Raises if a token in the loss is faulty. Waits for the device."""
     counts = {name.removeprefix("fault/"): int(x) for name, x in sums.added.items() if name.startswith("fault/")}
     faulty = {name: count for name, count in counts.items() if count}
     if faulty:

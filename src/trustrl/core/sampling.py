@@ -43,11 +43,7 @@ class Sampling:
         validators.real("Sampling.temperature", self.temperature, rule="a finite number > 0", low=0.0, high=1e6)
 
     def must_match(self, policy: "Sampling") -> None:
-        """Raises if the policy's log-probs do not describe the distribution that these tokens were sampled from.
-
-        Raises:
-            IncompatibleSamplingError: If the two sides differ. The message names the setting to change.
-        """
+        """Raises if the policy's log-probs do not describe the distribution that these tokens were sampled from."""
         who = f" ({self.engine})" if self.engine else ""
         if not describes_the_draw(self.logprobs, temperature=self.temperature, truncated=self.truncated):
             raise IncompatibleSamplingError(

@@ -1,6 +1,7 @@
-"""The engines that trustrl runs in: the regions that each supports, its log-probs, and its tests.
+"""The engines that trustrl runs in: the regions that each supports, and its log-probs.
 
-Loads without torch and without any engine. `scripts/engine_tables.py` writes docs/engines/index.md from it.
+Loads without torch and without any engine. `scripts/engine_tables.py` writes docs/engines/index.md from it and from
+`scripts/engine_evidence.py`, which names the tests of each engine.
 """
 
 from dataclasses import dataclass
@@ -8,25 +9,20 @@ from typing import Literal
 
 from trustrl.config.axes import Region
 from trustrl.config.statistics import Anchor
-from trustrl.engines.evidence import (
-    ALL,
-    BOTH,
-    EVIDENCE,
-    FAMILY,
-    ON_SAMPLER,
-    ON_TRAINER,
-    SAMPLED,
-    Evidence,
-    Kind,
-    Sampler,
-    Tested,
-)
 
-TESTED: dict[Tested, str] = {"run": "trains", "called": "called"}
-"""The label of each kind of test. "Trains": the engine's own trainer took optimizer steps with a region. "Called": the
-installed package's own entry point called our loss, and verdicts and gradients were compared."""
+Kind = Literal["sampled", "topk", "exact", "projection"]
+"""The part of the vocabulary that a region reads: the sampled token, the K most probable ids, or all of it; or a region
+that differentiates the distribution (TROLL, score centering)."""
 
-Status = Literal["trains", "called", "refused", "not run"]
+SAMPLED: frozenset[Kind] = frozenset({"sampled"})
+TOPK: frozenset[Kind] = frozenset({"topk"})
+EXACT: frozenset[Kind] = frozenset({"exact"})
+PROJECTION: frozenset[Kind] = frozenset({"projection"})
+FAMILY: frozenset[Kind] = SAMPLED | TOPK | PROJECTION
+ALL: frozenset[Kind] = FAMILY | EXACT
+ON_SAMPLER: frozenset[Anchor] = frozenset({"behavior"})
+ON_TRAINER: frozenset[Anchor] = frozenset({"proximal"})
+BOTH: frozenset[Anchor] = ON_SAMPLER | ON_TRAINER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,35 +61,6 @@ class Engine:
 
     page: str
     """The page in docs/engines."""
-
-    @property
-    def evidence(self) -> tuple[Evidence, ...]:
-        """The tests with each sampler."""
-        return EVIDENCE[self.name]
-
-    @property
-    def tested(self) -> Tested:
-        """The strongest kind of test."""
-        return "run" if any(row.tested == "run" for row in self.evidence) else "called"
-
-    @property
-    def samplers(self) -> tuple[Sampler, ...]:
-        """The samplers that its tests ran with."""
-        return tuple(dict.fromkeys(row.sampler for row in self.evidence))
-
-    def status(self, kind: Kind, sampler: Sampler, anchor: Anchor) -> Status:
-        """Returns the result of regions of one kind, with one sampler and anchored on one policy."""
-        rows = [row for row in self.evidence if row.sampler == sampler and kind in row.kinds and anchor in row.anchors]
-        if rows:
-            return "trains" if any(row.tested == "run" for row in rows) else "called"
-        # Where the trainer samples, μ's distribution is its own. Exact divergences need its hidden states.
-        read = ON_TRAINER if kind == "exact" else self.distribution_of
-        recorded = kind == "sampled" or anchor in read or sampler == "trainer"
-        return "not run" if kind in self.kinds and anchor in self.anchors and recorded else "refused"
-
-    def trains(self, kind: Kind) -> bool:
-        """Returns whether regions of this kind took optimizer steps, with any sampler and anchor."""
-        return any(kind in row.kinds for row in self.evidence if row.tested == "run")
 
 
 def kind_of(region: Region) -> Kind:

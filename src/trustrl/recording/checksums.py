@@ -85,9 +85,6 @@ def checked_file(file: Any) -> tuple[Any, bytes, bool]:
 
     The source compares each column chunk that it delivers with its checksum.
 
-    Args:
-        file: File that is open for reading.
-
     Raises:
         OSError: If the file is not Parquet, the footer does not have its checksum, a column occurs twice, or the rows
             would take more memory than the file explains.

@@ -19,10 +19,6 @@ def files_of_steps(folder: Path, steps: range) -> dict[str, Path]:
     """Returns the complete files that hold these steps, by their path in the record, and the claims of their writers.
 
     Lists the folders, whose files stay few however long the run is, because those of ended steps are merged.
-
-    Args:
-        folder: Folder of a record on this machine.
-        steps: Steps as the record counts them.
     """
     claims = Claims.of(folder)
     files = {f"{WRITERS}/{claim.name}": folder / WRITERS / claim.name for claim in claims if claim.from_step in steps}
@@ -39,13 +35,7 @@ def files_of_steps(folder: Path, steps: range) -> dict[str, Path]:
 
 
 def fault_of_file(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
-    """Returns the fault of a file that a checkpoint covers, or None if the record still holds its rows.
-
-    Args:
-        folder: Folder of the record.
-        name: Path of the file in the record.
-        entry: Its bytes and SHA-256 when the checkpoint was written.
-    """
+    """Returns the fault of a file that a checkpoint covers, or None if the record still holds its rows."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "is not in the record"

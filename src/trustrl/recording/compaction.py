@@ -260,9 +260,6 @@ def steps_of(parquet: Any, part: PartName) -> list[dict[str, int]]:
 def compact_record(address: str | PathLike[str] | Remote) -> tuple[int, int]:
     """Merges the files of all ranks of a record that nobody writes to. Returns the number of files before and after.
 
-    Args:
-        address: A record folder, or a run directory with `records/`.
-
     Raises:
         ConfigError: If there is no folder at the address.
         RecordError: If a file is damaged, or the store cannot be read or written to.

@@ -44,11 +44,6 @@ class _Chunk(NamedTuple):
 def check_record(file: Any, metadata: Any, size: int) -> None:
     """Checks a record file.
 
-    Args:
-        file: The file, open for reading.
-        metadata: Its footer.
-        size: Its size in bytes.
-
     Raises:
         OSError: If a column occurs twice, or the pages are not those of the footer.
         OverLimit: If its values take more memory than its size explains.
@@ -166,17 +161,13 @@ def _chunk(file: Any, column: Any) -> _Chunk:
             longest = max(longest, size)
         uncompressed += length + size
         offset += length + stored
-    if values != column.num_values or uncompressed > column.total_uncompressed_size + _slack(column):
+    slack = 65_536 + column.total_uncompressed_size // 8  # some writers do not count the headers of pages
+    if values != column.num_values or uncompressed > column.total_uncompressed_size + slack:
         raise OSError(
             f"its pages have {values:,} values and {uncompressed:,} bytes, and its footer states "
             f"{column.num_values:,} and {column.total_uncompressed_size:,}; the file is damaged"
         )
     return _Chunk(values, uncompressed, longest)
-
-
-def _slack(column: Any) -> int:
-    """Returns the bytes by which writers differ: some do not count the headers of pages."""
-    return 65_536 + column.total_uncompressed_size // 8
 
 
 def _page_header(file: Any, offset: int) -> tuple[dict[int, Any], int]:

@@ -7,11 +7,7 @@ from trustrl.recording.storage import Place
 
 
 class Dropped:
-    """Tokens and sequences that a recorder dropped since it last wrote.
-
-    Args:
-        folder: The folder of the record.
-    """
+    """Tokens and sequences that a recorder dropped since it last wrote."""
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder

@@ -153,11 +153,7 @@ def whole(parquet: Any, file: Place, table: str, columns: Sequence[str] | None =
 
 
 def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
-    """Checks the values of a record batch: nulls, ranges, and the step and rank of the file's name.
-
-    Raises:
-        RecordError: If a row breaks a rule of the specification. It names the file and the row.
-    """
+    """Checks the values of a record batch: nulls, ranges, and the step and rank of the file's name."""
     broken = first_breach(batch, table, PartName.of(file.name))
     if broken is not None:
         rule, row = broken

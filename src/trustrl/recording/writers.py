@@ -311,9 +311,6 @@ def check_run(folder: Place, run: str | None, stated: Mapping[str, Any] | None) 
         folder: The folder of the record.
         run: The name of this run, or None if it is unknown.
         stated: The contents of the folder's run.json, or None.
-
-    Raises:
-        RecordError: If it is of another run.
     """
     other = (stated or {}).get("run")
     if run is not None and other is not None and run != other:

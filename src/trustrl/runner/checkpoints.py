@@ -26,9 +26,6 @@ def refuse_foreign(run: Path, checkpoint: Path) -> None:
     """Raises if another user could have changed a checkpoint.
 
     Checks the run's directory, the checkpoint, everything in it, and the directories between the two.
-
-    Raises:
-        ConfigError: If another user owns one of them or can write to it, or one of them is a symbolic link.
     """
     if not hasattr(os, "geteuid"):
         return  # Windows has no user ids
@@ -132,11 +129,7 @@ class Survey:
             self.rejected = dict(list(self.rejected.items())[:newer])
 
     def refuse_if_none_is_left(self) -> None:
-        """Raises if the run completed checkpoints and none of them is intact. Renames nothing.
-
-        Raises:
-            EngineError: If no checkpoint is left to resume from.
-        """
+        """Raises if the run completed checkpoints and none of them is intact. Renames nothing."""
         damaged = {checkpoint: wrong for checkpoint, wrong in self.rejected.items() if wrong != INTERRUPTED}
         if self.chosen is None and damaged:
             reasons = "; ".join(f"{checkpoint}: {wrong}" for checkpoint, wrong in damaged.items())

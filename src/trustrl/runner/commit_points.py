@@ -227,14 +227,7 @@ def _keep(file: Path, dropped: bytes, step: int, log: Callable[[str], None]) -> 
 
 
 def _salvage(directory: RunDirectory, step: int, size: int, log: Callable[[str], None]) -> None:
-    """Keeps the rows up to a step that can be read, and lists the record files that are intact as one commit.
-
-    Args:
-        directory: The run.
-        step: The step of the checkpoint.
-        size: Bytes of the commits that the checkpoint covers.
-        log: Receives a line for what is dropped.
-    """
+    """Keeps the rows up to a step that can be read, and lists the record files that are intact as one commit."""
     commits = directory.path / COMMITS
     listed = list(_commits(commits, size))
     files = {name: entry for commit in listed for name, entry in commit["files"].items()}

@@ -67,11 +67,7 @@ class RunDirectory(StoredRun):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Locks the directory against other processes. The operating system releases the lock if this process dies.
-
-        Raises:
-            ConfigError: If another process uses the directory, or `.lock` is not a regular file.
-        """
+        """Locks the directory against other processes. The operating system releases the lock if this process dies."""
         if fcntl is None:
             yield
             return

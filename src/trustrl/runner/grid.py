@@ -116,14 +116,7 @@ def run_all(
     report: Callable[[str], None],
     command: Callable[[Cell], list[str]] = command_of,
 ) -> list[Failure]:
-    """Executes the unfinished runs, at most `workers` at a time, and returns the failures.
-
-    Args:
-        todo: The grid.
-        workers: The number of parallel processes.
-        report: Receives log lines.
-        command: Returns the command of a run.
-    """
+    """Executes the unfinished runs, at most `workers` at a time, and returns the failures."""
     validators.whole("--workers", workers, low=1)
     waiting = [cell for cell in todo if not StoredRun(cell.folder).finished]
     report(f"{len(todo)} runs, {len(todo) - len(waiting)} of them already finished")

@@ -107,11 +107,6 @@ class Layout:
         """Number of ranks that share every sequence."""
         return self.context_parallel * self.ulysses_parallel
 
-    @property
-    def sums_hidden_gradient(self) -> bool:
-        """True if the vocabulary pass sums the hidden states' gradient over tensor-parallel ranks itself."""
-        return self.tensor_parallel > 1 and not self.sequence_parallel
-
     def chosen(self) -> dict[str, Any]:
         """Returns the keys whose values are not the defaults."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
@@ -120,9 +115,6 @@ class Layout:
         """Returns the number of copies of the model, each of which trains on its own sequences.
 
         Under FSDP, ranks that share the weights but not their sequences count as copies.
-
-        Raises:
-            ConfigError: If the ranks cannot be divided in this way.
         """
         model = self.tensor_parallel * self.pipeline_parallel * self.sequence_ranks
         if ranks % model:

@@ -107,7 +107,10 @@ def fault_of(checkpoint: Path, seal: Seal | None) -> str | None:
             return f"its manifest, {MANIFEST}, is damaged"
         wrong = None if seal is None else _author_fault(checkpoint, manifest, seal)
         if wrong is None and seal is not None:
-            _refuse_unlisted(checkpoint, manifest["files"])
+            unlisted = next((name for name in sorted(_entries(checkpoint)) if name not in manifest["files"]), None)
+            if unlisted is not None:
+                got = f"{shown(unlisted)}, which its manifest does not list"
+                raise _refusal(checkpoint, got, "Move that file away, or add")
         return wrong or _difference(checkpoint.name, manifest, paths)
     except OSError as error:
         return f"{shown(Path(error.filename or checkpoint).name)} cannot be read: {error.strerror}"
@@ -132,13 +135,6 @@ def _author_fault(checkpoint: Path, manifest: dict[str, Any], seal: Seal) -> str
         got, advice = "a checkpoint that you wrote in another run", "Move it back. To continue this run from it, add"
         raise _refusal(checkpoint, got, advice)
     return None
-
-
-def _refuse_unlisted(checkpoint: Path, listed: Mapping[str, Any]) -> None:
-    extra = next((name for name in sorted(_entries(checkpoint)) if name not in listed), None)
-    if extra is not None:
-        got = f"{shown(extra)}, which its manifest does not list"
-        raise _refusal(checkpoint, got, "Move that file away, or add")
 
 
 def _refusal(checkpoint: Path, got: str, advice: str = "If you trust its author, add") -> ConfigError:

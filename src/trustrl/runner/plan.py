@@ -17,8 +17,7 @@ from trustrl.regions.recommended import recommended
 from trustrl.runner import trl_arguments, verl_command
 from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import shape_of
-from trustrl.runner.plan_cost import Cost
-from trustrl.runner.plan_memory import memory
+from trustrl.runner.plan_estimates import Cost, memory
 from trustrl.runner.policy_roles import Roles, roles
 from trustrl.runner.processes import is_main_process
 from trustrl.runner.recipe import Recipe
@@ -185,6 +184,9 @@ def launcher(recipe: Recipe) -> str:
 def text(made: Plan) -> str:
     """Formats the plan for the terminal."""
     recipe, counts = made.recipe, made.counts
+    mean, longest = recipe.schedule.mean_completion_tokens, recipe.schedule.max_completion_tokens
+    lengths = "upper bounds" if mean is None else f"completions of {mean:,} on average and at most {longest:,}"
+    of_last_stage = " of the last stage" if made.layout is not None and made.layout.pipeline_parallel > 1 else ""
     lines = [
         f"{recipe.name}: train {recipe.model.name} on {_trained_on(recipe)} with {recipe.region.kind}, on "
         f"{recipe.engine.name} ({recipe.engine.ranks} × {recipe.engine.device})",
@@ -196,7 +198,7 @@ def text(made: Plan) -> str:
         f"  anchor        {made.roles.anchor}",
         f"  distribution  {made.roles.distribution}",
         "",
-        f"Counts (tokens: {_lengths(recipe)})",
+        f"Counts (tokens: {lengths})",
         f"  a step        {counts['sequences_per_step']:,} sequences, {counts['completion_tokens_per_step']:,} "
         "completion tokens, 1 update",
         f"  a batch       {counts['sequences_per_batch']:,} sequences, {counts['completion_tokens_per_batch']:,} "
@@ -206,7 +208,7 @@ def text(made: Plan) -> str:
         "",
         *made.cost.text(),
         *_layout_text(made),
-        f"Estimated memory on each rank{_of_last_stage(made)} (without activations and the sampler's cache)",
+        f"Estimated memory on each rank{of_last_stage} (without activations and the sampler's cache)",
         *(f"  {name.replace('_', ' '):<26}{_size(value):>12}" for name, value in made.memory.items()),
         f"  the region records {made.roles.bytes_per_token} bytes for each completion token",
         "",
@@ -239,20 +241,11 @@ def _trained_on(recipe: Recipe) -> str:
     return recipe.task.label if files is None else ", ".join(map(str, files if isinstance(files, list) else [files]))
 
 
-def _lengths(recipe: Recipe) -> str:
-    mean, longest = recipe.schedule.mean_completion_tokens, recipe.schedule.max_completion_tokens
-    return "upper bounds" if mean is None else f"completions of {mean:,} on average and at most {longest:,}"
-
-
 def _layout_text(made: Plan) -> list[str]:
     if made.layout is None or not made.layout.chosen():
         return []
     chosen = made.layout.chosen() | {"replicas": made.counts["replicas"]}
     return ["Layout", *(f"  {name.replace('_', ' '):<24}{value}" for name, value in chosen.items()), ""]
-
-
-def _of_last_stage(made: Plan) -> str:
-    return " of the last stage" if made.layout is not None and made.layout.pipeline_parallel > 1 else ""
 
 
 def _costs_text(costs: list[RegionCost]) -> list[str]:

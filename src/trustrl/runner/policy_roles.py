@@ -47,11 +47,7 @@ def behavior_of(recipe: Recipe) -> Literal["sampler", "trainer"]:
 
 
 def roles(recipe: Recipe, hidden_size: int | None) -> Roles:
-    """Resolves the roles of a recipe.
-
-    Raises:
-        ConfigError: If the region needs a distribution that neither the sampler nor the trainer records.
-    """
+    """Resolves the roles of a recipe."""
     needs, behavior = recipe.region.needs(), behavior_of(recipe)
     anchors, source = sources(needs, behavior, mismatch=False)
     if needs.full and source == "sampler":

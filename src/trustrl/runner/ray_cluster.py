@@ -17,11 +17,7 @@ PAUSE_SECONDS = 2.0
 
 
 def wait_for_nodes(nodes: int, log: Callable[[str], None]) -> None:
-    """Waits until the cluster that RAY_ADDRESS names has so many nodes. Without RAY_ADDRESS, verl starts its own.
-
-    Raises:
-        EngineError: If they are not there after `SECONDS`.
-    """
+    """Waits until the cluster that RAY_ADDRESS names has so many nodes. Without RAY_ADDRESS, verl starts its own."""
     if "RAY_ADDRESS" not in os.environ:
         return
     ray = need("ray", extra="verl")

@@ -231,11 +231,7 @@ def load_arms(path: str | Path) -> dict[str, Region]:
 
 
 def check_enough(recipe: Recipe, problems: int) -> None:
-    """Raises if there are fewer training problems than a batch needs.
-
-    Raises:
-        ConfigError: If they are too few.
-    """
+    """Raises if there are fewer training problems than a batch needs."""
     if problems < recipe.schedule.prompts_per_batch:
         raise ConfigError(
             f"The data must have at least the {recipe.schedule.prompts_per_batch} prompts of a batch to train on, got "

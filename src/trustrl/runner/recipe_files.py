@@ -26,11 +26,7 @@ def shipped() -> dict[str, Path]:
 
 
 def named(name: str) -> Path:
-    """Returns the file of a shipped recipe.
-
-    Raises:
-        UnknownNameError: If no shipped recipe has that name.
-    """
+    """Returns the file of a shipped recipe."""
     known = shipped()
     if name not in known:
         raise UnknownNameError(
@@ -84,9 +80,6 @@ def without_none(data: Any) -> Any:
 def read_override(text: str) -> tuple[tuple[str, ...], Any]:
     """Parses `a.b=value` into the path and the value. The value is TOML, but a single word needs no quotes.
 
-    Raises:
-        ConfigError: If the text does not have this form.
-
     Example:
         >>> read_override("region.divergence.max_increase=0.2"), read_override("region.preset=troll")
         ((('region', 'divergence', 'max_increase'), 0.2), (('region', 'preset'), 'troll'))
@@ -113,9 +106,6 @@ def override(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any
 
     `region.preset` and `region.kind` replace the whole region: they discard the recipe's other region settings.
     `data.files`, `data.hub` and `data.package` discard the recipe's source of the data.
-
-    Raises:
-        ConfigError: If an override is malformed, or its path leads through a value that is not a table.
     """
     merged: dict[str, Any] = _copied(data)
     for text in overrides:

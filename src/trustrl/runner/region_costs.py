@@ -229,6 +229,6 @@ def _sent(needs: Needs, layout: Layout, hidden: int | None) -> tuple[int, int | 
     anchor = 4 * 3 + 12 * needs.topk if needs.anchor == "proximal" else 0
     own = needs.topk if needs.fills else 0
     forward = 4 * (needs.topk + 3) + 12 * own + (8 if needs.full else 0)
-    if not layout.sums_hidden_gradient:
+    if layout.sequence_parallel:  # Megatron sums the hidden states' gradient itself
         return anchor, forward
     return anchor, None if hidden is None else forward + 4 * hidden

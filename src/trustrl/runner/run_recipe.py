@@ -79,11 +79,7 @@ def run(
 
 @contextmanager
 def _full_disk_named(folder: Path) -> Iterator[None]:
-    """Raises an error that names a full disk. torch reports one only as an unexpected position in a file.
-
-    Raises:
-        EngineError: If the disk is full.
-    """
+    """Raises an error that names a full disk. torch reports one only as an unexpected position in a file."""
     try:
         yield
     except Exception as error:

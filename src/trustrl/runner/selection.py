@@ -85,10 +85,6 @@ def select(recipe: Recipe, folder: Path, rule: Selection, sample: Sample | None 
     Returns:
         Numbers of problems, counts and selected problems, and the files of the selection, which are empty before all
         problems have a count.
-
-    Raises:
-        ConfigError: If the recipe has no [data], the folder has counts with other settings, or another process answers
-            the same shard.
     """
     task = tasks.load(recipe.task.name, **recipe.task.settings)
     if not isinstance(task, OwnData):

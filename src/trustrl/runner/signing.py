@@ -58,11 +58,7 @@ def key_file() -> Path:
 
 
 def load_key(log: Callable[[str], None]) -> Key:
-    """Returns the key of this installation. Creates it if there is none, and logs that.
-
-    Raises:
-        ConfigError: If the file is not a private file of this user with 32 bytes, or cannot be created.
-    """
+    """Returns the key of this installation. Creates it if there is none, and logs that."""
     file = key_file()
     try:
         if _created(file):

@@ -20,12 +20,7 @@ PROJECT = "trustrl"
 
 
 def environment(recipe: Recipe, folder: Path) -> dict[str, str]:
-    """Returns the variables for the recipe's tracker. Variables that the user has set take precedence.
-
-    Args:
-        recipe: The recipe to train.
-        folder: The run directory, as an absolute path.
-    """
+    """Returns the variables for the recipe's tracker. Variables that the user has set take precedence."""
     match recipe.logging.tracker:
         case "tensorboard":
             # The first is read by transformers, the second by verl.
@@ -63,11 +58,7 @@ def require_package(recipe: Recipe) -> None:
 
 
 def refuse_two(recipe: Recipe, key: str, settings: Mapping[str, Any]) -> None:
-    """Raises if the recipe names a tracker and `engine.settings` set the engine's own key for trackers.
-
-    Raises:
-        ConfigError: If both are given.
-    """
+    """Raises if the recipe names a tracker and `engine.settings` set the engine's own key for trackers."""
     if recipe.logging.tracker is not None and key in settings:
         raise ConfigError(
             f"engine.settings must leave out {key} if logging.tracker is {recipe.logging.tracker!r}, got "

@@ -56,7 +56,12 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
     Raises:
         ConfigError: If the number of processes differs from the recipe's, or the trainer refuses a setting.
     """
-    main = _checked_rank(recipe)
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) != recipe.engine.ranks:
+        raise ConfigError(
+            f"The run must have engine.nodes × engine.ranks_per_node = {recipe.engine.ranks} processes, got {ranks}. "
+            f"Start it with `{launcher(recipe)} ...`."
+        )
+    main = is_main_process()
     take_a_port()
     if recipe.sampler.kind == "vllm" and recipe.engine.device == "cpu":
         from trustrl.engines.vllm.options import set_cpu_environment
@@ -156,16 +161,6 @@ def _step_fault(checkpoint: Path) -> str | None:
         return "trainer_state.json has no global_step"
     fits = isinstance(step, int) and f"{PREFIX}{step}" == checkpoint.name
     return None if fits else f"its trainer_state.json is of step {step!r:.20}"
-
-
-def _checked_rank(recipe: Recipe) -> bool:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks != recipe.engine.ranks:
-        raise ConfigError(
-            f"The run must have engine.nodes × engine.ranks_per_node = {recipe.engine.ranks} processes, got {ranks}. "
-            f"Start it with `{launcher(recipe)} ...`."
-        )
-    return is_main_process()
 
 
 def _arguments(recipe: Recipe, directory: RunDirectory) -> Any:

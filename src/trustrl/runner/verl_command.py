@@ -33,13 +33,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def command(recipe: Recipe, folder: Path, model: str) -> list[str]:
-    """Returns the complete command that trains in `folder`. On CPUs, the module it starts adds the CPU settings.
-
-    Args:
-        recipe: The recipe to train.
-        folder: The directory of data, logs and checkpoints.
-        model: A directory or hub id.
-    """
+    """Returns the complete command that trains in `folder`. On CPUs, the module it starts adds the CPU settings."""
     module = PACKAGE if recipe.engine.device == "cpu" else "trustrl.engines.verl"
     settings = _settings(recipe, folder, model)
     plain = [] if recipe.task.chat else [PLAIN_PROMPTS]
@@ -80,11 +74,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings(recipe: Recipe, folder: Path, model: str) -> dict[str, Any]:
-    """Returns verl's settings for the recipe. `engine.settings` override the others.
-
-    Raises:
-        ConfigError: If `engine.settings` choose the checkpoint to load.
-    """
+    """Returns verl's settings for the recipe. `engine.settings` override the others."""
     for key in CHOSEN_HERE:
         if key in engine_settings(recipe):
             raise ConfigError(

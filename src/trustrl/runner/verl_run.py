@@ -97,7 +97,11 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
-                _wait_or_kill(process)
+                try:
+                    process.wait(timeout=20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
     log.unlink(missing_ok=True)
     if process.returncode:
         raise EngineError(
@@ -204,11 +208,7 @@ def _batches(checkpoint: Path) -> int:
 
 
 def _refuse_files_elsewhere(checkpoint: Path) -> None:
-    """Raises if files of a rank are on another node's disk, where verl would load them unverified.
-
-    Raises:
-        ConfigError: If FSDP's files of a rank are not here.
-    """
+    """Raises if files of a rank are on another node's disk, where verl would load them unverified."""
     for file in sorted((checkpoint / "actor").glob("*_world_size_*_rank_0.pt")):
         start, _, world = file.name.removesuffix("_rank_0.pt").rpartition("_")
         for rank in range(int(world) if world.isdecimal() and len(world) < 8 else 0):
@@ -225,13 +225,6 @@ def _mark(folder: Path, batches: range, seal: Seal, committer: Committer, update
     """Writes the manifests of the checkpoints that verl has completed in this process, and of no others.
 
     verl logs a batch after it has saved its checkpoint. A checkpoint is marked once its batch is in the metrics.
-
-    Args:
-        folder: Folder of the checkpoints.
-        batches: Batches whose metrics this process has written.
-        seal: The author.
-        committer: Writer of commit points.
-        updates: Updates for each batch.
     """
     saved = _saved_batches(folder)
     for batch, checkpoint in sorted(checkpoints_in(folder, PREFIX).items()):
@@ -328,11 +321,3 @@ def metrics_of(data: Mapping[str, Any]) -> dict[str, Any]:
     metrics |= {name: data[name] for name in KEPT if name in data}
     prefix = "actor/trustrl/"
     return metrics | {name.removeprefix("actor/"): value for name, value in data.items() if name.startswith(prefix)}
-
-
-def _wait_or_kill(process: Any) -> None:
-    try:
-        process.wait(timeout=20)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

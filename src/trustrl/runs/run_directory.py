@@ -71,12 +71,7 @@ class StoredRun:
 
 
 def checked_rows(run: StoredRun, name: str = "metrics") -> list[dict[str, Any]]:
-    """Returns the objects of `<name>.jsonl`, in order of steps. An incomplete last line is left out.
-
-    Raises:
-        RecordError: If the file is not a regular one inside the directory, or too large, or a line is not an object
-            with a step from 0 and numbers.
-    """
+    """Returns the objects of `<name>.jsonl`, in order of steps. An incomplete last line is left out."""
     file = run.path / f"{name}.jsonl"
     check_file(file)
     rows = run.rows(name)
@@ -97,11 +92,7 @@ def checked_result(run: StoredRun) -> dict[str, Any]:
 
 
 def check_file(file: Path) -> None:
-    """Checks that a file of a run, if it exists, is a regular one inside its folder and not too large.
-
-    Raises:
-        RecordError: If it is not.
-    """
+    """Checks that a file of a run, if it exists, is a regular one inside its folder and not too large."""
     if file.is_symlink() and leads_out(file, file.parent):
         raise RecordError(f"{file} must be in the folder itself, got a link that leads out of it.")
     try:

@@ -95,11 +95,6 @@ class Reproduction:
 def reproduce(name: str, runs: Labelled, file: Path) -> Reproduction:
     """Draws a figure of the paper from runs and judges its claim.
 
-    Args:
-        name: One of `FIGURES`.
-        runs: The runs, each with its label.
-        file: Picture to write.
-
     Raises:
         MissingDataError: If no run has what the figure shows.
         MissingPackageError: If matplotlib is not installed, or pyarrow for a figure of tokens.

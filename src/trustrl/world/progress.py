@@ -19,13 +19,7 @@ class ProgressDisplay:
     """
 
     def __init__(self, name: str, steps: int, stream: TextIO | None = None) -> None:
-        """Prepares the display. The first `update` shows it.
-
-        Args:
-            name: The name of the task.
-            steps: The number of steps.
-            stream: The stream to write to. Defaults to stderr.
-        """
+        """Prepares the display. The first `update` shows it."""
         self._name, self._steps = name, steps
         self._stream = sys.stderr if stream is None else stream
         self._began = time.perf_counter()
@@ -43,12 +37,7 @@ class ProgressDisplay:
         self.close()
 
     def update(self, step: int, text: str) -> None:
-        """Shows that `step` is done.
-
-        Args:
-            step: The number of completed steps.
-            text: The current metrics, such as "loss 0.123".
-        """
+        """Shows that `step` is done."""
         now = time.perf_counter() - self._began
         first, first_seconds = self._first = self._first or (step, now)  # a resumed run does not begin at step 1
         left = f"{(now - first_seconds) / (step - first) * (self._steps - step):.0f} s left" if step > first else ""

@@ -30,11 +30,7 @@ class Wheel:
     """Size of the download."""
 
     def path(self) -> Path:
-        """Returns the file in the cache. Downloads it once.
-
-        Raises:
-            DownloadError: If pip cannot download it, or its SHA-256 is wrong.
-        """
+        """Returns the file in the cache. Downloads it once."""
         path = cache.root() / self.file
         if not path.exists():
             print(f"downloading {self.requirement}, {self.megabytes} MB", file=sys.stderr, flush=True)

@@ -44,9 +44,6 @@ def check_limit(column: KeptColumn, max_kept: int) -> None:
     Args:
         column: The column.
         max_kept: The largest number. Samplers return one more if there are more.
-
-    Raises:
-        EngineError: If a token has more.
     """
     over = int((column.counts > max_kept).sum())
     if over:
@@ -65,9 +62,6 @@ def require_kept(columns: Sequence[KeptColumn], in_loss: np.ndarray, advice: str
         columns: One column per sequence.
         in_loss: (B, T), True on tokens in the loss.
         advice: What to do, as full sentences.
-
-    Raises:
-        MissingDataError: If a token has none.
     """
     for row, (column, mask) in enumerate(zip(columns, in_loss, strict=True)):
         counts = np.zeros(mask.shape, np.int32)

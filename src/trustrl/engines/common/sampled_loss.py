@@ -27,11 +27,7 @@ class SampledLoss:
     """For each anchor that the engine can pass: its name there, and a sentence on how to record it."""
 
     def check(self, region: Region) -> None:
-        """Raises if the engine cannot feed the region.
-
-        Raises:
-            ConfigError: If the region reads more than sampled tokens, or an anchor that the engine never passes.
-        """
+        """Raises if the engine cannot feed the region."""
         more = more_than_sampled_tokens(region)
         if more:
             raise ConfigError(
@@ -71,11 +67,7 @@ class SampledLoss:
         return policy_loss(PolicyTokens(logp=logp), rollout, region, reduction=reduction, on_nonfinite=on_nonfinite)
 
     def require_anchors(self, rollout: RolloutTokens, region: Region) -> None:
-        """Raises if an anchor of the region is missing.
-
-        Raises:
-            MissingDataError: If an anchor of the region is None; names the engine's setting.
-        """
+        """Raises if an anchor of the region is missing."""
         logps = {"behavior": rollout.behavior_logp, "proximal": rollout.proximal_logp}
         for anchor in sorted(region.needs().anchors):
             if logps[anchor] is None:

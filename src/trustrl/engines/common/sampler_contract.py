@@ -67,10 +67,6 @@ class SamplerAdapter(Protocol):
     def record(self, answer: Any, wanted: Wanted) -> SampledRecord:
         """Returns the record of one completion of a finished or aborted request.
 
-        Args:
-            answer: The sampler's own object for one completion.
-            wanted: The data that its request asked for.
-
         Raises:
             EngineError: If the answer lacks what was asked for.
         """
@@ -78,11 +74,7 @@ class SamplerAdapter(Protocol):
 
 
 def require_recordable(adapter: SamplerAdapter, wanted: Wanted, sampling_params: Mapping[str, Any]) -> None:
-    """Raises if a sampler cannot record a request.
-
-    Raises:
-        EngineError: If it cannot, with the adapter's reason.
-    """
+    """Raises if a sampler cannot record a request."""
     reason = adapter.refusal(wanted, sampling_params)
     if reason:
         raise EngineError(reason)

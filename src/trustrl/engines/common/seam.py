@@ -44,9 +44,6 @@ def require_version(package: str, oldest: tuple[int, ...], reason: str) -> None:
         package: The package's name.
         oldest: The oldest supported version.
         reason: Why older versions do not work, as a clause that follows a colon.
-
-    Raises:
-        EngineError: If the installed version is older.
     """
     if version_of(package) < oldest:
         wanted = ".".join(map(str, oldest))
@@ -67,9 +64,6 @@ def require_parameters(
         expected: The expected parameters.
         more: Whether further parameters may follow them.
         package: The distribution's name, if it differs from the name of the imported package.
-
-    Raises:
-        EngineError: If the function is missing or takes different parameters.
     """
     installed = package or getattr(owner, "__module__", owner.__name__).split(".")[0]
     where = f"{owner.__name__}.{name}"

@@ -40,9 +40,6 @@ def check_initial_ratio(logp: Tensor, anchor_logp: Tensor, mask: Tensor, recorde
         mask: True on tokens that were sampled with these weights.
         recorded_by: The side that recorded the anchor, `trainer` or `sampler`.
         switch: The setting that turns this check off.
-
-    Raises:
-        EngineError: If the log-probs differ by more than `LARGEST_GAP` on average; names the usual causes.
     """
     if logp.dtype in (torch.bfloat16, torch.float16):
         step = 8 * torch.finfo(logp.dtype).eps
@@ -129,9 +126,6 @@ def check_every_token_is_seen(sums: Sums) -> None:
 
     Args:
         sums: The sums of a step on the host, with the number of `weighted` tokens.
-
-    Raises:
-        EngineError: If there are such tokens; says where the mask may grow.
     """
     unseen = int(sums.added["weighted"]) - int(sums.added["tokens"])
     if unseen > 0:
@@ -177,9 +171,6 @@ class StepCheck:
             metrics: All rates of the step's sums, from `trustrl.rates`. They are on the host, so this does not wait for
                 the device.
             sums: The sums of the step. Only their names are read.
-
-        Raises:
-            NonFiniteError: If the step dropped more tokens than allowed; names the reason.
         """
         dropped = metrics.get("trustrl/dropped_share", 0.0)
         if dropped > self._max_dropped_share:
@@ -216,19 +207,15 @@ def warn_if_it_cannot_act(region: Region, *, updates_per_batch: float, remedy: s
         updates_per_batch: The number of optimizer steps that use one batch of rollouts.
         remedy: A sentence with the engine's settings that change this.
     """
-    if updates_per_batch <= 1 and _constrains(region):
+    axes = region.axes()
+    acts = axes is None or axes.statistic is not None or axes.max_ratio is not None  # a plain policy gradient does not
+    if updates_per_batch <= 1 and acts:
         warnings.warn(
             f"{region.kind} cannot act: the trainer records the anchor at the weights of the only update of each "
             f"batch, so every ratio is 1. {remedy}",
             TrustRLWarning,
             stacklevel=3,
         )
-
-
-def _constrains(region: Region) -> bool:
-    """Returns False for a plain policy gradient, which masks nothing and has no cap."""
-    axes = region.axes()
-    return axes is None or axes.statistic is not None or axes.max_ratio is not None
 
 
 def check_of_rollouts(trainer: Any, behavior: Behavior, max_dropped_share: float, setting: str) -> StepCheck:

@@ -166,12 +166,7 @@ class TrlMetrics:
         """Of the step's micro-batches, on the device until the step ends."""
 
     def correct(self, trainer: Any, out: LossOutput) -> None:
-        """Corrects the metrics of one micro-batch. Waits for the device at most once per step.
-
-        Args:
-            trainer: TRL's trainer, which holds the metrics.
-            out: The result of the region's loss.
-        """
+        """Corrects the metrics of one micro-batch. Waits for the device at most once per step."""
         mode = "train" if trainer.model.training else "eval"
         for name, values in trainer._metrics[mode].items():
             if name.startswith(CLIP) and values:

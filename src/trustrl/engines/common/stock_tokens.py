@@ -62,10 +62,6 @@ class StockTokens:
     """The tokens of each step, passed to the recorder, with the totals for its triggers.
 
     Totals are those of this rank: recording adds no collective to a stock run. So each rank fires alone.
-
-    Args:
-        recorder: The recorder of this rank.
-        region: A region to observe, or None.
     """
 
     def __init__(self, recorder: Recorder, region: Region | None) -> None:
@@ -78,13 +74,6 @@ class StockTokens:
         self, policy: PolicyTokens, rollout: RolloutTokens, *, sequences: Tensor, step: int, update: int = 0
     ) -> None:
         """Adds one micro-batch.
-
-        Args:
-            policy: The policy's values, without gradient.
-            rollout: The sampler's values.
-            sequences: The sequence id of each row.
-            step: The training step.
-            update: The optimizer step inside it.
 
         Raises:
             MissingDataError: If the run does not record the log-probs of the region's anchor.

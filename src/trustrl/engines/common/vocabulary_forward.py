@@ -62,9 +62,6 @@ class VocabularyForward:
 
         The output is the one that forward returned: FSDP2 adds its backward hooks to these tensors, and rounds copies.
 
-        Args:
-            wanted: The request.
-
         Yields:
             A list that receives the output of the pass.
 
@@ -160,11 +157,7 @@ def adapted_head(model: Any) -> str | None:
 
 
 def refuse_adapted_head(model: Any) -> None:
-    """Raises if the output layer is more than its `.weight`.
-
-    Raises:
-        ConfigError: If the output layer has an adapter or is quantized.
-    """
+    """Raises if the output layer is more than its `.weight`."""
     kind = adapted_head(model)
     if kind is not None:
         raise ConfigError(

@@ -108,9 +108,6 @@ def refuse_per_sequence(region: Region) -> None:
 def check_seam(inputs: type) -> None:
     """Raises if prime-rl calls its losses with other fields than the adapter was written for.
 
-    Args:
-        inputs: The class of prime-rl's `LossInputs`.
-
     Raises:
         EngineError: If the fields differ.
     """

@@ -86,11 +86,7 @@ class Refusal:
     """The text that the table prints for each placeholder."""
 
     def check(self, lookup: Given, region: Region) -> None:
-        """Raises if the settings do not work with the region.
-
-        Raises:
-            ConfigError: If the value is refused; names the setting, its value, and the fix.
-        """
+        """Raises if the settings do not work with the region."""
         if not self.scope.holds(region.needs()):
             return
         got = lookup(self.setting, self.default)
@@ -98,14 +94,6 @@ class Refusal:
             facts = {"region": region.kind, "got": got} | dict(self.facts(lookup, region))
             setting, must_be, why = (text.format(**facts) for text in (self.setting, self.must_be, self.why))
             raise ConfigError(f"{setting} must be {must_be} with a region, got {facts['got']!r}. {why}")
-
-    def cells(self) -> tuple[str, str, str, str]:
-        """Returns the row of the table: the setting, the values that work, the regions, and the reason."""
-        words = {"region": "the region"} | dict(self.words)
-        setting, must_be, why = (text.format(**words) for text in (self.setting, self.must_be, self.why))
-        if self.why.startswith("{"):
-            why = why[:1].upper() + why[1:]
-        return setting, must_be, self.scope.words, why
 
 
 def check(rows: Iterable[Refusal], lookup: Given, region: Region) -> None:
@@ -227,16 +215,6 @@ def not_averaged_over_tokens(setting: str, must_be: str) -> Refusal:
     """Returns the row of a switch that averages over tokens."""
     why = "{region}'s gradient is defined per sequence."
     return switch(setting, why, must_be, scope=PER_SEQUENCE, words={"region": "GSPO"})
-
-
-def table(rows: Iterable[Refusal]) -> str:
-    """Returns the rows as a Markdown table. Settings that share all other cells are in one line."""
-    settings: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
-        setting, *others = (cell.replace("|", "\\|") for cell in row.cells())
-        settings.setdefault(tuple(others), []).append(f"`{setting}`")
-    lines = [f"| {', '.join(names)} | {' | '.join(others)} |" for others, names in settings.items()]
-    return "\n".join(["| setting | must be | for regions | why |", "|---|---|---|---|", *lines])
 
 
 def whole_vocabulary(

@@ -60,11 +60,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def files_of(path: Path, run: str | None = None) -> Files:
-    """Lists the regular files of a folder, or one file. Does not follow links to folders, or out of the folder.
-
-    Raises:
-        ConfigError: If the path does not exist, cannot be read, or the folder has too many files.
-    """
+    """Lists the regular files of a folder, or one file. Does not follow links to folders, or out of the folder."""
     if path.is_file():
         return Files(path.parent, (path.name,), run)
     names: list[str] = []
@@ -104,11 +100,7 @@ def _unfit(file: Path, root: Path) -> str | None:
 
 
 def chosen_name(files: Files, names: Sequence[str], several: str) -> str | None:
-    """Returns the run to read: the named one, or the only one. None if there is none.
-
-    Raises:
-        ConfigError: If no run is named and there are several, or the named run is not there.
-    """
+    """Returns the run to read: the named one, or the only one. None if there is none."""
     if files.run is not None and names:
         if files.run not in names:
             raise ConfigError(f"The run after :: must be one of {', '.join(names[:20])}, got {files.run}.")
@@ -119,11 +111,7 @@ def chosen_name(files: Files, names: Sequence[str], several: str) -> str | None:
 
 
 def chosen_file(files: Files, paths: Sequence[Path], what: str) -> Path | None:
-    """Returns the only file, or None.
-
-    Raises:
-        ConfigError: If there are several.
-    """
+    """Returns the only file, or None."""
     if len(paths) > 1:
         names = ", ".join(map(files.short, paths[:5]))
         raise ConfigError(f"RUN must be one run, got {files.root}, which has {len(paths)} {what}. Pass one: {names}.")

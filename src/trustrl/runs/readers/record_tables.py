@@ -91,10 +91,6 @@ class TextFiles:
     def named(self, names: Iterable[str | None], sequences: Place) -> list[Place]:
         """Returns the files that have the texts, each once: those of the rank that include the step.
 
-        Args:
-            names: The names, as the sequence table has them.
-            sequences: The file of that table, for messages.
-
         Raises:
             RecordError: If a name is not that of a part file.
         """

@@ -19,7 +19,6 @@ from trustrl.runs.readers.files import Files, first_line, stamped
 from trustrl.runs.run import Completion, Row
 
 NAME = "TRL completions"
-LOOKS_FOR = "completions/completions_*.parquet"
 _BASE = ("step", "prompt", "completion", "advantage", "image", "images")
 
 

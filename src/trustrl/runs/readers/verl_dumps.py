@@ -35,18 +35,15 @@ def read(files: Files) -> list[Part]:
     for folder, dumps in sorted(folders.items()):
         dumps.sort(key=lambda file: stamped(file.stem))
         if any(map(_is_dump, dumps)):
-            parts.append(_validation(files, dumps) if _validates(folder, dumps) else _rollouts(files, dumps))
+            # Validation samples are in a folder of that name, or begin before the first step.
+            validates = _VALIDATION.search(folder.name) or stamped(dumps[0].stem) == 0
+            parts.append(_validation(files, dumps) if validates else _rollouts(files, dumps))
     return parts
 
 
 def _is_dump(file: Path) -> bool:
     first = opening(file).partition(b"\n")[0]
     return first.startswith(b'{"input":') and b'"output":' in first
-
-
-def _validates(folder: Path, dumps: Sequence[Path]) -> bool:
-    """Returns True for validation samples: by the folder's name, or because a dump precedes the first step."""
-    return bool(_VALIDATION.search(folder.name)) or stamped(dumps[0].stem) == 0
 
 
 def _rollouts(files: Files, dumps: list[Path]) -> Part:

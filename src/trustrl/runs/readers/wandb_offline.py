@@ -153,11 +153,7 @@ def _items(data: bytes, field: int) -> dict[str, Any]:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the numbers inside a nested value. wandb stores nested metrics and settings as JSON objects.
-
-    Raises:
-        ValueError: If a name is too long. The names of inner values would repeat it.
-    """
+    """Yields the numbers inside a nested value. wandb stores nested metrics and settings as JSON objects."""
     if len(key) > LONGEST_NAME:
         raise ValueError(f"a name has more than {LONGEST_NAME:,} characters")
     if isinstance(value, dict) and "_type" not in value:

@@ -14,9 +14,6 @@ Value = int | bytes
 def fields(message: bytes) -> Iterator[tuple[int, int, Value]]:
     r"""Yields the number, kind and value of each field. Fixed-width values are bytes.
 
-    Raises:
-        ValueError: If the message is damaged.
-
     Example:
         >>> list(fields(b"\x08\x96\x01\x12\x02hi"))
         [(1, 0, 150), (2, 2, b'hi')]
@@ -42,11 +39,7 @@ def fields(message: bytes) -> Iterator[tuple[int, int, Value]]:
 
 
 def varint(message: bytes, offset: int) -> tuple[int, int]:
-    """Returns an integer of variable length, and the position after it.
-
-    Raises:
-        ValueError: If the integer is truncated or longer than 64 bits.
-    """
+    """Returns an integer of variable length, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if offset >= len(message):
@@ -60,22 +53,14 @@ def varint(message: bytes, offset: int) -> tuple[int, int]:
 
 
 def signed(value: Value) -> int:
-    """Returns a 64-bit integer with its sign.
-
-    Raises:
-        ValueError: If the field is not an integer.
-    """
+    """Returns a 64-bit integer with its sign."""
     if not isinstance(value, int):
         raise ValueError("a field is not an integer")
     return value - (1 << 64) if value >> 63 else value
 
 
 def raw(value: Value) -> bytes:
-    """Returns the bytes of a field.
-
-    Raises:
-        ValueError: If the field has no bytes.
-    """
+    """Returns the bytes of a field."""
     if not isinstance(value, bytes):
         raise ValueError("a field is not a string of bytes")
     return value
@@ -91,11 +76,7 @@ def text(value: Value) -> str:
 
 
 def double(value: Value) -> float:
-    """Returns a floating-point number of 4 or 8 bytes.
-
-    Raises:
-        ValueError: If the field has another size.
-    """
+    """Returns a floating-point number of 4 or 8 bytes."""
     content = raw(value)
     if len(content) not in (4, 8):
         raise ValueError("a number has neither 4 nor 8 bytes")

@@ -62,11 +62,7 @@ def recorded_regions(files: Sequence[Place]) -> list[dict[str, Any]]:
 
 
 def check_names(arms: Sequence[Arm]) -> None:
-    """Checks that no region uses the name reserved for the records.
-
-    Raises:
-        ConfigError: If a region has that name.
-    """
+    """Checks that no region uses the name reserved for the records."""
     if any(arm.name == RECORDED for arm in arms):
         raise ConfigError(
             f"A region's name must not be {RECORDED!r}, which is reserved for the records. Choose another name."
@@ -82,16 +78,7 @@ def audit_report(
     text_of: Callable[[int], str] | None = None,
     anchor: Anchor = "behavior",
 ) -> dict[str, Any]:
-    """Returns the audit: shares, agreement, bins, and most masked token ids.
-
-    Args:
-        counted: Counts over all files.
-        arms: Regions in the counts.
-        files: Files that were counted.
-        top: Number of token ids to list for each region.
-        text_of: Function from a token id to printable text.
-        anchor: Anchor that `counted` reads as μ.
-    """
+    """Returns the audit: shares, agreement, bins, and most masked token ids."""
     names = [RECORDED, *(arm.name for arm in arms)]
     arm_counts = counted.counts["arms"].tolist()
     rows = {name: dict(zip(PER_ARM, row, strict=True)) for name, row in zip(names, arm_counts, strict=True)}

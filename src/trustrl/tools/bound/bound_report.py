@@ -52,11 +52,7 @@ class Sequences(NamedTuple):
 
 
 def record_folder(path: str | Path) -> Place:
-    """Returns the folder of the records in a record folder or run directory.
-
-    Raises:
-        ConfigError: If the path is a file.
-    """
+    """Returns the folder of the records in a record folder or run directory."""
     where = storage.place(path)
     if storage.is_file(where):
         raise ConfigError(
@@ -68,11 +64,7 @@ def record_folder(path: str | Path) -> Place:
 
 
 def read_rewards(folder: Place) -> Sequences:
-    """Reads the rewards and lengths of a run's sequences.
-
-    Raises:
-        RecordError: If no sequence has a reward.
-    """
+    """Reads the rewards and lengths of a run's sequences."""
     table = read_sequences(folder)
     rewards = {
         sequence: reward

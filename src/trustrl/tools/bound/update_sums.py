@@ -112,9 +112,6 @@ def sums_of(piece: Piece, rewards: Rewards, delta: float, anchor: Anchor = "beha
         rewards: Rewards of the run.
         delta: TV up to which a token is inside.
         anchor: Log-probs to read as μ's. `proximal` is right if trainer and sampler agree before the first update.
-
-    Raises:
-        RecordError: If the piece lacks these log-probs.
     """
     columns, run = piece.columns, piece.run
     if f"{anchor}_logp" not in columns:

@@ -96,15 +96,7 @@ def num_above(bins: Sequence[int], delta: float) -> int:
 
 
 def calibration(counted: TokenCounts, anchor: Anchor = "behavior") -> dict[str, Any]:
-    """Returns noise quantiles, threshold curves, and a recommended threshold for each statistic.
-
-    Args:
-        counted: Counts over all files.
-        anchor: Anchor that `counted` reads as μ.
-
-    Raises:
-        MissingDataError: If no row has the sampler's log-prob.
-    """
+    """Returns noise quantiles, threshold curves, and a recommended threshold for each statistic."""
     totals = dict(zip(TOTALS, counted.counts["totals"].tolist(), strict=True))
     if totals["unanchored"] == totals["rows"]:
         raise MissingDataError(

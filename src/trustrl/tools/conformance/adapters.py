@@ -37,9 +37,6 @@ _WITH_GLOBAL_COUNT = ("cispo", "dapo", "vespo")
 def find(name: str) -> Callable[..., Any]:
     """Imports a loss by its name, `package.module:function`. The name is never evaluated as code.
 
-    Raises:
-        ConfigError: If the name is malformed, its module cannot be imported, or it is not a function.
-
     Example:
         >>> find("math:sqrt")(4.0)
         2.0
@@ -76,11 +73,7 @@ def adapted(loss: Loss, name: str | None = None, settings: Settings | None = Non
 
 
 def detected(loss: Loss) -> str:
-    """Returns the name of the adapter whose parameters the function takes.
-
-    Raises:
-        ConfigError: If no adapter matches.
-    """
+    """Returns the name of the adapter whose parameters the function takes."""
     parameters = _parameters(loss)
     for name, adapter in ADAPTERS.items():
         if adapter.takes <= parameters.keys():

@@ -61,14 +61,7 @@ def answer_scores(model: Any, tokenizer: Any, task: Task, rows: list[Row], chose
 
 
 def sampled_answers(model: Any, tokenizer: Any, rows: list[Row], chosen: Decoding) -> list[str]:
-    """Returns one answer to each problem. Leaves torch's global random state unchanged.
-
-    Args:
-        model: The model, as transformers loads it.
-        tokenizer: Its tokenizer.
-        rows: The problems.
-        chosen: The sampling settings.
-    """
+    """Returns one answer to each problem. Leaves torch's global random state unchanged."""
     decoding: dict[str, Any] = {"do_sample": False}
     if chosen.temperature > 0:
         decoding = {"do_sample": True, "temperature": chosen.temperature, "top_k": 0, "top_p": chosen.top_p}

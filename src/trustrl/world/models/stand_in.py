@@ -62,18 +62,12 @@ def _save(architecture: str, folder: Path) -> None:
 
 def byte_tokenizer() -> Any:
     """Returns a tokenizer with one token per byte, which transformers loads in the same way for every architecture."""
-    transformers, tokenizers = need("transformers", extra="models"), need("tokenizers", extra="models")
+    tokenizers = need("tokenizers", extra="models")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     words = [*tiny.SPECIAL, *sorted(byte_level.alphabet())]
     core = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, []))
     core.pre_tokenizer, core.decoder = byte_level(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-    core.add_special_tokens(list(tiny.SPECIAL))
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=tiny.PAD, bos_token=tiny.BOS, eos_token=tiny.EOS, unk_token=tiny.UNK,
-        padding_side="left", clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    made.chat_template = tiny.CHAT_TEMPLATE
-    return made
+    return tiny.loadable(core)
 
 
 def _batches(tokenizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -58,23 +58,23 @@ class Tiny:
 
 def tokenizer(vocab_size: int = Tiny.vocab_size) -> Any:
     """Returns a tokenizer with one token per character, left padding, a chat template, and `<unk>` for the rest."""
-    transformers, tokenizers = need("transformers", extra="models"), need("tokenizers", extra="models")
+    tokenizers = need("tokenizers", extra="models")
     known = [*SPECIAL, *CHARACTERS]
     # Every id has a text, so that any sampled token can be decoded.
     words = known + [f"<unused_{i}>" for i in range(len(known), vocab_size)]
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     core.decoder = tokenizers.decoders.Fuse()
+    return loadable(core)
+
+
+def loadable(core: Any) -> Any:
+    """Returns a tokenizer of the library `tokenizers` as transformers loads it, with `SPECIAL` and a chat template."""
     core.add_special_tokens(list(SPECIAL))
-    made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
+    made = need("transformers", extra="models").PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK, padding_side="left",
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
     made.chat_template = CHAT_TEMPLATE
     return made
 

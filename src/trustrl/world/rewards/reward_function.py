@@ -51,11 +51,7 @@ class RewardFunction:
             raise ConfigError(f"reward.settings must be a table, got {self.settings!r}.")
 
     def check(self) -> None:
-        """Raises if the function's file or package does not exist, or the file does not name it. Runs no code of it.
-
-        Raises:
-            ConfigError: If something is missing.
-        """
+        """Raises if the function's file or package does not exist, or the file does not name it. Runs no code of it."""
         place, name = self.parts()
         if self.function in FUNCTIONS:
             return

@@ -272,11 +272,7 @@ def _texts(where: str, value: Any) -> tuple[str, ...]:
 
 
 def table_of(kind: Any, where: str, table: Any) -> Any:
-    """Returns a table of a recipe as its class.
-
-    Raises:
-        ConfigError: If it is not a table, has an unknown key, or lacks one.
-    """
+    """Returns a table of a recipe as its class."""
     if isinstance(table, kind):
         return table
     if not isinstance(table, Mapping):

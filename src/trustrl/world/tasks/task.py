@@ -66,11 +66,7 @@ class Task(ABC):
         """Returns the reward, in [0, 1], of one completion of the prompt in `row`."""
 
     def rows(self, split: str, count: int | None = None, seed: int = 0, chat: bool = False) -> list[Row]:
-        """Returns `count` problems of one split, or all of them, in an order that `seed` determines.
-
-        Raises:
-            ConfigError: If the split does not exist or has fewer problems.
-        """
+        """Returns `count` problems of one split, or all of them, in an order that `seed` determines."""
         validators.one_of("split", split, SPLITS)
         if count is not None:
             validators.whole("count", count, low=1)
@@ -106,9 +102,6 @@ class Task(ABC):
 
         Completions are texts or lists of messages, of which the last one is scored. Ignores other arguments of the
         trainer, such as token ids or its state.
-
-        Raises:
-            MissingDataError: If the dataset lacks a column that scoring needs.
         """
         for name in self.columns:
             if name not in columns:
@@ -135,22 +128,14 @@ def completion_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def check_split(held_out: Any, seed: Any) -> None:
-    """Raises if the share would leave one side of the split empty, or if the seed is invalid.
-
-    Raises:
-        ConfigError: If either is out of range.
-    """
+    """Raises if the share would leave one side of the split empty, or if the seed is invalid."""
     if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) or not 0 < held_out < 1:
         raise ConfigError(f"held_out must be a share in (0, 1), got {held_out!r}. 0.1 holds out a tenth.")
     validators.whole("seed", seed, low=0)
 
 
 def refuse_unknown(where: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raises if a setting is unknown, and suggests the nearest known name.
-
-    Raises:
-        ConfigError: If a name in `names` is not in `known`.
-    """
+    """Raises if a setting is unknown, and suggests the nearest known name."""
     known = list(known)
     for name in names:
         if name not in known:

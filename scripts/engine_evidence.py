@@ -2,7 +2,6 @@
 
 An `Evidence` makes cells of docs/engines/index.md: "trains" if the engine's own trainer took optimizer steps in the
 test, "called" if the installed package's own entry point called our loss, and verdicts and gradients were compared.
-Loads without torch and without any engine.
 """
 
 from collections.abc import Mapping
@@ -10,26 +9,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trustrl.config.statistics import Anchor
-
-Kind = Literal["sampled", "topk", "exact", "projection"]
-"""The part of the vocabulary that a region reads: the sampled token, the K most probable ids, or all of it; or a region
-that differentiates the distribution (TROLL, score centering)."""
+from trustrl.engines.catalogue import (
+    ALL,
+    BOTH,
+    EXACT,
+    FAMILY,
+    ON_SAMPLER,
+    ON_TRAINER,
+    PROJECTION,
+    SAMPLED,
+    TOPK,
+    Engine,
+    Kind,
+)  # fmt: skip
 
 Tested = Literal["run", "called"]
+
+TESTED: dict[Tested, str] = {"run": "trains", "called": "called"}
+"""The label of each kind of test."""
+
+Status = Literal["trains", "called", "refused", "not run"]
 
 Sampler = Literal["vLLM", "SGLang", "trainer", "transformers server", "recorded batch"]
 """The program that sampled in a test. "Trainer": the trainer's own model, so that μ is π'. "Transformers server": that
 of trustrl-verl-cpu. "Recorded batch": log-probs made by hand, through the engine's own worker or loss."""
-
-SAMPLED: frozenset[Kind] = frozenset({"sampled"})
-TOPK: frozenset[Kind] = frozenset({"topk"})
-EXACT: frozenset[Kind] = frozenset({"exact"})
-PROJECTION: frozenset[Kind] = frozenset({"projection"})
-FAMILY: frozenset[Kind] = SAMPLED | TOPK | PROJECTION
-ALL: frozenset[Kind] = FAMILY | EXACT
-ON_SAMPLER: frozenset[Anchor] = frozenset({"behavior"})
-ON_TRAINER: frozenset[Anchor] = frozenset({"proximal"})
-BOTH: frozenset[Anchor] = ON_SAMPLER | ON_TRAINER
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +141,31 @@ EVIDENCE: Mapping[str, tuple[Evidence, ...]] = {
     "miles": (_called(_RESPONSES),),
 }  # fmt: skip
 """The tests of each engine, by its name in the catalogue. A sampler appears in the table with its first line here."""
+
+
+def strongest_test(engine: Engine) -> Tested:
+    """Returns the strongest kind of test."""
+    return "run" if any(row.tested == "run" for row in EVIDENCE[engine.name]) else "called"
+
+
+def samplers_of(engine: Engine) -> tuple[Sampler, ...]:
+    """Returns the samplers that its tests ran with."""
+    return tuple(dict.fromkeys(row.sampler for row in EVIDENCE[engine.name]))
+
+
+def status(engine: Engine, kind: Kind, sampler: Sampler, anchor: Anchor) -> Status:
+    """Returns the result of regions of one kind, with one sampler and anchored on one policy."""
+    rows = [
+        row for row in EVIDENCE[engine.name] if row.sampler == sampler and kind in row.kinds and anchor in row.anchors
+    ]
+    if rows:
+        return "trains" if any(row.tested == "run" for row in rows) else "called"
+    # Where the trainer samples, μ's distribution is its own. Exact divergences need its hidden states.
+    read = ON_TRAINER if kind == "exact" else engine.distribution_of
+    recorded = kind == "sampled" or anchor in read or sampler == "trainer"
+    return "not run" if kind in engine.kinds and anchor in engine.anchors and recorded else "refused"
+
+
+def trains(engine: Engine, kind: Kind) -> bool:
+    """Returns whether regions of this kind took optimizer steps, with any sampler and anchor."""
+    return any(kind in row.kinds for row in EVIDENCE[engine.name] if row.tested == "run")
