@@ -18,7 +18,7 @@ from trustrl.cli import main
 from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.recording import Recorder, Recording, compaction, read, read_sequences, read_texts
 from trustrl.recording.part_names import PartName
-from trustrl.recording.rank_writer import RankWriter
+from trustrl.recording.rank_writer import RankWriter, retire_rank
 from trustrl.recording.record_check import check_record
 from trustrl.recording.record_files import part_files
 from trustrl.recording.writers import Claims
@@ -99,6 +99,21 @@ def test_four_ranks_that_continue_as_two_leave_no_stale_part(tmp_path):
     for rank in range(3):  # and then as three
         record(recorder(tmp_path, rank, world_size=3), range(5, 7), seed=11, rank=rank)
     assert steps_by_rank(tmp_path) == {0: list(range(7)), 1: list(range(7)), 2: [0, 1, 2, 5, 6], 3: [0, 1, 2]}
+
+
+def test_a_rank_that_records_no_more_among_as_many_ranks_leaves_no_stale_part(tmp_path):
+    for rank in (0, 1):
+        record(recorder(tmp_path, rank, world_size=4), range(6), rank=rank)
+    record(recorder(tmp_path, world_size=4), range(3, 8), seed=9)
+    for rank in (1, 2, 3):
+        retire_rank(tmp_path, rank, from_step=3)
+    assert steps_by_rank(tmp_path) == {0: list(range(8)), 1: [0, 1, 2]}
+    assert {claim.rank for claim in Claims.of(tmp_path)} == {0, 1}
+    record(recorder(tmp_path, 1, world_size=4), range(6, 8), rank=1)  # and then as before
+    assert steps_by_rank(tmp_path)[1] == [0, 1, 2, 6, 7]
+    (tmp_path / "writers" / "rank-0001.attempt-0001.json").write_text("{}")
+    with pytest.warns(TrustRLWarning, match=r"Cannot end the record of rank 1 .* Its files from step 9 on still count"):
+        retire_rank(tmp_path, 1, from_step=9)
 
 
 def test_two_recorders_of_one_rank_do_not_mix_and_the_earlier_one_says_who_took_over(tmp_path):

@@ -9,6 +9,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 from trustrl.errors import RecordError, TrustRLWarning
@@ -196,6 +197,29 @@ def _retire_others(folder: Place, claim: Claim) -> None:
         ranks = claimed_ranks(folder) | {part.rank for part in listed(folder)}
         for rank in sorted(rank for rank in ranks if rank >= max(claim.world_size, claim.rank + 1)):
             _retire(folder, rank, claim)
+
+
+def retire_rank(address: str | PathLike[str], rank: int, *, from_step: int) -> None:
+    """Ends the record of a rank that records nothing from a step on, though the run has as many ranks as before.
+
+    Does nothing if no process has recorded the rank. Warns if the folder cannot be read or written to.
+
+    Args:
+        address: The folder of the record.
+        rank: The rank.
+        from_step: First step that other ranks record in its place.
+    """
+    folder = storage.place(address)
+    try:
+        if rank in claimed_ranks(folder) or listed(folder, rank):
+            _retire(folder, rank, Claim(rank=rank, attempt=0, from_step=from_step, in_effect=False))
+    except (OSError, RecordError) as error:
+        warnings.warn(
+            f"Cannot end the record of rank {rank} in `{folder}`: {str(error).rstrip('.')}. Its files from step "
+            f"{from_step} on still count.",
+            TrustRLWarning,
+            stacklevel=2,
+        )
 
 
 def _next(folder: Place, claim: Claim) -> Claim:

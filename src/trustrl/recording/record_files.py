@@ -135,7 +135,7 @@ def read_table(
     Args:
         file: The file.
         columns: The columns.
-        groups: The row groups to read, in order. None reads all.
+        groups: The row groups to read, in order; −1 is the last. None reads all.
 
     Raises:
         RecordError: If trustrl did not write the file, a newer trustrl wrote it, or it is incomplete.
@@ -156,13 +156,13 @@ def whole(
         RecordError: If a row breaks a rule of the specification.
     """
     pa, names = need("pyarrow", extra="records"), None if columns is None else list(columns)
-    if groups is None:
+    if groups is None or not parquet.num_row_groups:
         rows = parquet.read(names, use_threads=False)  # apache/arrow#34314
         _check_table(rows, file, table, 0)
         return rows
     sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
     pieces = []
-    for group in groups:
+    for group in (group % len(sizes) for group in groups):
         pieces.append(parquet.read_row_group(group, names, use_threads=False))
         _check_table(pieces[-1], file, table, sum(sizes[:group]))
     return pa.concat_tables(pieces)
