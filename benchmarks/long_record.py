@@ -23,7 +23,7 @@ import torch
 
 import trustrl
 from trustrl.recording import Recorder, Recording, SequenceRows
-from trustrl.recording.compaction import TABLE_FOLDERS
+from trustrl.recording.compaction import ROW_GROUPS, TABLE_FOLDERS
 from trustrl.recording.part_names import PartName
 from trustrl.recording.schema import writing
 from trustrl.recording.storage import WholeFile
@@ -69,13 +69,13 @@ def files_in(folder: Path) -> int:
 def copied(folder: Path, rank: int, steps: int) -> None:
     """Writes the files of rank 0 again for another rank."""
     offset = rank * steps * SEQUENCES
-    for inside in TABLE_FOLDERS.values():
+    for name, inside in TABLE_FOLDERS.items():
         for file in (folder / inside).glob("step-*.rank-0000.parquet"):
             part = PartName.of(file.name)
             assert part is not None
             with pq.ParquetFile(file) as parquet:
                 table, extra = parquet.read(), parquet.metadata.metadata
-            columns: dict[str, Any] = {name: table[name] for name in table.column_names}
+            columns: dict[str, Any] = dict(zip(table.column_names, table.columns, strict=True))
             columns["sequence"] = pc.add(columns["sequence"], offset)
             if "rank" in columns:
                 columns["rank"] = pa.array([rank] * len(table), pa.int32())
@@ -83,8 +83,8 @@ def copied(folder: Path, rank: int, steps: int) -> None:
                 columns["text"] = pc.replace_substring(columns["text"], "rank-0000", f"rank-{rank:04d}")
             schema = table.schema
             whole = WholeFile(folder / inside / str(part._replace(rank=rank)))
-            with pq.ParquetWriter(whole.target, schema, **writing(inside or "tokens")) as writer:
-                writer.write_table(pa.table(list(columns.values()), schema=schema), row_group_size=65_536)
+            with pq.ParquetWriter(whole.target, schema, **writing(name)) as writer:
+                writer.write_table(pa.table(list(columns.values()), schema=schema), row_group_size=ROW_GROUPS[name][0])
                 keys = {key.decode(): extra[key] for key in (b"trustrl.step", b"trustrl.parts") if key in extra}
                 writer.add_key_value_metadata(keys)
             whole.seal()

@@ -3,24 +3,28 @@
 import json
 import os
 import warnings
+from time import sleep
 
 import pytest
 
-pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
 import torch
 
 import trustrl
 from support import recording_batches as batches
-from support.run_folders import run_folder
+from support.run_folders import run_folder, sealed
 from trustrl.cli import main
 from trustrl.errors import RecordError, TrustRLWarning
 from trustrl.recording import Recorder, Recording, compaction, read, read_sequences, read_texts
+from trustrl.recording.part_names import PartName
+from trustrl.recording.rank_writer import RankWriter, retire_rank
 from trustrl.recording.record_check import check_record
 from trustrl.recording.record_files import part_files
 from trustrl.recording.writers import Claims
 from trustrl.runs.open_run import open_run
-from trustrl.runs.readers import files as run_files
+from trustrl.runs.readers import files as run_files, record_tables
+from trustrl.runs.readers.record_tables import completions
 
 
 def recorder(folder, rank=0, region=batches.REGION, *, run=None, world_size=None, **more):
@@ -95,6 +99,21 @@ def test_four_ranks_that_continue_as_two_leave_no_stale_part(tmp_path):
     for rank in range(3):  # and then as three
         record(recorder(tmp_path, rank, world_size=3), range(5, 7), seed=11, rank=rank)
     assert steps_by_rank(tmp_path) == {0: list(range(7)), 1: list(range(7)), 2: [0, 1, 2, 5, 6], 3: [0, 1, 2]}
+
+
+def test_a_rank_that_records_no_more_among_as_many_ranks_leaves_no_stale_part(tmp_path):
+    for rank in (0, 1):
+        record(recorder(tmp_path, rank, world_size=4), range(6), rank=rank)
+    record(recorder(tmp_path, world_size=4), range(3, 8), seed=9)
+    for rank in (1, 2, 3):
+        retire_rank(tmp_path, rank, from_step=3)
+    assert steps_by_rank(tmp_path) == {0: list(range(8)), 1: [0, 1, 2]}
+    assert {claim.rank for claim in Claims.of(tmp_path)} == {0, 1}
+    record(recorder(tmp_path, 1, world_size=4), range(6, 8), rank=1)  # and then as before
+    assert steps_by_rank(tmp_path)[1] == [0, 1, 2, 6, 7]
+    (tmp_path / "writers" / "rank-0001.attempt-0001.json").write_text("{}")
+    with pytest.warns(TrustRLWarning, match=r"Cannot end the record of rank 1 .* Its files from step 9 on still count"):
+        retire_rank(tmp_path, 1, from_step=9)
 
 
 def test_two_recorders_of_one_rank_do_not_mix_and_the_earlier_one_says_who_took_over(tmp_path):
@@ -184,11 +203,66 @@ def test_steps_of_a_dump_keep_their_own_files(tmp_path, monkeypatch):
 
 def test_a_report_opens_records_of_more_files_than_other_runs_may_have(tmp_path, monkeypatch):
     run = run_folder(tmp_path / "run", region="dppo-binary-tv")
-    record(recorder(run / "records"), range(20))
-    monkeypatch.setattr(run_files, "MOST_FILES", 15)
+    record(recorder(run / "records"), range(15))
+    monkeypatch.setattr(run_files, "MOST_FILES", 10)
     for path in (run, run / "records"):
-        assert any("token records" in found and "20 files" in found for found in open_run(path).found)
-    assert len(list(open_run(run / "records").completions())) == 160
+        assert any("token records" in found and "15 files" in found for found in open_run(path).found)
+    assert len(list(open_run(run / "records").completions())) == 120
+
+
+def test_completions_of_a_run_that_merges_meanwhile_come_once_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(compaction, "ROW_GROUPS", dict.fromkeys(compaction.ROW_GROUPS, (16, 2**20)))
+    record(recorder(tmp_path), range(8))
+    record(recorder(tmp_path, 1), range(8), rank=1)
+    reading = completions(str(tmp_path))
+    found = [next(reading) for _ in range(40)]
+    monkeypatch.setattr(compaction, "BLOCKS", (2, 4))
+    assert compaction.compact_record(tmp_path) == (48, 12)
+    found += reading
+    assert len(found) == len({one.sequence for one in found}) == 128
+    assert [one.step for one in found] == sorted(one.step for one in found)
+    assert found == list(completions(str(tmp_path)))
+    texts = read_texts(tmp_path)
+    told = dict(zip(texts["sequence"].to_pylist(), texts["completion"].to_pylist(), strict=True))
+    assert {one.sequence: one.text for one in found} == told
+
+
+def test_texts_in_another_order_than_their_sequences_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_tables, "_ROWS", 3)
+    record(recorder(tmp_path), range(4))
+    monkeypatch.setattr(compaction, "BLOCKS", (4,))
+    monkeypatch.setattr(compaction, "ROW_GROUPS", dict.fromkeys(compaction.ROW_GROUPS, (8, 2**20)))
+    compaction.compact_record(tmp_path)
+    told = {one.sequence: one.text for one in completions(str(tmp_path))}
+    assert None not in told.values()
+    (file,) = (tmp_path / "texts").iterdir()
+    table = pq.read_table(file)
+    for rows in (table.take(list(range(31, -1, -1))), table.take(list(range(0, 32, 2)))):
+        pq.write_table(rows.replace_schema_metadata(table.schema.metadata), file, row_group_size=5)
+        sealed(file)
+        kept = set(rows["sequence"].to_pylist())
+        found = {one.sequence: one.text for one in completions(str(tmp_path))}
+        assert found == {sequence: text if sequence in kept else None for sequence, text in told.items()}
+
+
+def test_steps_that_are_faster_than_merging_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(compaction, "BLOCKS", (4, 16))
+    monkeypatch.setattr("trustrl.recording.rank_writer.BLOCKS", (4, 16))
+    monkeypatch.setattr("trustrl.recording.rank_writer.MOST_UNMERGED", 8)
+    merge = RankWriter._compact
+
+    def slow(writer, before):
+        sleep(0.3)
+        return merge(writer, before)
+
+    monkeypatch.setattr(RankWriter, "_compact", slow)
+    made, most = recorder(tmp_path), 0
+    for step in range(60):
+        record(made, [step])
+        most = max(most, sum(not PartName.of(file.name).is_merged for file in tmp_path.glob("step-*.parquet")))
+    assert made._writer.wait() is None
+    assert most <= 8 + 8 + 4  # merged, ended meanwhile, and a block that has not ended
+    assert steps_by_rank(tmp_path) == {0: list(range(60))}
 
 
 def test_what_a_later_process_replaced_is_counted(tmp_path, capsys):

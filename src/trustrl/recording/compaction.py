@@ -33,8 +33,9 @@ from trustrl.recording.schema import (
 from trustrl.recording.storage import Place, Remote, WholeFile
 from trustrl.recording.writers import Claims, listed
 
-BLOCKS = (32, 1024)
-"""Steps in a merged file. Files of the first size are merged again into files of the second."""
+BLOCKS = (16, 128, 1024, 8192)
+"""Steps in a merged file. Files of each size are merged again into files of the next, so that a rank has at
+most seven of a size but the last. In the background, each row is written again once for each size."""
 
 LARGEST = 256 * 2**20
 """Bytes of the files that are merged into one. Where steps are large, files are few for their size."""
@@ -42,8 +43,8 @@ LARGEST = 256 * 2**20
 TABLE_FOLDERS = {"texts": TEXTS, "sequences": SEQUENCES, "tokens": ""}
 """Folder of each table, in the order of deletion: no sequence ever names a text that is gone."""
 
-_ROWS, _BYTES = 65_536, 16 * 2**20
-"""Largest row group."""
+ROW_GROUPS = {"texts": (2048, 2**20), "sequences": (2048, 2**20), "tokens": (65_536, 16 * 2**20)}
+"""Rows and bytes of a full row group. Those of sequences are small: a reader goes through all ranks side by side."""
 
 
 class _Unlike(Exception):
@@ -51,9 +52,9 @@ class _Unlike(Exception):
 
 
 def compact_rank(
-    folder: Place, rank: int, *, before: int, claims: Claims, check: Callable[[], None] = lambda: None
+    folder: Place, rank: int, *, before: int, after: int = 0, claims: Claims, check: Callable[[], None] = lambda: None
 ) -> int:
-    """Merges the files of a rank in blocks of steps. Returns the number of files deleted.
+    """Merges the files of a rank in blocks of steps, the largest first. Returns the number of files deleted.
 
     Steps that a dump has in full keep their own files, because the dump replaces them by name.
 
@@ -61,6 +62,7 @@ def compact_rank(
         folder: The folder of the record.
         rank: The rank.
         before: Merges blocks that end before this step.
+        after: Leaves out blocks that end before this step: what could not be merged once is not tried again.
         claims: The claims of the record.
         check: Raises an error if another process has claimed the rank. Called before anything is deleted.
 
@@ -73,10 +75,10 @@ def compact_rank(
     for table, inside in TABLE_FOLDERS.items():
         where = folder / inside
         deleted += _delete_covered(where, rank, table, claims, check)
-        for size in BLOCKS:
+        for size in reversed(BLOCKS):
             files = listed(where, rank)
             visible = [part for part in claims.sift(files).visible if part.first not in alone]
-            for parts in _blocks(visible, size, before, alone):
+            for parts in _blocks(visible, size, range(after + 1, before + 1), alone):
                 target = PartName(parts[0].first, parts[-1].last, rank, max(part.attempt for part in parts))
                 fits = sum(storage.size_of(files[part]) for part in parts) <= LARGEST
                 if fits and merged(where, parts, target, table):
@@ -87,8 +89,8 @@ def compact_rank(
     return deleted
 
 
-def _blocks(parts: Sequence[PartName], size: int, before: int, alone: set[int]) -> Iterator[list[PartName]]:
-    """Yields the files of each block that has ended, without a gap of a step that stays alone."""
+def _blocks(parts: Sequence[PartName], size: int, within: range, alone: set[int]) -> Iterator[list[PartName]]:
+    """Yields the files of each block that ends within a range, without a gap of a step that stays alone."""
 
     def place(part: PartName) -> tuple[int, int]:
         return part.first // size, sum(step < part.first for step in alone)
@@ -96,7 +98,7 @@ def _blocks(parts: Sequence[PartName], size: int, before: int, alone: set[int]) 
     for (block, _), run in groupby(parts, place):
         chosen = list(run)
         ends = (block + 1) * size
-        if ends <= before and len(chosen) > 1 and chosen[-1].last < ends:
+        if ends in within and len(chosen) > 1 and chosen[-1].last < ends:
             yield chosen
 
 
@@ -195,7 +197,7 @@ class _Rows:
             raise _Unlike
         self._parts += steps
         left = sum(entry["rows"] for entry in steps)
-        for batch in parquet.iter_batches(batch_size=_ROWS, use_threads=False):
+        for batch in parquet.iter_batches(batch_size=ROW_GROUPS[self._table][0] // 8, use_threads=False):
             batch = batch.slice(0, left)
             left -= len(batch)
             if len(batch):
@@ -208,7 +210,8 @@ class _Rows:
             if filled != self._filled:
                 raise _Unlike
         self._waiting.append(batch)
-        if sum(map(len, self._waiting)) >= _ROWS or sum(waiting.nbytes for waiting in self._waiting) >= _BYTES:
+        rows, size = ROW_GROUPS[self._table]
+        if sum(map(len, self._waiting)) >= rows or sum(waiting.nbytes for waiting in self._waiting) >= size:
             self._write()
 
     def _write(self) -> None:
@@ -216,7 +219,9 @@ class _Rows:
             pa = need("pyarrow", extra="records")
             # The parts have their own metadata, which the table must not.
             batches = [pa.RecordBatch.from_arrays(batch.columns, schema=self._schema) for batch in self._waiting]
-            self._file.write_table(pa.Table.from_batches(batches, self._schema), row_group_size=_ROWS)
+            self._file.write_table(
+                pa.Table.from_batches(batches, self._schema), row_group_size=ROW_GROUPS[self._table][0]
+            )
             self._waiting = []
 
     def close(self, target: PartName) -> None:

@@ -200,7 +200,12 @@ def _struct(data: bytes, offset: int) -> tuple[dict[int, Any], int]:
             number += step
         else:
             number, offset = _integer(data, offset)
-        fields[number], offset = _value(data, offset, kind)
+        if kind in (4, 5, 6) and data[offset] < 128:  # a small number, as most are
+            value = data[offset]
+            fields[number] = (value >> 1) ^ -(value & 1)
+            offset += 1
+        else:
+            fields[number], offset = _value(data, offset, kind)
     return fields, offset + 1
 
 

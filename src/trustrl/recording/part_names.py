@@ -14,8 +14,8 @@ class PartName(NamedTuple):
     """Numbers in the name of a part file, in the order in which files are read.
 
     Example:
-        >>> str(PartName(12, 12, 3)), str(PartName(0, 31, 3, attempt=2))
-        ('step-00000012.rank-0003.parquet', 'step-00000000-00000031.rank-0003.attempt-0002.parquet')
+        >>> str(PartName(12, 12, 3)), str(PartName(0, 15, 3, attempt=2))
+        ('step-00000012.rank-0003.parquet', 'step-00000000-00000015.rank-0003.attempt-0002.parquet')
         >>> PartName.of("step-00000012.rank-0003.parquet")
         PartName(first=12, last=12, rank=3, attempt=1)
     """

@@ -9,6 +9,7 @@ import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 
 from trustrl.errors import RecordError, TrustRLWarning
@@ -31,6 +32,9 @@ from trustrl.recording.writers import (
     put_in_effect,
 )  # fmt: skip
 
+MOST_UNMERGED = 64
+"""Steps that may end while files are being merged. Where steps take milliseconds, the next one waits for the merge."""
+
 
 class RankWriter:
     """The claim of this process on one rank, from its first step on."""
@@ -47,6 +51,9 @@ class RankWriter:
         self._asked: Future[None] | None = None
         self._blocks = claim.from_step // BLOCKS[0]
         """Number of blocks, counted from step 0, that are merged or being merged."""
+
+        self._tried = 0
+        """Blocks that end up to this step were merged, or could not be."""
 
         self._num_ended = self._num_synced = 0
         """Steps, counted from step 0, that have ended and that are on the disk."""
@@ -101,8 +108,9 @@ class RankWriter:
         self._num_ended = step + 1
         if not isinstance(self._folder, Path):
             return
+        blocks = (step + 1 - self._ring_steps) // BLOCKS[0]
         if self._running is not None:
-            if not self._running.done():
+            if not self._running.done() and (blocks - self._blocks) * BLOCKS[0] < MOST_UNMERGED:
                 return
             error = self._running.exception()
             self._running = None
@@ -115,7 +123,6 @@ class RankWriter:
                     stacklevel=4,
                 )
                 return
-        blocks = (step + 1 - self._ring_steps) // BLOCKS[0]
         if blocks > self._blocks:
             self._blocks = blocks
             self._running = self._thread().submit(self._compact, blocks * BLOCKS[0])
@@ -143,7 +150,8 @@ class RankWriter:
 
     def _compact(self, before: int) -> int:
         claims = Claims.of(self._folder, self.claim.rank)
-        return compact_rank(self._folder, self.claim.rank, before=before, claims=claims, check=self.check)
+        after, self._tried = self._tried, before
+        return compact_rank(self._folder, self.claim.rank, before=before, after=after, claims=claims, check=self.check)
 
     def wait(self) -> BaseException | None:
         """Waits for a merge that is under way, and returns its error if it failed."""
@@ -189,6 +197,29 @@ def _retire_others(folder: Place, claim: Claim) -> None:
         ranks = claimed_ranks(folder) | {part.rank for part in listed(folder)}
         for rank in sorted(rank for rank in ranks if rank >= max(claim.world_size, claim.rank + 1)):
             _retire(folder, rank, claim)
+
+
+def retire_rank(address: str | PathLike[str], rank: int, *, from_step: int) -> None:
+    """Ends the record of a rank that records nothing from a step on, though the run has as many ranks as before.
+
+    Does nothing if no process has recorded the rank. Warns if the folder cannot be read or written to.
+
+    Args:
+        address: The folder of the record.
+        rank: The rank.
+        from_step: First step that other ranks record in its place.
+    """
+    folder = storage.place(address)
+    try:
+        if rank in claimed_ranks(folder) or listed(folder, rank):
+            _retire(folder, rank, Claim(rank=rank, attempt=0, from_step=from_step, in_effect=False))
+    except (OSError, RecordError) as error:
+        warnings.warn(
+            f"Cannot end the record of rank {rank} in `{folder}`: {str(error).rstrip('.')}. Its files from step "
+            f"{from_step} on still count.",
+            TrustRLWarning,
+            stacklevel=2,
+        )
 
 
 def _next(folder: Place, claim: Claim) -> Claim:

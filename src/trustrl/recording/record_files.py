@@ -1,8 +1,9 @@
 """Files of a record: those that count, and opening them with pyarrow. No torch."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,30 +127,51 @@ def part_files(path: str | PathLike[str] | Remote) -> list[Place]:
     return files
 
 
-def read_table(file: Place, columns: Sequence[str] = NAMES) -> tuple[Any, dict[str, Any] | None]:
+def read_table(
+    file: Place, columns: Sequence[str] = NAMES, groups: Sequence[int] | None = None
+) -> tuple[Any, dict[str, Any] | None]:
     """Returns the file's tokens, or some of their columns, and the settings of the region that decided, if any.
+
+    Args:
+        file: The file.
+        columns: The columns.
+        groups: The row groups to read, in order; −1 is the last. None reads all.
 
     Raises:
         RecordError: If trustrl did not write the file, a newer trustrl wrote it, or it is incomplete.
         MissingPackageError: If pyarrow is not installed.
     """
     with opened(file) as (parquet, region):
-        table = whole(parquet, file, "tokens", [name for name in columns if name in parquet.schema_arrow.names])
+        names = set(parquet.schema_arrow.names)
+        table = whole(parquet, file, "tokens", [name for name in columns if name in names], groups)
     return in_todays_schema(table, "tokens", columns), region
 
 
-def whole(parquet: Any, file: Place, table: str, columns: Sequence[str] | None = None) -> Any:
-    """Returns the rows of an opened file as a `pyarrow.Table`, checked.
+def whole(
+    parquet: Any, file: Place, table: str, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+) -> Any:
+    """Returns the rows of an opened file, or of some row groups, as a `pyarrow.Table`, checked.
 
     Raises:
         RecordError: If a row breaks a rule of the specification.
     """
-    rows = parquet.read(None if columns is None else list(columns), use_threads=False)  # apache/arrow#34314
-    first = 0
+    pa, names = need("pyarrow", extra="records"), None if columns is None else list(columns)
+    if groups is None or not parquet.num_row_groups:
+        rows = parquet.read(names, use_threads=False)  # apache/arrow#34314
+        _check_table(rows, file, table, 0)
+        return rows
+    sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+    pieces = []
+    for group in (group % len(sizes) for group in groups):
+        pieces.append(parquet.read_row_group(group, names, use_threads=False))
+        _check_table(pieces[-1], file, table, sum(sizes[:group]))
+    return pa.concat_tables(pieces)
+
+
+def _check_table(rows: Any, file: Place, table: str, first: int) -> None:
     for batch in rows.to_batches():
         check_rows(batch, file, table, first)
         first += len(batch)
-    return rows
 
 
 def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
@@ -163,13 +185,22 @@ def check_rows(batch: Any, file: Place, table: str, first: int) -> None:
 def in_todays_schema(table: Any, name: str, columns: Sequence[str]) -> Any:
     """Returns a table of an older version with today's schema. Columns that were added since are null."""
     pa = need("pyarrow", extra="records")
-    schema = arrow_schema(table=name)
-    fields = [schema.field(column) for column in columns]
+    schema = _todays_schema(name, tuple(columns))
+    if table.schema.equals(schema):
+        return table.replace_schema_metadata(None)
+    names = set(table.column_names)
     arrays = [
-        table[field.name] if field.name in table.column_names else pa.chunked_array([pa.nulls(len(table), field.type)])
-        for field in fields
+        table[field.name] if field.name in names else pa.chunked_array([pa.nulls(len(table), field.type)])
+        for field in schema
     ]
-    return pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+@lru_cache(maxsize=16)
+def _todays_schema(table: str, columns: tuple[str, ...] | None = None) -> Any:
+    """Returns the schema of a table, or of some of its columns."""
+    schema = arrow_schema(table=table)
+    return schema if columns is None else need("pyarrow", extra="records").schema(map(schema.field, columns))
 
 
 def by_step(table: Any, files: Sequence[Place]) -> Any:
@@ -183,6 +214,20 @@ def by_step(table: Any, files: Sequence[Place]) -> Any:
         table, sort_keys=[("step", "ascending"), ("rank", "ascending")]
     )
     return table.take(indices)
+
+
+def groups_with(parquet: Any, columns: Mapping[str, Sequence[int]]) -> list[int]:
+    """Returns the row groups of an opened file that may have one of the values in each column, by their statistics."""
+    metadata, groups = parquet.metadata, list[int]()
+    paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
+    for group in range(metadata.num_row_groups):
+        stated = (metadata.row_group(group).column(paths.index(name)).statistics for name in columns)
+        if all(
+            known is None or not known.has_min_max or any(known.min <= value <= known.max for value in values)
+            for known, values in zip(stated, columns.values(), strict=True)
+        ):
+            groups.append(group)
+    return groups
 
 
 @contextmanager
@@ -241,12 +286,14 @@ def _checked_region(file: Place, schema: Any, table: str) -> dict[str, Any] | No
     got = metadata.get(TABLE_KEY, b"tokens").decode()
     if got != table:
         raise RecordError(f"`{file}` must be a file of the {table} table, got one of the {shortened(got)} table.")
-    expected = arrow_schema(table=table)
-    for name in (column.name for column in TABLES[table] if column.since <= version):
-        wanted = expected.field(name).type
-        if name not in schema.names or schema.field(name).type != wanted:
-            got = schema.field(name).type if name in schema.names else "no such column"
-            raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {shortened(got)}.")
+    expected = _todays_schema(table)
+    if not schema.equals(expected):
+        names = set(schema.names)
+        for name in (column.name for column in TABLES[table] if column.since <= version):
+            wanted = expected.field(name).type
+            if name not in names or schema.field(name).type != wanted:
+                got = schema.field(name).type if name in names else "no such column"
+                raise RecordError(f"`{file}` must have a column {name} of type {wanted}, got {shortened(got)}.")
     if table != "tokens":
         return None
     try:

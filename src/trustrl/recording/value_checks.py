@@ -96,9 +96,10 @@ def first_breach(batch: Any, table: str, named: PartName | None) -> tuple[str, i
         named: Steps and rank of the file's name, or None if it is not the name of a part file.
     """
     pc = need("pyarrow.compute", extra="records")
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
     for column in TABLES[table]:
-        if column.name in batch.schema.names and (nulls := batch.column(column.name).null_count):
-            values = batch.column(column.name)
+        values = columns.get(column.name)
+        if values is not None and (nulls := values.null_count):
             if not column.nullable:
                 return f"have {column.name} in every row", pc.index(values.is_null(), True).as_py()
             if table == "tokens" and nulls < len(batch):
@@ -109,8 +110,8 @@ def first_breach(batch: Any, table: str, named: PartName | None) -> tuple[str, i
         if pc.any(flags).as_py():
             return rule, pc.index(flags, True).as_py()
     for rule in RULES[table]:
-        if rule.is_error and set(rule.columns) <= set(batch.schema.names):
-            flags = rule.broken(pc, *(batch.column(name) for name in rule.columns))
+        if rule.is_error and columns.keys() >= set(rule.columns):
+            flags = rule.broken(pc, *(columns[name] for name in rule.columns))
             if pc.any(flags).as_py():
                 return rule.text, pc.index(flags, True).as_py()
     return None

@@ -12,10 +12,11 @@ import torch
 from verl.workers.utils.losses import ppo_loss
 
 import trustrl
-from support import regions_oracle as oracle, verl_world as world
+from support import recording_batches as batches, regions_oracle as oracle, verl_world as world
 from support.verl_launch import on_ranks
 from trustrl.engines.common.seam import version_of
 from trustrl.engines.verl import RegionWorker
+from trustrl.recording import Recorder, Recording, read
 
 pytestmark = pytest.mark.skipif(version_of("verl") < (0, 9, 1), reason="verl 0.9.0's workers need flash-attention")
 
@@ -124,3 +125,17 @@ def test_a_worker_refuses_what_the_launcher_would_have_refused(preset, engine, s
     worker.model_config = SimpleNamespace()
     with pytest.raises(trustrl.errors.ConfigError, match=says):
         worker.set_loss_fn(partial(ppo_loss, config=world.actor(f"trustrl-{preset}")))
+
+
+def test_a_worker_that_records_no_more_after_a_change_of_layout_ends_its_record(tmp_path, monkeypatch):
+    recorder = Recorder(Recording(folder=tmp_path, sample=1.0, triggers=()), batches.REGION, rank=3)
+    for step in range(1, 5):
+        batches.give(recorder, batches.batch(seed=step, first=8 * step), step=step)
+    worker = object.__new__(RegionWorker)
+    worker._rank, worker._region, worker._num_steps = 3, None, 2
+    worker.engine = SimpleNamespace(is_mp_src_rank_with_outputs=lambda: False)
+    monkeypatch.setattr(RegionWorker, "_train_as_verl", lambda self, data: None)
+    assert worker._recorder_of(Recording(folder=tmp_path), {}) is None
+    for _ in range(2):
+        worker.train_mini_batch(None)
+    assert sorted(set(read(tmp_path)["step"].tolist())) == [1, 2]

@@ -205,4 +205,4 @@ def test_small_files_share_a_table_and_large_ones_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 1)
     alone = read(tmp_path)
     assert (alone.verdicts, alone.points, alone.scores) == (whole.verdicts, whole.points, whole.scores)
-    assert len(list(module.decided(module.record_files([str(tmp_path)])))) == 6
+    assert len(list(module.decided([module.Part(file, [0]) for file in module.record_files([str(tmp_path)])]))) == 6

@@ -42,6 +42,7 @@ from trustrl.engines.verl.verl_config import check_engine, metrics_of, recording
 from trustrl.engines.verl.vocabulary_pass import FSDPPass, VocabularyPass
 from trustrl.errors import ConfigError, MissingDataError
 from trustrl.recording import Recorder, Recording
+from trustrl.recording.rank_writer import retire_rank
 from trustrl.regions.loading import config_to_dict
 
 
@@ -63,6 +64,9 @@ class RegionWorker(TrainingWorker):
 
     _truncated = False
     """True if tokens are drawn from a part of the vocabulary."""
+
+    _silent: Recording | None = None
+    """Settings of a recording in which another rank holds this one's tokens, before the first step."""
 
     _num_steps = 0
     """The number of training steps, including those of a checkpoint. verl does not pass it to its workers."""
@@ -122,7 +126,11 @@ class RegionWorker(TrainingWorker):
         self, settings: Recording | None, policy_loss: Any, observed: Region | None = None
     ) -> Recorder | None:
         """Returns the recorder of this rank, or None if nothing is recorded or another rank holds the same tokens."""
-        if settings is None or not self.engine.is_mp_src_rank_with_outputs():
+        self._silent = None
+        if settings is None:
+            return None
+        if not self.engine.is_mp_src_rank_with_outputs():
+            self._silent = settings
             return None
         about = None
         if self.engine.get_data_parallel_rank() == 0:  # with pipeline stages, not rank 0
@@ -156,6 +164,9 @@ class RegionWorker(TrainingWorker):
             NonFiniteError: If the step dropped more tokens than allowed.
         """
         self._num_steps += 1
+        if self._silent is not None:  # with another layout it may have recorded
+            retire_rank(self._silent.folder, self.rank, from_step=self._num_steps)
+            self._silent = None
         if self._recorder is not None:
             name_sequences(self._recorder, data, self, step=self._num_steps)
         if self._region is None:

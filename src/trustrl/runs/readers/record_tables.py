@@ -11,8 +11,9 @@ from trustrl.errors import RecordError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.part_names import PartName
-from trustrl.recording.record_files import SEQUENCES, TEXTS, in_todays_schema, opened, parts_in, whole
+from trustrl.recording.record_files import SEQUENCES, TEXTS, FileGone, in_todays_schema, opened, parts_in, whole
 from trustrl.recording.run_file import read_run
+from trustrl.recording.schema import arrow_schema
 from trustrl.recording.storage import Place
 from trustrl.runs.run import Completion
 
@@ -20,6 +21,14 @@ _COLUMNS = (
     "sequence", "step", "group", "task_id", "completion_tokens", "reward", "rewards", "advantage", "stop_reason",
     "text",
 )  # fmt: skip
+
+_TEXT_COLUMNS = ("sequence", "prompt", "completion")
+
+_ROWS = 64
+"""Sequences that are Python objects at a time, for each rank. Texts may be long."""
+
+_ATTEMPTS = 5
+"""Readings of a record that changes meanwhile."""
 
 _ENGINE = ("loss", "steps_planned", "updates_per_batch", "completions_per_prompt", "learning_rate", "seed")
 
@@ -39,42 +48,102 @@ def completions(folder: str) -> Iterator[Completion]:
     """
     place, known = storage.place(folder), set[int]()
     first = 0 if settings(folder).get("engine") == "verl" else 1
+    for attempt in range(_ATTEMPTS):
+        try:
+            for row in _all_rows(place):
+                if row["sequence"] not in known:  # otherwise a later step on the same sequence
+                    known.add(row["sequence"])
+                    yield _completion(row, first)
+        except FileGone:  # the run still records, and has merged files since they were listed
+            if attempt + 1 == _ATTEMPTS:
+                raise
+        else:
+            return
+
+
+def _all_rows(place: Place) -> Iterator[dict[str, Any]]:
+    """Returns the sequences of all ranks by step. A merged file has many steps of one rank, in order."""
     texts = TextFiles(place)
     ranks: dict[int, list[Place]] = defaultdict(list)
     for file in parts_in(place, SEQUENCES):
         part = PartName.of(file.name)
         assert part is not None
         ranks[part.rank].append(file)
-    # A merged file has many steps of one rank; each rank's files are in order.
-    for row in merge(*(_rows(files, texts) for files in ranks.values()), key=lambda row: row["step"]):
-        if row["sequence"] not in known:  # otherwise a later step on the same sequence
-            known.add(row["sequence"])
-            yield _completion(row, first)
+    return merge(*(_rows(files, texts) for files in ranks.values()), key=lambda row: row["step"])
 
 
 def _rows(files: list[Place], texts: "TextFiles") -> Iterator[dict[str, Any]]:
-    """Yields the sequences of one rank, each with its prompt and completion."""
+    """Yields the sequences of one rank, each with its prompt and completion. Memory holds few of them at a time."""
+    reading: dict[Place, _TextRows] = {}
     for file in files:
-        with opened(file, "sequences") as (parquet, _):
-            table = in_todays_schema(whole(parquet, file, "sequences"), "sequences", _COLUMNS)
-        table = _with_texts(table, texts, file)
-        # A reader of the first rows does not pay for the objects of all.
-        for batch in table.to_batches(max_chunksize=256):
-            yield from batch.to_pylist()
+        for table in _row_groups(file, "sequences", _COLUMNS):
+            for batch in table.to_batches(max_chunksize=_ROWS):
+                named = texts.named(batch.column("text").unique().to_pylist(), file)
+                reading = {place: reading.get(place) or _TextRows(place) for place in named}
+                yield from _with_texts(batch, [(reading[place], names) for place, names in named.items()])
 
 
-def _with_texts(table: Any, texts: "TextFiles", file: Place) -> Any:
-    """Returns sequences with the columns `prompt` and `completion`, null where no text is recorded."""
+def _row_groups(file: Place, table: str, columns: tuple[str, ...]) -> Iterator[Any]:
+    """Yields the row groups of a file. It is open only while one is read: a run may have more ranks than open files."""
+    group, number = 0, 1
+    while group < number:
+        with opened(file, table) as (parquet, _):
+            number = parquet.num_row_groups
+            rows = whole(parquet, file, table, groups=[group] if number else None)
+        yield in_todays_schema(rows.select([name for name in columns if name in rows.column_names]), table, columns)
+        group += 1
+
+
+def _with_texts(batch: Any, files: "list[tuple[_TextRows, list[str]]]") -> list[dict[str, Any]]:
+    """Returns sequences with `prompt` and `completion`, None where no text is recorded.
+
+    Args:
+        batch: The sequences.
+        files: The files that have their texts, each with its names in the column `text`.
+    """
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
-    held = [_texts(named) for named in texts.named(pc.unique(table["text"]).to_pylist(), file)]
-    if not held:
-        return table.append_column("prompt", pa.nulls(len(table))).append_column("completion", pa.nulls(len(table)))
-    joined = pa.concat_tables(held)
-    joined = joined.take(pa.array(range(len(joined) - 1, -1, -1)))  # of several texts, the last counts
+    table = pa.Table.from_batches([batch])
+    held = []
+    for rows, names in files:
+        wanted = table["sequence"].filter(pc.is_in(table["text"], value_set=pa.array(names, pa.string())))
+        held.append(rows.of(wanted))
+    joined = pa.concat_tables(held) if held else arrow_schema(table="texts").empty_table()
     places = pc.index_in(table["sequence"], value_set=joined["sequence"])
     for name in ("prompt", "completion"):
         table = table.append_column(name, joined[name].take(places))
-    return table
+    return table.to_pylist()
+
+
+class _TextRows:
+    """Texts of one file. They are in the order of the sequences, so that few row groups are held at a time."""
+
+    def __init__(self, file: Place) -> None:
+        self._file = file
+        self._groups = _row_groups(file, "texts", _TEXT_COLUMNS)
+        self._held = next(self._groups)
+        self._dropped = 0
+        """Rows before those that are held."""
+
+        self._in_order = True
+
+    def of(self, sequences: Any) -> Any:
+        """Returns rows among which are those of the sequences, as far as the file has them."""
+        pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+        rows, places = self._held, self._places(sequences)
+        while places.null_count and (group := next(self._groups, None)) is not None:
+            self._held = rows = pa.concat_tables([rows, group])
+            places = self._places(sequences)
+        if places.null_count and self._dropped:
+            self._held = rows = pa.concat_tables(_row_groups(self._file, "texts", _TEXT_COLUMNS))
+            self._dropped, self._in_order = 0, False
+        elif not places.null_count and self._in_order and len(places):
+            num = pc.max(places).as_py() + 1
+            self._held, self._dropped = rows.slice(num), self._dropped + num
+        return rows
+
+    def _places(self, sequences: Any) -> Any:
+        pc = need("pyarrow.compute", extra="records")
+        return pc.index_in(sequences, value_set=self._held["sequence"])
 
 
 class TextFiles:
@@ -88,13 +157,17 @@ class TextFiles:
             assert part is not None
             self._ranks[part.rank].append((part, file))
 
-    def named(self, names: Iterable[str | None], sequences: Place) -> list[Place]:
-        """Returns the files that have the texts, each once: those of the rank that include the step.
+    def named(self, names: Iterable[str | None], sequences: Place) -> dict[Place, list[str]]:
+        """Returns the files that have the texts, those of the rank that include the step, each with its names.
 
         Raises:
             RecordError: If a name is not that of a part file.
         """
-        return list(dict.fromkeys(self._file(name, sequences) for name in names if name is not None))
+        files: dict[Place, list[str]] = {}
+        for name in names:
+            if name is not None:
+                files.setdefault(self._file(name, sequences), []).append(name)
+        return files
 
     def _file(self, name: str, sequences: Place) -> Place:
         part = PartName.of(name)
@@ -105,11 +178,6 @@ class TextFiles:
         if index >= 0 and part.last <= own[index][0].last:
             return own[index][1]
         return storage.inside(storage.inside(self._folder, TEXTS), name)
-
-
-def _texts(file: Place) -> Any:
-    with opened(file, "texts") as (parquet, _):
-        return whole(parquet, file, "texts", ["sequence", "prompt", "completion"])
 
 
 def _completion(row: dict[str, Any], first: int) -> Completion:

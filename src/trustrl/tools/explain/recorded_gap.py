@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FILES = 8
-"""Number of record files to read: the first ones for a gap from the start, the last ones for one that grew."""
+"""Number of record files to read a row group of: the first ones for a gap from the start, the last if it grew."""
 
 EXPLAINED = 0.5
 """Share of Δ's variance that the line must explain. With rounding or other weights it explains almost none."""
@@ -32,6 +32,10 @@ FEWEST = 30
 """Minimum number of tokens for a line fit."""
 
 COLUMNS = ("behavior_logp", "proximal_logp", "token_id", "position", "turn", "sampler_version")
+READ = ("step", *COLUMNS)
+
+FIRST_STEPS = 128
+"""Steps whose tokens count as those from the start."""
 
 POSITION_EDGES = (1, 4, 16, 64, 256, 1024)
 
@@ -93,7 +97,8 @@ def tokens_of(run: Run, *, newest: bool = False) -> "Mapping[str, Tensor] | None
     from trustrl.recording.record_reader import Records
 
     try:
-        parts = [Records(*read_table(file, COLUMNS)) for file in (files[-FILES:] if newest else files[:FILES])]
+        group = -1 if newest else 0
+        parts = [Records(*read_table(file, READ, [group])) for file in (files[-FILES:] if newest else files[:FILES])]
     except MissingPackageError:  # the metrics alone still cover most causes
         return None
     parts = [part for part in parts if {"behavior_logp", "proximal_logp"} <= {*part}]
@@ -102,6 +107,9 @@ def tokens_of(run: Run, *, newest: bool = False) -> "Mapping[str, Tensor] | None
     shared = [name for name in COLUMNS if all(name in part for part in parts)]
     columns = {name: cat([part[name] for part in parts]) for name in shared}
     both = columns["behavior_logp"].isfinite() & columns["proximal_logp"].isfinite()
+    if not newest:  # a merged file goes on to later steps
+        steps = cat([part["step"] for part in parts])
+        both &= steps < steps[:1] + FIRST_STEPS
     return {name: column[both] for name, column in columns.items()} if both.any() else None
 
 

@@ -7,9 +7,12 @@ which tokens carry the gap.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 from trustrl.engines.common import replica_gaps
 from trustrl.errors import MissingPackageError
+from trustrl.optional_imports import need
 from trustrl.runs.run import Run
 from trustrl.runs.run_verdict import FEWEST_ROLLOUTS
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
@@ -47,6 +50,9 @@ STALE, LARGEST = "trustrl/stale_replicas", "trustrl/replica_gap_max"
 
 REPLICA_FILES = 512
 """Number of files to read of each table, newest first: a replica that is stale at the end of a run is in them."""
+
+REPLICA_TOKENS = 1_000_000
+"""Tokens after which no further file is read."""
 
 FEW_FILES = 8
 """Number of files that show whether the records name replicas at all."""
@@ -223,37 +229,48 @@ def _recorded_gaps(run: Run) -> Gaps:
 
     The first update compares sampler and trainer at the same weights, on tokens that are as new as the trainer.
     """
-    from trustrl.recording.record_files import part_files, read_table
     from trustrl.recording.sequence_tables import read_sequences
 
     sums: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     try:
         for folder in run.records:
-            names: dict[int, str] = {}
+            names: Any = None
             for newest in (FEW_FILES, REPLICA_FILES):  # a sampler names its replicas in all files or in none
-                rows = read_sequences(folder, newest=newest).select(["sequence", "replica"]).drop_null().to_pydict()
-                names = dict(zip(*rows.values(), strict=True))
-                if not names:
+                names = read_sequences(folder, newest=newest).select(["sequence", "replica"]).drop_null()
+                if not len(names):
                     break
-            if not names:
-                continue
-            from trustrl.recording.record_reader import Records  # loads torch
-
-            for file in part_files(folder)[-REPLICA_FILES:]:
-                part = Records(*read_table(file, _COMPARED))
-                if not {"behavior_logp", "sampler_version"} <= {*part}:
-                    continue
-                gap = (part["policy_logp"].double() - part["behavior_logp"].double()).abs()
-                compared = (part["update"] == 0) & (part["sampler_version"] == part["step"]) & gap.isfinite()
-                columns = (part["step"], part["sequence"], gap)
-                for step, sequence, value in zip(*(x[compared].tolist() for x in columns), strict=True):
-                    if sequence in names:
-                        entry = sums[step][names[sequence]]
-                        entry[0] += value
-                        entry[1] += 1
+            for table in _newest_tokens(folder) if len(names) else ():
+                for row in _gap_sums(table, names).to_pylist():
+                    entry = sums[row["step"]][row["replica"]]
+                    entry[0] += row["gap_sum"]
+                    entry[1] += row["gap_count"]
     except MissingPackageError:
         return {}
     return {
         step: {name: (total / count, int(count)) for name, (total, count) in replicas.items()}
         for step, replicas in sums.items()
     }
+
+
+def _newest_tokens(folder: str) -> Iterator[Any]:
+    """Yields token tables of the newest files, up to `REPLICA_TOKENS` rows."""
+    from trustrl.recording.record_files import part_files, read_table
+
+    room = REPLICA_TOKENS
+    for file in reversed(part_files(folder)[-REPLICA_FILES:]):
+        if room <= 0:
+            return
+        table, _ = read_table(file, _COMPARED)
+        room -= len(table)
+        yield table
+
+
+def _gap_sums(table: Any, names: Any) -> Any:
+    """Returns `gap_sum` and `gap_count` of each step and replica."""
+    pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
+    gap = pc.abs(pc.subtract(*(pc.cast(table[name], pa.float64()) for name in ("policy_logp", "behavior_logp"))))
+    same = pc.and_(pc.equal(table["update"], 0), pc.equal(table["sampler_version"], table["step"]))
+    replica = names["replica"].take(pc.index_in(table["sequence"], value_set=names["sequence"]))
+    compared = pc.and_(pc.and_(same, pc.is_finite(gap)), pc.is_valid(replica))
+    columns = pa.table({"step": table["step"], "replica": replica, "gap": gap}).filter(compared)
+    return columns.group_by(["step", "replica"]).aggregate([("gap", "sum"), ("gap", "count")])

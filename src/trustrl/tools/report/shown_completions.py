@@ -12,14 +12,19 @@ from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from trustrl.optional_imports import need
+from trustrl.recording.record_files import FileGone, groups_with, opened
 from trustrl.recording.storage import Place
 from trustrl.runs.first_completions import MOST_COMPLETIONS
 from trustrl.runs.run import Completion, Run
 from trustrl.tools.report.reported_runs import measured_step
-from trustrl.tools.report.token_sample import SEED, SequenceScore, TokenSample, decided
+from trustrl.tools.report.sequence_scores import SequenceScore, SequenceScores
+from trustrl.tools.report.token_sample import SEED, Part, TokenSample, decided
 
 MAX_SEQUENCES = 200
 """Maximum completions of one run on a page."""
+
+MOST_TURNS = 2 * MAX_SEQUENCES
+"""Maximum completions to consider for each measure."""
 
 MAX_GROUP = 64
 TRUNCATED = frozenset({"length", "max_tokens", "max_length", "truncated"})
@@ -60,6 +65,9 @@ class _Candidate(NamedTuple):
     reward: float | None
     truncated: bool
     tokens: int
+    letters: int
+    """Length of the text, by which tokens are estimated."""
+
     score: SequenceScore | None
 
 
@@ -77,16 +85,25 @@ def choose_completions(
     Raises:
         RecordError: If the records cannot be read.
     """
-    candidates = list(_candidates(run, tokens))
+    scores = SequenceScores([]) if tokens is None else tokens.scores
+    candidates = _completions(run, scores)
+    others = scores.others([candidate.sequence for candidate in candidates if candidate.sequence is not None])
+    num_known = len(candidates) + len(others)
     if not max_shown:
-        return ShownCompletions([], len(candidates))
-    chosen = _chosen(candidates, near)
+        return ShownCompletions([], num_known)
+    drawn = random.Random(SEED).sample(range(num_known), min(MOST_TURNS, num_known))
+    places = {index - len(candidates) for index in drawn if index >= len(candidates)}
+    start, per_step = measured_step(run, 0, 0), measured_step(run, 1, 0) - measured_step(run, 0, 0)
+    leading = others.leading(MOST_TURNS, [(step - start) / per_step for step in dict.fromkeys(near)], places)
+    moved = {len(candidates) + place: len(candidates) + index for index, place in enumerate(leading)}
+    candidates += [_other(run, sequence, score) for sequence, score in leading.values()]
+    chosen = _chosen(candidates, [moved.get(index, index) for index in drawn], near)
     wanted = {candidate.at for candidate in chosen if candidate.at is not None}
     until = max(wanted, default=-1) + 1
     read = {index: completion for index, completion in enumerate(islice(run.completions(), until)) if index in wanted}
-    fitting: dict[int | None, SequenceScore] = {}
+    fitting: dict[int, SequenceScore] = {}
     for candidate in chosen:
-        if candidate.score is not None and candidate.score.tokens <= max_shown:
+        if candidate.sequence is not None and candidate.score is not None and candidate.score.tokens <= max_shown:
             max_shown -= candidate.score.tokens
             fitting[candidate.sequence] = candidate.score
     rows = dict(_rows(fitting))
@@ -107,20 +124,30 @@ def choose_completions(
             )  # fmt: skip
         if completion is not None:
             listed.append(ShownCompletion(completion, score, columns))
-    return ShownCompletions(listed, len(candidates))
+    return ShownCompletions(listed, num_known)
 
 
-def _candidates(run: Run, tokens: TokenSample | None) -> Iterator[_Candidate]:
-    scores = dict(tokens.scores) if tokens is not None else {}
-    for index, completion in enumerate(islice(run.completions(), MOST_COMPLETIONS)):
-        score = scores.pop(completion.sequence, None) if completion.sequence is not None else None
-        length = completion.num_tokens or (score.tokens if score else len(completion.text or "") // 4)
-        truncated = completion.stop_reason in TRUNCATED
-        about = (completion.sequence, completion.group, completion.reward, truncated, length, score)
-        yield _Candidate(completion.step, index, *about)
-    for sequence, score in scores.items():
-        step = measured_step(run, score.step, score.update)
-        yield _Candidate(step, None, sequence, None, None, False, score.tokens, score)
+def _completions(run: Run, scores: SequenceScores) -> list[_Candidate]:
+    """Returns the completions of the run's reader, without their texts."""
+    candidates = [
+        _Candidate(
+            completion.step, index, completion.sequence, completion.group, completion.reward,
+            completion.stop_reason in TRUNCATED, completion.num_tokens or 0, len(completion.text or ""), None,
+        )
+        for index, completion in enumerate(islice(run.completions(), MOST_COMPLETIONS))
+    ]  # fmt: skip
+    known = scores.of([candidate.sequence for candidate in candidates if candidate.sequence is not None])
+    for index, candidate in enumerate(candidates):
+        score = None if candidate.sequence is None else known.pop(candidate.sequence, None)
+        tokens = candidate.tokens or (score.tokens if score else candidate.letters // 4)
+        candidates[index] = candidate._replace(tokens=tokens, score=score)
+    return candidates
+
+
+def _other(run: Run, sequence: int, score: SequenceScore) -> _Candidate:
+    """Returns a sequence that is in the token records alone."""
+    step = measured_step(run, score.step, score.update)
+    return _Candidate(step, None, sequence, None, None, False, score.tokens, 0, score)
 
 
 Measure = Callable[[_Candidate], float | tuple[float, ...] | None]
@@ -149,8 +176,8 @@ def _nearest(step: int) -> Measure:
     return lambda candidate: abs(candidate.step - step)
 
 
-def _chosen(candidates: Sequence[_Candidate], near: Sequence[int]) -> list[_Candidate]:
-    """Takes the worst of each measure, those near each step and a random one in turn, up to the limit.
+def _chosen(candidates: Sequence[_Candidate], drawn: list[int], near: Sequence[int]) -> list[_Candidate]:
+    """Takes the worst of each measure, those near each step and a drawn one in turn, up to the limit.
 
     Each comes with its group.
     """
@@ -158,15 +185,14 @@ def _chosen(candidates: Sequence[_Candidate], near: Sequence[int]) -> list[_Cand
     for index, candidate in enumerate(candidates):
         if candidate.group is not None:
             groups[candidate.group].append(index)
-    lists = [list(range(len(candidates)))]
-    random.Random(SEED).shuffle(lists[0])
+    lists = list[list[int]]()
     for measure in (*_WORST, *map(_nearest, dict.fromkeys(near))):
         known = [
             (value, index) for index, candidate in enumerate(candidates) if (value := measure(candidate)) is not None
         ]
         if known:
-            lists.append([index for _, index in sorted(known)[: 4 * MAX_SEQUENCES]])
-    lists.append(lists.pop(0))  # the random one last
+            lists.append([index for _, index in sorted(known)[:MOST_TURNS]])
+    lists.append(drawn)
     taken: dict[int, None] = {}
     for turn in range(max(map(len, lists))):
         for order in lists:
@@ -175,20 +201,29 @@ def _chosen(candidates: Sequence[_Candidate], near: Sequence[int]) -> list[_Cand
                 members = [order[turn]] if group is None else groups[group][:MAX_GROUP]
                 if len(taken) + len(members) <= MAX_SEQUENCES or not taken:
                     taken |= dict.fromkeys([order[turn], *members])
-        if len(taken) >= MAX_SEQUENCES or turn >= 2 * MAX_SEQUENCES:
+        if len(taken) >= MAX_SEQUENCES:
             break
     return [candidates[index] for index in taken]
 
 
-def _rows(scores: Mapping[int | None, SequenceScore]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+def _rows(scores: Mapping[int, SequenceScore]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
     """Yields the token rows of sequences at the update of their score."""
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
-    by_file: dict[Place, dict[int | None, int]] = defaultdict(dict)
+    by_file: dict[Place, dict[int, int]] = defaultdict(dict)
+    steps: dict[Place, set[int]] = defaultdict(set)
     for sequence, score in scores.items():
         by_file[score.file][sequence] = score.update
+        steps[score.file].add(score.step)
     for file, updates in by_file.items():
-        table, _ = next(decided([file]))
-        sequences = pa.array(sorted(key for key in updates if key is not None), pa.int64())
+        try:
+            with opened(file) as (parquet, _):
+                groups = groups_with(parquet, {"step": sorted(steps[file]), "sequence": sorted(updates)})
+            if not groups:  # it was written again since
+                continue
+            table, _ = next(decided([Part(file, groups)]))
+        except FileGone:  # the run still records, and has merged it: its completions have no tokens on the page
+            continue
+        sequences = pa.array(sorted(updates), pa.int64())
         table = table.filter(pc.is_in(table["sequence"], value_set=sequences))
         table = table.sort_by([("sequence", "ascending"), ("update", "ascending"), ("position", "ascending")])
         names = ("sequence", "update", "step", "position", "token_id", "verdict", *NUMBERS)

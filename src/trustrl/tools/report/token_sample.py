@@ -18,9 +18,10 @@ from trustrl.errors import RecordError, TrustRLError
 from trustrl.optional_imports import need
 from trustrl.recording import storage
 from trustrl.recording.checksums import checked_json
-from trustrl.recording.record_files import opened, parts_in, read_table
+from trustrl.recording.record_files import opened, parts_in, read_again, read_table
 from trustrl.recording.storage import Place
 from trustrl.regions.loading import config_from_dict
+from trustrl.tools.report.sequence_scores import SequenceScores
 
 VERDICTS = ("kept", "stopped", "down-weighted", "up-weighted", "no gradient", "not finite", "no verdict")
 """Verdicts by code, as `--json` names them."""
@@ -47,10 +48,10 @@ MEANINGS = {
 
 SEED = 0
 MAX_ROWS = 1_000_000
-"""Maximum rows to read for one run. Longer runs are read every second, third, … file."""
+"""Maximum rows to read for one run. Of longer runs, every second, third, … row group is read."""
 
 ROWS_AT_ONCE = 131_072
-"""Rows of small files that are read into one table. A larger file is a table by itself."""
+"""Rows that are read into one table. A larger row group is a table by itself."""
 
 MOST_STOPPED = 20
 SUMS = ("signed", "stopped", "rising", "mu", "pi")
@@ -67,31 +68,11 @@ POINTS = {"mu": "mu", "pi": "policy_logp"} | {name: name for name in ("verdict",
 """Columns of the sample, by their names in it."""
 
 
-class SequenceScore(NamedTuple):
-    """Scores of a sequence at the update that masked most of it. A score is None if its columns are missing."""
+class Part(NamedTuple):
+    """Row groups of a record file that are read into one table."""
 
-    stopped: int
-    changed: int
-    """Number of reweighted tokens."""
-
-    log_ratio: float | None
-    """Largest |log π − log μ|."""
-
-    gap: float | None
-    """Largest |log π' − log μ|."""
-
-    tokens: int
-    advantage: float | None
-    """Mean over the tokens."""
-
-    step: int
-    update: int
     file: Place
-
-    @property
-    def rank(self) -> tuple[int, int, float]:
-        """Order of the updates of a sequence; the largest is shown."""
-        return self.stopped, self.changed, self.log_ratio or 0.0
+    groups: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +95,7 @@ class TokenSample:
     mu: str
     """Symbol of the policy whose log-prob `mu` is: μ, or π' if the records have no sampler log-probs."""
 
-    scores: Mapping[int, SequenceScore]
-    """Scores by sequence."""
-
+    scores: SequenceScores
     most_stopped: list[dict[str, Any]]
     dumps: list[dict[str, Any]]
 
@@ -125,12 +104,12 @@ class TokenSample:
 class _Seen:
     """Accumulator over files."""
 
+    scores: SequenceScores
     points: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in POINTS})
     verdicts: Counter[int] = field(default_factory=Counter)
     sums: list[Any] = field(default_factory=list)
     """Tables of `SUMS` by token id, not yet added up."""
 
-    scores: dict[int, SequenceScore] = field(default_factory=dict)
     symbols: set[str] = field(default_factory=set)
 
 
@@ -155,24 +134,29 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
         RecordError: If a file cannot be read.
         MissingPackageError: If pyarrow is not installed.
     """
+    return read_again(lambda: _sample(folders, max_points))
+
+
+def _sample(folders: Sequence[str], max_points: int) -> TokenSample | None:
     files = record_files(folders)
     if not files:
         return None
-    counts = list(map(_num_rows, files))
-    every = -(-sum(counts) // MAX_ROWS) or 1
-    read, read_counts = files[::every], counts[::every]
-    num_read = sum(read_counts)
+    groups = [(file, group, rows) for file in files for group, rows in enumerate(_rows_of_groups(file))]
+    num_rows = sum(rows for _, _, rows in groups)
+    read = groups[:: -(-num_rows // MAX_ROWS) or 1]
+    num_read = sum(rows for _, _, rows in read)
     wanted = sorted(random.Random(SEED).sample(range(num_read), min(max_points, num_read)))
-    seen, start = _Seen(), 0
-    for table, symbol in decided(read):
+    parts = _parts(read)
+    seen, start = _Seen(SequenceScores([part.file for part in parts])), 0
+    for table, symbol in decided(parts):
         low, high = bisect_left(wanted, start), bisect_left(wanted, start + len(table))
         seen.symbols.add(symbol)
-        _take_in(seen, table, read, [index - start for index in wanted[low:high]])
+        _take_in(seen, table, [index - start for index in wanted[low:high]])
         start += len(table)
     has_verdicts = set(seen.verdicts) != {NO_VERDICT}
     sums = _added(seen.sums)
     return TokenSample(
-        num_rows=sum(counts),
+        num_rows=num_rows,
         num_read=num_read,
         num_signed=need("pyarrow.compute", extra="records").sum(sums["signed"]).as_py() or 0,
         verdicts={name: seen.verdicts[code] for code, name in enumerate(VERDICTS)} if has_verdicts else {},
@@ -184,27 +168,40 @@ def read_tokens(folders: Sequence[str], *, max_points: int) -> TokenSample | Non
     )
 
 
-def _num_rows(file: Place) -> int:
-    """Returns the rows of a file as its footer states them. Reading the file checks them."""
+def _rows_of_groups(file: Place) -> list[int]:
+    """Returns the rows of each row group as the footer of a file states them. Reading the file checks them."""
     pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
     with suppress(pa.ArrowException, OSError), storage.readable(file) as opened_file:
-        num = pq.read_metadata(opened_file).num_rows
-        if 0 <= num < 2**31:
-            return num
+        metadata = pq.read_metadata(opened_file)
+        if 0 <= metadata.num_row_groups <= metadata.num_rows < 2**31:
+            return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     with opened(file) as (parquet, _):  # says what is wrong
-        return parquet.metadata.num_rows
+        return [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
 
 
-def decided(files: Sequence[Place]) -> Iterator[tuple[Any, str]]:
-    """Yields the rows of files in order, with the symbol of the policy that their column `mu` belongs to.
+def _parts(groups: Sequence[tuple[Place, int, int]]) -> list[Part]:
+    """Returns row groups of one file together, as far as a table holds them."""
+    parts: list[Part] = []
+    room = 0
+    for file, group, rows in groups:
+        if not parts or parts[-1].file != file or rows > room:
+            parts.append(Part(file, []))
+            room = ROWS_AT_ONCE
+        parts[-1].groups.append(group)
+        room -= rows
+    return parts
 
-    Adds the columns `verdict`, `mu`, and `file`, the index of each row's file. Small files share a table.
+
+def decided(parts: Sequence[Part]) -> Iterator[tuple[Any, str]]:
+    """Yields the rows of parts in order, with the symbol of the policy that their column `mu` belongs to.
+
+    Adds the columns `verdict`, `mu`, and `file`, the index of each row's part. Small parts share a table.
     """
     pa = need("pyarrow", extra="records")
     waiting: list[Any] = []
     before: Any = None
-    for index, file in enumerate(files):
-        table, plain = read_table(file, COLUMNS)
+    for index, part in enumerate(parts):
+        table, plain = read_table(part.file, COLUMNS, part.groups)
         # The anchor and the region decide over whole files.
         alike = plain, *(table[name].null_count < len(table) for name in ("behavior_logp", "proximal_logp"))
         if waiting and (alike != before or sum(map(len, waiting)) + len(table) > ROWS_AT_ONCE):
@@ -230,7 +227,7 @@ def _region(plain: dict[str, Any] | None) -> Region | None:
         return None
 
 
-def _take_in(seen: _Seen, table: Any, files: Sequence[Place], places: list[int]) -> None:
+def _take_in(seen: _Seen, table: Any, places: list[int]) -> None:
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
     chosen = table.take(pa.array(places, pa.int64()))
     for name, column in POINTS.items():
@@ -238,7 +235,7 @@ def _take_in(seen: _Seen, table: Any, files: Sequence[Place], places: list[int])
     for row in pc.value_counts(table["verdict"]).to_pylist():
         seen.verdicts[row["values"]] += row["counts"]
     _count_tokens(seen, table)
-    _score_sequences(seen, table, files)
+    seen.scores.add(_scored(table))
 
 
 def _count_tokens(seen: _Seen, table: Any) -> None:
@@ -270,14 +267,15 @@ def _added(tables: Sequence[Any]) -> Any:
     return grouped.select(["token_id", *(f"{name}_sum" for name in SUMS)]).rename_columns(["token_id", *SUMS])
 
 
-def _score_sequences(seen: _Seen, table: Any, files: Sequence[Place]) -> None:
+def _scored(table: Any) -> Any:
+    """Returns the columns of tokens that scores of sequences sum up."""
     pa, pc = need("pyarrow", extra="records"), need("pyarrow.compute", extra="records")
 
     def distance(column: Any, other: Any) -> Any:
         difference = pc.abs(pc.subtract(column, other))
         return pc.if_else(pc.is_finite(difference), difference, None)
 
-    scores = pa.table(
+    return pa.table(
         {
             "sequence": table["sequence"], "update": table["update"], "file": table["file"], "step": table["step"],
             "stopped": pc.cast(pc.equal(table["verdict"], STOPPED), pa.int64()),
@@ -287,16 +285,6 @@ def _score_sequences(seen: _Seen, table: Any, files: Sequence[Place]) -> None:
             "advantage": pc.if_else(pc.is_finite(table["advantage"]), table["advantage"], None),
         }
     )  # fmt: skip
-    wanted = [
-        ("stopped", "sum"), ("changed", "sum"), ("log_ratio", "max"), ("gap", "max"), ("stopped", "count"),
-        ("advantage", "mean"), ("step", "min"),
-    ]  # fmt: skip
-    grouped = scores.group_by(["sequence", "update", "file"]).aggregate(wanted)
-    names = ["sequence", *(f"{name}_{how}" for name, how in wanted), "update", "file"]
-    for sequence, *numbers, file in zip(*(grouped[name].to_pylist() for name in names), strict=True):
-        score = SequenceScore._make((*numbers, files[file]))
-        if sequence not in seen.scores or score.rank > seen.scores[sequence].rank:
-            seen.scores[sequence] = score
 
 
 def _most_stopped(sums: Any) -> list[dict[str, Any]]:
