@@ -23,6 +23,9 @@ from trustrl.runner.recipe import load
 V, D, TOKENS = 151_936, 2048, 64 * 16 * 16_384
 """Vocabulary, hidden size, and completion tokens of a step of the recipe, of which a batch has two."""
 
+GPUS = ("engine.device=cuda", "sampler.kind=vllm", "layout.strategy=fsdp2")
+PARAM_DTYPE = "engine.settings.actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+
 REGIONS = {
     "sampled token": trustrl.preset("dppo-binary-tv"),
     "Top-K on the sampler": trustrl.preset("dppo-topk-tv"),
@@ -258,6 +261,23 @@ def test_another_setting_of_a_compared_region_is_listed_first():
     assert [one.chosen for one in made.region_costs] == [True, False, False, False, False]
     assert [one.record_bytes_per_token for one in made.region_costs[::3]] == [8 * 32 + 8, 8 * 64 + 8]
     assert "troll (this recipe)" in text(made)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "width"),
+    [
+        pytest.param([*GPUS], 2, id="FSDP on GPUs"),
+        pytest.param([], 4, id="FSDP on a CPU"),
+        pytest.param([*GPUS, f"{PARAM_DTYPE}=fp32"], 4, id="FSDP on GPUs, as the settings say"),
+        pytest.param([*GPUS, "layout.strategy=megatron", "model.dtype=bfloat16"], 2, id="Megatron"),
+    ],
+)
+def test_verl_with_fsdp_computes_in_a_dtype_of_its_own(overrides, width):
+    """An exact region records hidden states in that dtype, whatever the weights' is."""
+    recipe = small("engine.name=verl", "region.preset=dppo-full-tv", "region.anchor=proximal", *overrides)
+    assert plan(recipe).roles.record_bytes == width * 128 + 8
+    (chosen,) = (row for row in plan(recipe).region_costs if row.chosen)
+    assert chosen.record_bytes_per_token == width * 128 + 8
 
 
 def test_trl_has_no_layout():

@@ -61,6 +61,18 @@ def test_each_claim_has_its_verdict(figure, runs, verdict, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
+def test_a_run_whose_sampler_records_nothing_is_named(tmp_path):
+    """A gap of exactly 0 is not measured, and is not evidence of a small one."""
+    none, measured = run(DPPO), run(NONE)
+    for row in none.rows:
+        row["trustrl/mismatch_gap_abs_mean"] = 0.0
+    evidence = reproduce("dppo-3", [("none", none), ("measured", measured)], tmp_path / "figure.png").evidence
+    (sentence,) = (text for text in evidence if "trainer's own" in text)
+    assert sentence.startswith("none: mean |π' − μ| is 0 at every step")
+    assert "at first" not in evidence[0]
+    assert "0.001 at first" in evidence[1]
+
+
 def tokens(rare_noise, common_noise):
     """Returns log μ and log π' of 10,000 tokens, half at μ = .05 and half at .95."""
     sampler = [math.log(0.05), math.log(0.95)] * 5000

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import compress
 from typing import Any
 
 from trustrl.errors import TrustRLWarning
 from trustrl.optional_imports import need
-from trustrl.world.models.accuracy import Decoding, prompt_text, sampled_answers
+from trustrl.world.models.accuracy import Decoding, prompt_lengths, prompt_text, sampled_answers
 from trustrl.world.tasks import Row
 
 Sample = Callable[[list[Row], int], list[list[str]]]
@@ -50,7 +51,23 @@ def sampler(settings: AnswerSampling) -> Sample:
         )
         settings = replace(settings, vllm=None)
     load = _transformers if settings.vllm is None else _vllm
-    return load(settings, tokenizer)
+    answers = load(settings, tokenizer)
+
+    def sample(rows: list[Row], seed: int) -> list[list[str]]:
+        lengths = prompt_lengths(tokenizer, [prompt_text(tokenizer, row["prompt"]) for row in rows])
+        fitting = [length <= settings.max_prompt_tokens for length in lengths]
+        short = list(compress(rows, fitting))
+        if len(short) < len(rows):
+            warnings.warn(
+                f"{len(rows) - len(short)} problems get no answers and count as unsolved, because their prompts have "
+                f"more than schedule.max_prompt_tokens = {settings.max_prompt_tokens} tokens.",
+                TrustRLWarning,
+                stacklevel=2,
+            )
+        texts = iter(answers(short, seed) if short else [])
+        return [next(texts) if fits else [] for fits in fitting]
+
+    return sample
 
 
 def _transformers(settings: AnswerSampling, tokenizer: Any) -> Sample:

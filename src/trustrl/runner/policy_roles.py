@@ -7,6 +7,7 @@ from trustrl.engines.common.region_needs import sources
 from trustrl.errors import ConfigError
 from trustrl.runner.model_shape import BYTES
 from trustrl.runner.recipe import Recipe
+from trustrl.runner.verl_command import computed_dtype
 
 FLOAT, TOP_PAIR = 4, 8
 
@@ -76,7 +77,7 @@ def _behavior(recipe: Recipe, behavior: str) -> str:
 
 
 def _proximal(recipe: Recipe) -> str:
-    return f"the trainer in {recipe.model.dtype}; log-probs at the weights before a batch's first update"
+    return f"the trainer in {computed_dtype(recipe)}; log-probs at the weights before a batch's first update"
 
 
 def _distribution(recipe: Recipe, source: str) -> str:
@@ -118,7 +119,7 @@ def _bytes_per_token(recipe: Recipe, hidden: int | None) -> tuple[str, int | Non
         parts.append(f"8 K{f' + {tail}' if tail else ''} (K = {needs.topk})")
         total += TOP_PAIR * needs.topk + tail
     if needs.full:
-        width = BYTES[recipe.model.dtype]
+        width = BYTES[computed_dtype(recipe)]
         parts.append(f"{width} D + {tail} (D = {hidden or 'unknown'})")
         if hidden is None:
             return " + ".join(parts), None

@@ -1,7 +1,8 @@
 """Costs of regions on verl with one layout: memory, and bytes between the ranks that share the vocabulary.
 
 N: tokens of a micro-batch on a rank, K: ids that the region reads, D: hidden size, V: vocabulary ids on a rank, w:
-bytes of a weight. Sizes are estimates for a rank of the last pipeline stage, the only one with the output layer.
+bytes of a weight in the forward pass. Sizes are estimates for a rank of the last pipeline stage, the only one with the
+output layer.
 
     vocabulary pass ≈ w V D + N ((4 + w) D + 31 K) + buffer
     buffer, on a CPU: 1,024 × 4,096 w   (+ 4 · 4,096 D beyond 1,024 tokens)
@@ -33,7 +34,7 @@ from trustrl.runner.layout import Layout
 from trustrl.runner.model_shape import BYTES, Shape
 from trustrl.runner.policy_roles import roles
 from trustrl.runner.recipe import Recipe
-from trustrl.runner.verl_command import MAX_TOKENS, engine_settings
+from trustrl.runner.verl_command import MAX_TOKENS, computed_dtype, engine_settings
 
 TILE_ROWS, TILE_COLUMNS = 1024, 4096
 """Block sizes of the chunked pass on a CPU. `trustrl.kernels.chunked_pass` needs torch; a test compares them."""
@@ -198,7 +199,7 @@ def vocabulary_pass(recipe: Recipe, layout: Layout, shape: Shape) -> int | None:
     needs = recipe.region.needs()
     if not (needs.topk or needs.full):
         return 0
-    width, tokens = BYTES[recipe.model.dtype], micro_batch_tokens(recipe, layout)
+    width, tokens = BYTES[computed_dtype(recipe)], micro_batch_tokens(recipe, layout)
     head, columns = _head(layout, shape, width), words(layout, shape)
     if head is None or columns is None or shape.hidden_size is None:
         return None

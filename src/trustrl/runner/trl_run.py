@@ -79,16 +79,15 @@ def _train(recipe: Recipe, directory: RunDirectory, progress: Progress, main: bo
         progress.log(f"resuming after step {done}")
     committer = Committer(directory) if main else None
     if done >= recipe.schedule.steps:  # the run was killed between its last checkpoint and its result
+        _evaluate(recipe, directory, progress, done, _loaded(recipe, checkpoint))
         if committer is not None:
-            _evaluate(recipe, directory, progress, done, _loaded(recipe, checkpoint))
             _commit(committer, done)
         return
     trainer = _trainer(recipe, directory, progress, args, seal, committer)
-    if main and not directory.rows("evaluation"):
-        _evaluate(recipe, directory, progress, 0, trainer.model)
+    _evaluate(recipe, directory, progress, 0, trainer.model)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    _evaluate(recipe, directory, progress, recipe.schedule.steps, trainer.model)
     if committer is not None:
-        _evaluate(recipe, directory, progress, recipe.schedule.steps, trainer.model)
         _commit(committer, recipe.schedule.steps)
 
 
@@ -102,21 +101,28 @@ def _agreed(recipe: Recipe, directory: RunDirectory, progress: Progress, main: b
 
     One rank reads the files: a thousand ranks would each read a whole checkpoint.
     """
-    seal, message = None, [None]
+    seal, message = None, None
     if main:
         try:
             seal = Seal(load_key(progress.log), directory.run_id)
             survey = survey_of(recipe, directory, progress, seal)
             loss = None if survey.chosen is None else survey.losses.get(survey.chosen)
             take_back(directory, survey.chosen, survey.step, loss, progress.log)
-            message = [(survey.step, survey.chosen)]
+            message = (survey.step, survey.chosen)
         except TrustRLError as error:
-            message = [error]
+            message = error
+    agreed = _from_first(message, recipe)
+    if isinstance(agreed, Exception):
+        raise agreed
+    return seal, agreed
+
+
+def _from_first(value: Any, recipe: Recipe) -> Any:
+    """Returns the value of the first rank."""
+    message = [value]
     if recipe.engine.ranks > 1:
         need("torch.distributed", extra="trl").broadcast_object_list(message, src=0)
-    if isinstance(message[0], Exception):
-        raise message[0]
-    return seal, message[0]
+    return message[0]
 
 
 def survey_of(recipe: Recipe, directory: RunDirectory, progress: Progress, seal: Seal) -> Survey:
@@ -201,7 +207,7 @@ def _trainer(
         args=args,
         train_dataset=dataset,
         processing_class=_tokenizer(folder),
-        callbacks=[*([_watcher(recipe, directory, progress)] if seal else []), _keeper(keep, seal, committer)],
+        callbacks=[_watcher(recipe, directory, progress), _keeper(keep, seal, committer)],
         region=recipe.region,
         recording=recipe.recording(directory.path),
         peft_config=None if lora is None else need("peft", extra="trl").LoraConfig(**lora),
@@ -227,8 +233,8 @@ def _watcher(recipe: Recipe, directory: RunDirectory, progress: Progress) -> Any
                 _evaluate(recipe, directory, progress, state.global_step, kwargs["model"])
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            if logs is None or "loss" not in logs:
-                return  # TRL's summary at the end
+            if logs is None or "loss" not in logs or not is_main_process():
+                return  # without a loss it is TRL's summary at the end
             row = {"step": state.global_step}
             row |= {
                 name: value for name, value in logs.items() if name in (*TRL_KEPT, CUT) or name.startswith("trustrl/")
@@ -267,11 +273,15 @@ def _keeper(keep: int | None, seal: Seal | None, committer: Committer | None) ->
 
 
 def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step: int, model: Any) -> None:
-    """Evaluates on held-out problems, always with transformers, unless this step was evaluated before."""
-    if any(row["step"] == step for row in directory.rows("evaluation")):
+    """Evaluates on held-out problems, always with transformers, unless this step was evaluated before.
+
+    Each rank answers its share of the problems. The first one decides, and writes the accuracies.
+    """
+    main = is_main_process()
+    if not _from_first(main and all(row["step"] != step for row in directory.rows("evaluation")), recipe):
         return
     from trustrl.runner.evaluation_sets import Accuracies, problems_of
-    from trustrl.world.models.accuracy import Decoding, answer_scores
+    from trustrl.world.models.accuracy import Decoding
 
     schedule, accuracies = recipe.schedule, Accuracies()
     task = tasks.load(recipe.task.name, **recipe.task.settings)
@@ -279,12 +289,31 @@ def _evaluate(recipe: Recipe, directory: RunDirectory, progress: Progress, step:
     for block, problems in problems_of(recipe, task):
         n, rows = block.answers or 1, [row for row in problems for _ in range(block.answers or 1)]
         decoding = Decoding(schedule.seed, schedule.max_completion_tokens, block.temperature or 0.0, block.top_p or 1.0)
-        scores = answer_scores(model, tokenizer, task, rows, decoding)
+        scores = _scores_of_all_ranks(model, tokenizer, task, rows, decoding)
         for index, row in enumerate(problems):
             own = scores[index * n : (index + 1) * n]
             accuracies.add(row.get("data_set", recipe.task.name), own, block.pass_at or ())
-    mean = directory.append_evaluation(step, accuracies.means(), accuracies.passed())
-    progress.log(f"held-out accuracy {mean:.3f} at step {step}")
+    if main:
+        mean = directory.append_evaluation(step, accuracies.means(), accuracies.passed())
+        progress.log(f"held-out accuracy {mean:.3f} at step {step}")
+
+
+def _scores_of_all_ranks(
+    model: Any, tokenizer: Any, task: tasks.Task, rows: list[tasks.Row], chosen: Any
+) -> list[float]:
+    """Returns the score of one answer to each problem. Each rank answers its share, with its own seed."""
+    from trustrl.world.models.accuracy import answer_scores
+
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    own = answer_scores(model, tokenizer, task, rows[rank::ranks], chosen._replace(seed=chosen.seed + rank))
+    if ranks == 1:
+        return own
+    parts: list[Any] = [None] * ranks
+    need("torch.distributed", extra="trl").all_gather_object(parts, own)
+    scores = [0.0] * len(rows)
+    for first, part in enumerate(parts):
+        scores[first::ranks] = part
+    return scores
 
 
 def _tokenizer(folder: str) -> Any:

@@ -179,6 +179,15 @@ def layout_of(recipe: Recipe) -> Layout:
     return replace(recipe.layout, **{name: theirs[key] for name, key in VERL_KEYS.items() if key in theirs})
 
 
+def computed_dtype(recipe: Recipe) -> str:
+    """Returns the dtype of the trainer's forward pass. With FSDP, verl does not take it from the weights."""
+    if recipe.engine.name != "verl" or layout_of(recipe).megatron:
+        return recipe.model.dtype
+    default = "fp32" if recipe.engine.device == "cpu" else "bf16"
+    dtype = engine_settings(recipe).get(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", default)
+    return next((name for name, short in SHORT.items() if dtype in (name, short)), recipe.model.dtype)
+
+
 def engine_settings(recipe: Recipe) -> dict[str, Any]:
     """Returns the recipe's `engine.settings` by verl's dotted names."""
     return {key.lstrip("+"): value for key, value in _flat(recipe.engine.settings)}

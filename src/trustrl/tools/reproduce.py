@@ -107,8 +107,20 @@ def reproduce(name: str, runs: Labelled, file: Path) -> Reproduction:
         return spread(tokens)
     _draw_curves(figure.curves, runs, file)
     if not figure.claim:
-        return Reproduction("no claim", ["The claim of this figure was not found as text."])
-    return masked(runs) if MASKED in figure.curves else stability(figure, runs)
+        judged = Reproduction("no claim", ["The claim of this figure was not found as text."])
+    else:
+        judged = masked(runs) if MASKED in figure.curves else stability(figure, runs)
+    return Reproduction(judged.verdict, judged.evidence + (_without_gap(runs) if MISMATCH in figure.curves else []))
+
+
+def _without_gap(runs: Labelled) -> list[str]:
+    """Returns a sentence for each run without recorded log-probs of its sampler."""
+    return [
+        f"{label}: {TITLES[MISMATCH]} is 0 at every step, so its log μ is the trainer's own. A run with sampler.kind = "
+        "'vllm', or on verl, measures the gap."
+        for label, run in runs
+        if run.rows and all(row.get(MISMATCH) == 0 for row in run.rows)
+    ]
 
 
 def stability(figure: PaperFigure, runs: Labelled) -> Reproduction:
@@ -126,7 +138,11 @@ def stability(figure: PaperFigure, runs: Labelled) -> Reproduction:
             continue
         has_collapsed = collapsed(run.rows, run.evaluations, run.settings.updates_per_batch or 1)
         ends = tuple(mean_of(part, MISMATCH) for part in (_tenth(run.rows), _tenth(run.rows[::-1])))
-        grew = "" if None in ends else f", {TITLES[MISMATCH]} {ends[0]:.2g} at first and {ends[1]:.2g} at last"
+        grew = (
+            ""
+            if None in ends or ends == (0, 0)
+            else f", {TITLES[MISMATCH]} {ends[0]:.2g} at first and {ends[1]:.2g} at last"
+        )
         said.append(
             f"{label}: {'collapsed' if has_collapsed else 'did not collapse'} in {_updates(run)} updates{grew}; "
             f"{'stable' if steady else 'collapsing'} by the claim."
@@ -245,6 +261,12 @@ def _draw_curves(names: Sequence[str], runs: Labelled, file: Path) -> None:
                 drawn += 1
         axis.set_title(TITLES[name], fontsize=10, loc="left")
         axis.set_xlabel("update")
+        if name != REWARD:  # none of the others is negative
+            axis.set_ylim(bottom=0)
+        if name == MISMATCH and _without_gap(runs):
+            axis.text(
+                0.5, 0.5, "runs at 0 recorded no μ of their sampler", transform=axis.transAxes, fontsize=8, ha="center"
+            )
     if not drawn:
         raise MissingDataError(
             f"A run must have one of the metrics {', '.join(names)}, got none. Runs of `trustrl run` log them all."

@@ -9,6 +9,7 @@ import subprocess
 import time
 
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("pyarrow")
@@ -20,7 +21,10 @@ from trustrl import config_from_dict, preset
 from trustrl.recording import read
 from trustrl.recording.part_names import PartName
 from trustrl.recording.record_files import parts_in
+from trustrl.runner import trl_run
 from trustrl.runner.directory import RunDirectory
+from trustrl.world import models, tasks
+from trustrl.world.models import accuracy
 
 COMPLETE = "trustrl_complete"
 STEPS = 12
@@ -208,14 +212,43 @@ def test_settings_that_trl_or_the_region_refuse_end_with_2(tmp_path, setting, sa
 def test_two_ranks_train_one_run_that_the_first_of_them_writes(tmp_path):
     """Started as the plan says; each rank records the tokens it trained on."""
     folder = tmp_path / "run"
-    settings = ["engine.ranks_per_node=2", "schedule.steps=2", "evaluation.count=16"]
+    settings = ["engine.ranks_per_node=2", "schedule.steps=2", "evaluation.count=33", "evaluation.temperature=0"]
     done = run("run", *settings, "--out", folder, ranks=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == RunDirectory(folder).result()
     rows, evaluations = measured(folder)
     assert [row["step"] for row in rows] == [1, 2]
     assert [row["step"] for row in evaluations] == [0, 2]
+    assert evaluations[0]["accuracy"] == pytest.approx(_accuracy_of_one_process(33)), "of 17 and 16 answers"
     records = read(folder / "records")
     assert records["rank"].unique().tolist() == [0, 1]
     for row in rows:
         assert (records["step"] == row["step"] - 1).sum() == row["trustrl/tokens"]
+
+
+def _accuracy_of_one_process(count):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = models.path("tiny")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return accuracy.greedy_accuracy(model, tokenizer, tasks.load("arithmetic"), count)
+
+
+def test_a_rank_answers_its_share_of_an_evaluation(monkeypatch):
+    problems, asked = list(range(8)), []
+
+    def scores(model, tokenizer, task, rows, chosen):
+        asked.append((rows, chosen.seed))
+        return [float(row) for row in rows]
+
+    def gather(parts, own):
+        parts[:] = [[float(row) for row in problems[rank::3]] for rank in range(3)]
+        assert parts[1] == own
+
+    monkeypatch.setattr(accuracy, "answer_scores", scores)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    chosen = accuracy.Decoding(5, 8, 1.0)
+    assert trl_run._scores_of_all_ranks(None, None, None, problems, chosen) == problems
+    assert asked == [([1, 4, 7], 6)]

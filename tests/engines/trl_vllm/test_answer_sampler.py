@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from support.tiny_models import save_model
+from trustrl.errors import TrustRLWarning
 from trustrl.runner.answer_samplers import AnswerSampling, sampler
 
 
@@ -20,5 +21,9 @@ def test_vllm_and_transformers_answer_alike_where_nothing_is_drawn(tmp_path):
     answers = [sampler(settings)(rows, 0) for settings in (by_vllm, replace(by_vllm, vllm=None))]
     assert answers[0] == answers[1]
     assert len(set(map(tuple, answers[0]))) > 3
+    # vLLM itself would raise for the second, which leaves no room for an answer.
+    for settings in (by_vllm, replace(by_vllm, vllm=None)):
+        with pytest.warns(TrustRLWarning, match="1 problems get no answers"):
+            assert sampler(settings)([rows[0], {"prompt": "1" * 40}], 0) == [answers[0][0], []]
     several = sampler(replace(by_vllm, vllm=None, answers=5, temperature=1.0))(rows, 0)
     assert [len(texts) for texts in several] == [5] * 6

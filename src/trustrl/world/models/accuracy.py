@@ -10,7 +10,8 @@ from trustrl.config import validators
 from trustrl.optional_imports import need
 from trustrl.world.tasks import Row, Task
 
-BATCH = 256
+BATCH, TOKENS = 256, 2**15
+"""Largest number of answers at once, and of tokens that their prompts and answers may have, padding included."""
 
 
 def sampled_accuracy(
@@ -71,20 +72,27 @@ def sampled_answers(model: Any, tokenizer: Any, rows: list[Row], chosen: Decodin
         max_new_tokens=chosen.max_new_tokens,
         **decoding,
     )
+    texts = [prompt_text(tokenizer, row["prompt"]) for row in rows]
+    longest = max(prompt_lengths(tokenizer, texts), default=0) + chosen.max_new_tokens
+    batch = max(1, min(BATCH, TOKENS // longest))
     was_training = model.training
     model.eval()
     answers: list[str] = []
     with torch.random.fork_rng():
         torch.manual_seed(chosen.seed)
-        for start in range(0, len(rows), BATCH):
-            batch = rows[start : start + BATCH]
-            texts = [prompt_text(tokenizer, row["prompt"]) for row in batch]
-            ids = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+        for start in range(0, len(rows), batch):
+            some = texts[start : start + batch]
+            ids = tokenizer(some, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
             ids = {name: ids[name].to(model.device) for name in ("input_ids", "attention_mask")}
             out = model.generate(**ids, generation_config=config)[:, ids["input_ids"].shape[1] :]
             answers += tokenizer.batch_decode(out, skip_special_tokens=True)
     model.train(was_training)
     return answers
+
+
+def prompt_lengths(tokenizer: Any, texts: list[str]) -> list[int]:
+    """Returns the number of tokens of each prompt."""
+    return [len(ids) for ids in tokenizer(texts, add_special_tokens=False).input_ids] if texts else []
 
 
 def prompt_text(tokenizer: Any, prompt: Any) -> str:
