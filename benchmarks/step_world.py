@@ -101,7 +101,7 @@ def bootstrap(ratios: list[float]) -> tuple[float, float]:
 
 
 Cycle = Callable[[], None]
-"""One rollout's updates by one trainer."""
+"""All updates of one trainer with one rollout."""
 
 
 def print_times(made: dict[str, Cycle], passes: dict[str, Passes], rounds: int, tokens: int) -> None:
@@ -167,6 +167,7 @@ def run(
     parser.add_argument("--rows", type=int, default=4, help="sequences of a rollout")
     parser.add_argument("--prompt", type=int, default=32, help="tokens of a prompt")
     parser.add_argument("--completion", type=int, default=96, help="tokens of a completion")
+    parser.add_argument("--updates", type=int, default=2, help="updates with one rollout")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -176,7 +177,7 @@ def run(
         return
     print(f"{processor()}. {args.model}, {args.rows} × ({args.prompt} + {args.completion}) tokens\n", flush=True)
     if args.memory:
-        options = [f"--{name}={getattr(args, name)}" for name in ("model", "rows", "prompt", "completion")]
+        options = [f"--{name}={getattr(args, name)}" for name in ("model", "rows", "prompt", "completion", "updates")]
         print_memory(script, options)
         return
     tokens = args.rows * (args.prompt + args.completion)

@@ -7,8 +7,8 @@
 One cycle is what verl's worker does with one batch of completions: the pass for `old_log_probs` with entropy, as
 verl's trainer asks for it, and `train_mini_batch` with two mini-batches and an update by AdamW each. Stock is verl's
 `vanilla` loss. One worker (FSDP2, one rank, no Ray) runs all losses in turn, in another order each round. Times are CPU
-times of one thread; ratios are those of one round, and their median has a 95% bootstrap interval. Forward passes are tokens that
-entered the transformer, counted, in units of the batch.
+times of one thread; ratios are those of one round, and their median has a 95% bootstrap interval. Forward passes are
+tokens that entered the transformer, counted, in units of the batch.
 """
 
 import os
@@ -36,14 +36,13 @@ import trustrl
 from trustrl.engines.verl import RegionLossConfig, RegionWorker
 
 FOLDER = tempfile.TemporaryDirectory()
-MINI_BATCHES = 2
 
 
 def worker_of(folder: str, rows: int) -> RegionWorker:
-    """Returns a worker on one rank."""
+    """Returns a worker on one rank, with micro-batches of so many rows."""
     engine = FSDPEngineConfig(
-        strategy="fsdp2", fsdp_size=1, use_dynamic_bsz=False, micro_batch_size_per_gpu=rows // MINI_BATCHES,
-        use_torch_compile=False, infer_micro_batch_size_per_gpu=rows // MINI_BATCHES, use_remove_padding=False,
+        strategy="fsdp2", fsdp_size=1, use_dynamic_bsz=False, micro_batch_size_per_gpu=rows, use_torch_compile=False,
+        infer_micro_batch_size_per_gpu=rows, use_remove_padding=False,
         forward_only=False, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
     )  # fmt: skip
     model = HFModelConfig(
@@ -77,13 +76,12 @@ def batch(rollouts: Rollouts, *, topk: bool) -> TensorDict:
     return tu.get_tensordict(nested, non_tensor_dict={"temperature": 1.0})
 
 
-def cycle_of(worker: RegionWorker, region: Any, rollouts: Rollouts) -> Cycle:
-    """Returns a call of verl's pass for old log-probs and one batch's updates."""
+def cycle_of(worker: RegionWorker, region: Any, rollouts: Rollouts, size: int) -> Cycle:
+    """Returns a call of verl's pass for old log-probs, and of updates with `size` sequences each."""
     rows = len(rollouts.prompts)
     own = {} if region is None else {"region": trustrl.config_to_dict(region)}
     config = ActorConfig(
-        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=rows // MINI_BATCHES,
-        ppo_micro_batch_size_per_gpu=rows // MINI_BATCHES,
+        strategy="fsdp2", rollout_n=1, ppo_mini_batch_size=size, ppo_micro_batch_size_per_gpu=size,
         policy_loss=RegionLossConfig(loss_mode="vanilla" if region is None else "trustrl", **own),
     )  # fmt: skip
     topk = region is not None and region.needs().topk > 0 and region.needs().anchor == "behavior"
@@ -95,7 +93,7 @@ def cycle_of(worker: RegionWorker, region: Any, rollouts: Rollouts) -> Cycle:
         old = no_padding_2_padding(tu.get(worker.infer_batch(data), "log_probs"), data)
         data = batch(rollouts, topk=topk)
         data["old_log_probs"] = torch.nested.as_nested_tensor(list(old.float()), layout=torch.jagged)
-        sizes = {"global_batch_size": rows // MINI_BATCHES, "mini_batch_size": rows // MINI_BATCHES}
+        sizes = {"global_batch_size": size, "mini_batch_size": size}
         tu.assign_non_tensor(
             data, epochs=1, seed=0, dataloader_kwargs={"shuffle": False}, calculate_entropy=False, **sizes
         )
@@ -109,9 +107,10 @@ def made_of(args: Any, names: list[str]) -> tuple[dict[str, Cycle], dict[str, Pa
     dist.init_process_group("gloo", init_method=f"file://{FOLDER.name}/store", rank=0, world_size=1)
     folder = folder_of(args.model, FOLDER.name)
     rollouts = Rollouts(loaded(folder)[0].eval(), args.rows, args.prompt, args.completion)
-    worker = worker_of(folder, args.rows)
+    size = args.rows // args.updates
+    worker = worker_of(folder, size)
     choices = {STOCK: None, **REGIONS}
-    made = {name: cycle_of(worker, choices[name], rollouts) for name in names}
+    made = {name: cycle_of(worker, choices[name], rollouts, size) for name in names}
     for cycle in made.values():
         cycle()
     passes = Passes(worker.engine.module)
