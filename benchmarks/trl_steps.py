@@ -5,11 +5,12 @@
     python benchmarks/trl_steps.py --memory              # peak memory, one process for each trainer
 
 One cycle is what TRL does with one batch of completions, except sampling them: rewards, TRL's own pass for π' if it
-makes one, and two `training_step`s with an update by AdamW each (`num_iterations=2`), with all metrics. A `rollout_func`
-returns the same completions with the same recorded log-probs to every trainer. Sampling would add equal seconds to both
-sides, so the ratios of a real run are closer to 1. The trainers share weights and optimizer, and run in turn, in another
-order each round. Times are CPU times of one thread; ratios are those of one round, and their median has a 95% bootstrap
-interval. Forward passes are tokens that entered the transformer, counted, in units of the rollout.
+makes one, and two `training_step`s with an update by AdamW each (`num_iterations=2`), with all metrics. A
+`rollout_func` returns the same completions with the same recorded log-probs to every trainer. Sampling would add equal
+seconds to both sides, so the ratios of a real run are closer to 1. The trainers share weights and optimizer, and run
+in turn, in another order each round. Times are CPU times of one thread; ratios are those of one round, and their
+median has a 95% bootstrap interval. Forward passes are tokens that entered the transformer, counted, in units of the
+rollout.
 """
 
 import copy
