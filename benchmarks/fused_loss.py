@@ -6,14 +6,18 @@
 Time is CPU time on one thread, as a ratio to three bare products of the same round: blocks of at most 1,024 tokens,
 tiles of 4,096 ids, each product in the faster of two layouts, outputs allocated beforehand. Paths alternate. "two
 calls" is `token_logprobs` and `policy_loss`, "fused" is `policy_loss_from_hidden`, "plain" makes [tokens, vocabulary]
-logits. "own" adds a TROLL region that reads the policy's own 64 most probable ids.
+logits. "own" has a TROLL region that reads the policy at 64 given ids and at its own 64 most probable ones. All paths
+use large pages.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # large pages, as in vocabulary.py
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode

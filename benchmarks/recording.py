@@ -20,7 +20,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from trl_overhead import Inside, bootstrap, model, tokenizer
+from step_world import bootstrap, tokenizer
+from trl_overhead import Inside, model
 
 import trustrl
 from trustrl import regions

@@ -1,10 +1,13 @@
-"""Cost of region, loss and diagnostics relative to a plain PPO-clip loss with three metrics, forward and backward.
+"""Cost of region, loss and diagnostics relative to another loss with its metrics, forward and backward.
 
-    nox -s cost
+    nox -s cost                                         # next to a plain PPO-clip loss with three metrics
     nox -s cost -- --rounds 21 --threads 2
+    python benchmarks/region_cost.py --reference verl   # next to verl's own losses, where verl is installed
+    python benchmarks/region_cost.py --reference trl    # next to TRL's own loss
 
 65,536 tokens (64 sequences of 1,024, the last eighth of each outside the loss), K = 20 or 64. Paths alternate in
 rounds, and the printed table shows medians of CPU time. Compare ratios, not times: machines differ and are shared.
+TRL's loss is `GRPOTrainer._compute_loss` with the log-probs given, on one process.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 
@@ -88,7 +92,64 @@ class Batch:
         return once
 
 
-def work() -> dict[str, Callable[[], object]]:
+def verl_losses(batch: Batch) -> dict[str, Callable[[], object]]:
+    """Returns calls of verl's own losses with their metrics."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    def call(mode: str) -> Callable[[], object]:
+        config = ActorConfig(
+            strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=PolicyLossConfig(loss_mode=mode)
+        )
+        return batch.plain(
+            lambda logp, behavior, advantage, in_loss, count: get_policy_loss_fn(mode)(
+                old_log_prob=behavior, log_prob=logp, advantages=advantage, response_mask=in_loss, config=config
+            )
+        )
+
+    return {f"verl's own, `{mode}`": call(mode) for mode in ("vanilla", "dppo_tv")}
+
+
+def trl_losses(batch: Batch) -> dict[str, Callable[[], object]]:
+    """Returns a call of TRL's own loss with its metrics."""
+    from collections import defaultdict
+
+    from trl import GRPOConfig, GRPOTrainer
+
+    entropies = torch.ones_like(batch.logp)
+    settings = GRPOConfig(output_dir="unused", use_cpu=True, bf16=False, report_to=[])
+    trainer = SimpleNamespace(
+        args=settings, model=SimpleNamespace(training=True), use_vllm=False, beta=0.0, loss_type=settings.loss_type,
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token",
+        epsilon_low=settings.epsilon, epsilon_high=settings.epsilon, max_completion_length=WIDTH,
+        vllm_importance_sampling_correction=False, aux_loss_enabled=False, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+    )  # fmt: skip
+    trainer.args.steps_per_generation = 1
+
+    def loss(logp, behavior, advantage, in_loss, count):
+        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, entropies, None)
+        mask = in_loss.long()
+        inputs = {
+            "prompt_ids": batch.tokens[:, :1], "prompt_mask": mask[:, :1], "completion_ids": batch.tokens,
+            "completion_mask": mask, "advantages": advantage, "old_per_token_logps": behavior,
+            "num_items_in_batch": torch.tensor(count),
+        }  # fmt: skip
+        return [GRPOTrainer._compute_loss(trainer, trainer.model, inputs)]
+
+    return {f"TRL's own, `{settings.loss_type}`": batch.plain(loss)}
+
+
+def clip_losses(batch: Batch) -> dict[str, Callable[[], object]]:
+    """Returns a call of a plain PPO-clip loss."""
+    return {"PPO-clip, three metrics": batch.plain(ppo_clip_with_metrics)}
+
+
+REFERENCES = {"clip": clip_losses, "verl": verl_losses, "trl": trl_losses}
+
+
+def work(reference: str) -> dict[str, Callable[[], object]]:
     """Returns the calls to time by name. The first is the unit."""
     batches = {k: Batch(k) for k in (20, 64)}
     regions = {
@@ -101,7 +162,7 @@ def work() -> dict[str, Callable[[], object]]:
         "TROLL, 20 ids": (20, trustrl.regions.TROLL(k=20)),
         "TROLL, 64 ids": (64, trustrl.regions.TROLL(k=64)),
     }
-    calls = {"PPO-clip, three metrics": batches[20].plain(ppo_clip_with_metrics)}
+    calls = REFERENCES[reference](batches[20])
     for name, (k, region) in regions.items():
         for impl in ("eager", "compiled") if region.needs().topk else ("eager",):
             calls[f"{name} | {impl} | with sums"] = batches[k].ours(region, impl, measured=True)
@@ -113,9 +174,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="number of alternating rounds; the table shows medians")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--reference", choices=list(REFERENCES), default="clip")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    calls = work()
+    calls = work(args.reference)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(args.rounds + 2):
         print(f"\rround {turn + 1} of {args.rounds + 2}", end="", file=sys.stderr)
@@ -125,15 +187,16 @@ def main() -> None:
             if turn >= 2:  # the first rounds compile and warm up
                 times[name].append(time.process_time() - start)
     print(file=sys.stderr)
-    unit = times[next(iter(calls))]
+    unit_name = next(iter(calls))
+    unit = times[unit_name]
     print(f"{TOKENS:,} tokens, {args.threads} thread(s), torch {torch.__version__}, {platform.machine()}, CPU\n")
-    print("| path | steps | | µs per 1,000 tokens | × PPO-clip | spread (quartiles) |")
+    print(f"| path | steps | | µs per 1,000 tokens | × {unit_name} | spread (quartiles) |")
     print("|---|---|---|---|---|---|")
     for name, values in times.items():
         median = statistics.median(values)
         ratio = statistics.median(a / b for a, b in zip(values, unit, strict=True))
         low, _, high = statistics.quantiles(values, n=4)
-        shown = name if " | " in name else f"{name} | plain | with sums"
+        shown = name if " | " in name else f"{name} | its own | with its metrics"
         print(f"| {shown} | {median / TOKENS * 1e9:.0f} | {ratio:.1f} | {low / median:.2f} to {high / median:.2f} |")
 
 

@@ -19,7 +19,8 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from trl_overhead import Inside, bootstrap, cpu, trainer
+from step_world import bootstrap
+from trl_overhead import Inside, cpu, trainer
 
 from trustrl.engines.trl import record
 from trustrl.engines.trl.rollout_rows import RolloutRows

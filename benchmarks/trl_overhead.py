@@ -20,7 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from step_world import bootstrap, tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 import trustrl
@@ -38,15 +39,6 @@ SIZES = {
     },
 }  # fmt: skip
 REGIONS = ["ppo", "dppo-binary-tv", "dppo-topk-tv", "troll"]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models
-
-    words = {"<pad>": 0, "<eos>": 1, "a": 2}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")), pad_token="<pad>", eos_token="<eos>"
-    )
 
 
 def model(size: dict) -> Qwen3ForCausalLM:
@@ -120,13 +112,6 @@ def step(made, inputs) -> None:
     loss = made._compute_loss(made.model, inputs)
     loss.backward()
     made.model.zero_grad()
-
-
-def bootstrap(ratios: list[float]) -> tuple[float, float]:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.tensor(ratios)
-    medians = x[torch.randint(len(x), (2000, len(x)), generator=draw)].median(-1).values.sort().values
-    return medians[50].item(), medians[1949].item()
 
 
 def measure(label: str, size: dict, pairs: int, folder: str) -> dict:

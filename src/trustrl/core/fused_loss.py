@@ -51,16 +51,18 @@ def policy_loss_from_hidden(
 ) -> LossOutput:
     """Computes `policy_loss` of packed tokens from their hidden states, with three products at any number of tokens.
 
-    Gives the loss, sums and gradients of `token_logprobs` followed by `policy_loss`. The forward pass computes the
-    gradients and the backward pass multiplies them by the upstream gradient, so use `torch.no_grad()` if no backward
-    pass follows. The own top-K and the entropy cost no further product.
+    Gives the loss, sums and gradients of `token_logprobs` followed by `policy_loss`, and is those two calls for as many
+    tokens as the hidden size, whose products they keep. Of more tokens, the forward pass computes the gradients and the
+    backward pass multiplies them by the upstream gradient, so use `torch.no_grad()` if no backward pass follows. The
+    own top-K and the entropy cost no further product. On an accelerator, where the pass over the vocabulary recomputes
+    its products, nothing is saved.
 
     Memory in addition to the inputs: the head's gradient, one block's products in a buffer of the same size, and the
     hidden states' gradient. With several blocks, the gradient of a bf16 head is summed in float32.
 
     Args:
         hidden_ND: Last hidden states that predict the tokens of `rollout`.
-        head: The policy's output layer. If it is frozen, nothing is computed in blocks.
+        head: The policy's output layer. If it is frozen, the two calls run.
         rollout: Packed tokens with `token_ids`. Tokens outside the loss cost nothing on a CPU.
         region: A region that decides token by token.
         reduction: Reduction from token terms to one number.
@@ -95,7 +97,9 @@ def policy_loss_from_hidden(
     entropy = True if any(isinstance(penalty, EntropyBonus) for penalty in penalties) else "detached"
     settings: dict[str, Any] = {"region": region, "penalties": penalties}
     leaves = (hidden_ND, head.weight, head.bias)
-    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves[1:])):
+    blocks = slices(len(hidden_ND), _rows_of_a_block(hidden_ND, head.weight))
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves[1:])
+    if len(blocks) == 1 or not trained:
         policy = _policy_tokens(hidden_ND, head, rollout, needs, entropy)
         return policy_loss(policy, rollout, reduction=reduction, on_nonfinite=on_nonfinite, **settings)
     # Faults are raised below, from the numbers of all tokens.
@@ -113,7 +117,7 @@ def policy_loss_from_hidden(
 
     function: Any = _GradientsInForward
     policies: list[PolicyTokens] = []
-    zero = function.apply(*leaves, block_loss, policies)
+    zero = function.apply(*leaves, blocks, block_loss, policies)
     with torch.no_grad():
         policy = _mapped(lambda *parts: torch.cat(parts), *policies)
         out = policy_loss(policy, rollout, reduction=reduction, on_nonfinite=on_nonfinite, **settings)
@@ -133,11 +137,12 @@ class _GradientsInForward(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        blocks: list[slice],
         block_loss: BlockLoss,
         policies: list[PolicyTokens],
     ) -> Tensor:
-        ctx.wants, ctx.block_loss, ctx.used = ctx.needs_input_grad[:3], block_loss, False
-        gradients, block_policies = _block_gradients((hidden, weight, bias), ctx.wants, block_loss)
+        ctx.wants, ctx.settings, ctx.used = ctx.needs_input_grad[:3], (blocks, block_loss), False
+        gradients, block_policies = _block_gradients((hidden, weight, bias), ctx.wants, blocks, block_loss)
         policies += block_policies
         # Saved like every tensor, so that activation checkpointing drops them and makes them again.
         ctx.save_for_backward(hidden, weight, bias, *gradients)
@@ -148,7 +153,7 @@ class _GradientsInForward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, *gradients = ctx.saved_tensors
         if ctx.used:  # an earlier backward pass through the same graph scaled them or returned them
-            gradients, _ = _block_gradients((hidden, weight, bias), ctx.wants, ctx.block_loss)
+            gradients, _ = _block_gradients((hidden, weight, bias), ctx.wants, *ctx.settings)
         ctx.used = True
         # In place, so that a loss scale needs no second gradient of the head's size. `data`, because autograd refuses a
         # second backward pass if a saved tensor has changed. Reading the factor is free on a CPU only.
@@ -159,17 +164,19 @@ class _GradientsInForward(torch.autograd.Function):
                 if x is not None:
                     x.mul_(grads[0])
         d_hidden, d_weight, d_bias = scaled
-        return d_hidden, d_weight, d_bias, None, None
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _block_gradients(
-    leaves: tuple[Tensor, Tensor, Tensor | None], wants: Sequence[bool], block_loss: BlockLoss
+    leaves: tuple[Tensor, Tensor, Tensor | None],
+    wants: Sequence[bool],
+    blocks: Sequence[slice],
+    block_loss: BlockLoss,
 ) -> tuple[list[Tensor | None], list[PolicyTokens]]:
     """Returns the gradients of hidden states, weight and bias, and each block's log-probs."""
     d_hidden = torch.zeros_like(leaves[0]) if wants[0] else None
     d_head: list[Tensor | None] = [None, None]
     policies: list[PolicyTokens] = []
-    blocks = slices(len(leaves[0]), _rows_of_a_block(*leaves[:2]))
     for rows in blocks:
         own = (leaves[0][rows], *leaves[1:])
         own_leaves: list[Any] = [
@@ -183,7 +190,7 @@ def _block_gradients(
         d_rows, *parts = (None if x is None else x.grad for x in own_leaves)
         if d_hidden is not None and d_rows is not None:
             d_hidden[rows] = d_rows
-        d_head = parts if len(blocks) == 1 else list(map(_summed, d_head, parts))
+        d_head = list(map(_summed, d_head, parts))
         del parts, own_leaves  # before the next block makes its own
     rounded = [None if x is None or y is None else x.to(y.dtype) for x, y in zip(d_head, leaves[1:], strict=True)]
     return [d_hidden, *rounded], policies
