@@ -63,7 +63,7 @@ def test_a_cell_is_trains_called_refused_or_not_run():
     engines = {engine.name: engine for engine in ENGINES}
     openrlhf, swift, slime = engines["OpenRLHF"], engines["ms-swift"], engines["slime"]
     assert openrlhf.status("topk", "vLLM", "proximal") == "trains"
-    assert openrlhf.status("topk", "vLLM", "behavior") == "refused"
+    assert swift.status("topk", "vLLM", "behavior") == "refused"
     assert openrlhf.status("sampled", "vLLM", "proximal") == "not run"
     assert swift.status("topk", "trainer", "behavior") == "trains"
     assert swift.status("exact", "trainer", "proximal") == "refused"

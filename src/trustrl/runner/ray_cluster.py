@@ -17,12 +17,14 @@ PAUSE_SECONDS = 2.0
 
 
 def wait_for_nodes(nodes: int, log: Callable[[str], None]) -> None:
-    """Waits until the cluster that RAY_ADDRESS names has so many nodes. Without RAY_ADDRESS, verl starts its own.
+    """Waits until the cluster that RAY_ADDRESS names has so many nodes.
+
+    Without an address, or with "local", verl starts its own cluster.
 
     Raises:
         EngineError: If they are not there after `SECONDS`.
     """
-    if "RAY_ADDRESS" not in os.environ:
+    if os.environ.get("RAY_ADDRESS", "local") == "local":
         return
     ray = need("ray", extra="verl")
     deadline = time.monotonic() + SECONDS
