@@ -110,7 +110,7 @@ EVIDENCE: Mapping[str, tuple[Evidence, ...]] = {
                  "::test_a_run_on_ray_with_stubs_for_cuda_trains_and_keeps_the_sampler_in_step"),
         Evidence("vLLM", TOPK | PROJECTION, ON_TRAINER, "engines/openrlhf/test_run.py"
                  "::test_a_top_k_and_a_troll_run_on_ray_with_stubs_for_cuda_train_and_log_every_step"),
-        Evidence("recorded batch", TOPK | PROJECTION, ON_TRAINER, "engines/openrlhf/test_vocabulary.py"
+        Evidence("recorded batch", TOPK | PROJECTION, BOTH, "engines/openrlhf/test_vocabulary.py"
                  "::test_an_update_with_deepspeed_has_the_gradient_of_whole_log_softmaxes_with_plain_calls_for_ray"),
         _called("engines/openrlhf/test_losses.py"
                 "::test_a_preset_in_openrlhfs_training_step_on_a_stub_network_has_the_parity_files_gradients"),

@@ -64,7 +64,7 @@ def test_a_cell_is_trains_called_refused_or_not_run():
     engines = {engine.name: engine for engine in ENGINES}
     openrlhf, swift, slime = engines["OpenRLHF"], engines["ms-swift"], engines["slime"]
     assert status(openrlhf, "topk", "vLLM", "proximal") == "trains"
-    assert status(openrlhf, "topk", "vLLM", "behavior") == "refused"
+    assert status(swift, "topk", "vLLM", "behavior") == "refused"
     assert status(openrlhf, "sampled", "vLLM", "proximal") == "not run"
     assert status(swift, "topk", "trainer", "behavior") == "trains"
     assert status(swift, "exact", "trainer", "proximal") == "refused"

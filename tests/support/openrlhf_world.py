@@ -9,6 +9,7 @@ import runpy
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from openrlhf.models import Actor
@@ -16,7 +17,10 @@ from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils import config
 
 from support import regions_oracle as oracle
+from trustrl.engines.common.kept_columns import column_of
+from trustrl.engines.common.region_settings import region_given
 from trustrl.engines.openrlhf import launcher
+from trustrl.engines.openrlhf.sampled_rows import SAMPLED, SampledRow, is_recorded, topk_of_sampler
 
 WORKING = ["--actor.model_name_or_path", "model", launcher.OPTION, "dppo-binary-tv"]
 RECORDED = ["--algo.advantage.is_correction_level", "token"]
@@ -130,6 +134,7 @@ class Run:
             strategy, self.actor, ema_model=None, actor_optim=optimizer, actor_scheduler=scheduler,
             micro_train_batch_size=micro_batch, dataloader_pin_memory=False,
         )  # fmt: skip
+        self.worker.trainer = self.trainer
         self.maker = experience_maker.RemoteExperienceMaker(
             self, None, None, None, None, strategy, SimpleNamespace(pad_token_id=0)
         )
@@ -167,11 +172,22 @@ class Run:
                     action_mask=after_the_prompt(batch.in_loss.long()),
                     rollout_log_probs=after_the_prompt(batch.behavior_logp),
                     base_action_log_probs=after_the_prompt(batch.reference_logp),
-                    advantages=after_the_prompt(batch.advantages), mm_train_inputs=[None], rewards=torch.zeros(1),
+                    advantages=after_the_prompt(batch.advantages), mm_train_inputs=[self.sampled(row)], rewards=torch.zeros(1),
                     total_length=length[None].float(), prompts=[""], labels=[""], images=[None],
                 )
             )  # fmt: skip
         return made
+
+    def sampled(self, row):
+        """What vLLM's actor puts into a response, of the batch's sampler and of weights without an update."""
+        region, batch = region_given(os.environ["TRUSTRL_REGION"], ""), self.batch
+        if not is_recorded(region, truncated=batch.kept is not None):
+            return None
+        on = batch.in_loss[row]
+        k = topk_of_sampler(region)
+        ids, logp = (x[row, on, :k].numpy() for x in (batch.behavior_top_ids.int(), batch.behavior_top_logp))
+        kept = None if batch.kept is None else column_of([at.nonzero()[:, 0].numpy() for at in batch.kept[row, on]])
+        return {SAMPLED: SampledRow(ids, logp, np.zeros(len(ids), np.int32), kept)}
 
     def experiences(self):
         """What OpenRLHF's experience maker returns, with the batch's advantages and reference."""

@@ -25,6 +25,7 @@ AXOLOTL = (
 )
 
 NEMO_RL = (
+    ("loss_fn.trustrl_region", {}, "dppo-binary-tv", {"max_staleness": 2}),
     ("loss_fn.ratio_clip_min", {"loss_fn.ratio_clip_min": 0.1}),
     ("loss_fn.ratio_clip_max", {"loss_fn.ratio_clip_max": 0.28}),
     ("loss_fn.ratio_clip_c", {"loss_fn.ratio_clip_c": 3.0}),
@@ -47,14 +48,13 @@ NEMO_RL = (
 ON_TRAINER = {"anchor": "proximal"}
 OPENRLHF = (
     ("--trustrl.region", {}, "dppo-full-tv"),
-    ("--trustrl.region", {}, "dppo-topk-tv"),
-    ("--trustrl.region", {}, "dppo-binary-tv", {"max_staleness": 2}),
     ("--ds.zero_stage", {"--ds.zero_stage": 3}, "dppo-topk-tv", ON_TRAINER),
     ("--ds.packing_samples", {"--ds.packing_samples": True}, "dppo-topk-tv", ON_TRAINER),
     ("--ds.ring_attn_size", {"--ds.ring_attn_size": 2}, "troll"),
     ("--ds.tensor_parallel_size", {"--ds.tensor_parallel_size": 2}, "troll"),
     ("--ds.deepcompile", {"--ds.deepcompile": True}, "dppo-topk-tv", ON_TRAINER),
     ("--data.max_images_per_prompt", {"--data.max_images_per_prompt": 1}, "dppo-topk-tv", ON_TRAINER),
+    ("--data.max_images_per_prompt", {"--data.max_images_per_prompt": 1}, "dppo-binary-tv", {"max_staleness": 2}),
     ("--algo.advantage.is_correction_level", {"--algo.advantage.is_correction_level": "off"}),
     (
         "--algo.advantage.is_correction_level",
@@ -71,12 +71,12 @@ OPENRLHF = (
     ("--algo.advantage.is_correction_threshold", {"--algo.advantage.is_correction_threshold": (0.9, 1.1)}),
     ("--actor.loss_agg_mode", {"--actor.loss_agg_mode": "token-mean"}, "gspo"),
     ("--train.async_enable", {"--train.async_enable": True}, "minirl"),
-    ("--rollout.top_p", {"--rollout.top_p": 0.9}),
 )
 
 SKYRL = (
     (f"{T}.policy_loss_type", {}, "dppo-full-tv"),
     (f"{T}.policy_loss_type", {}, "dppo-topk-tv"),
+    (f"{T}.policy_loss_type", {}, "dppo-binary-tv", {"max_staleness": 2}),
     (f"{T}.off_policy_correction", {f"{T}.off_policy_correction.tis_ratio_type": "token"}),
     (f"{T}.loss_reduction", {f"{T}.loss_reduction": "token_mean"}, "gspo"),
     (f"{T}.eps_clip_low", {f"{T}.eps_clip_low": 0.77}),

@@ -112,7 +112,7 @@ ENGINES = (
     ),
     Engine(
         name="OpenRLHF", package="openrlhf", versions=("0.11.2",), module="trustrl.engines.openrlhf", kinds=FAMILY,
-        distribution_of=ON_TRAINER, session="openrlhf", page="openrlhf.md",
+        session="openrlhf", page="openrlhf.md",
         start="python -m trustrl.engines.openrlhf --trustrl.region dppo-binary-tv-capped",
     ),
     Engine(

@@ -17,8 +17,11 @@ PAUSE_SECONDS = 2.0
 
 
 def wait_for_nodes(nodes: int, log: Callable[[str], None]) -> None:
-    """Waits until the cluster that RAY_ADDRESS names has so many nodes. Without RAY_ADDRESS, verl starts its own."""
-    if "RAY_ADDRESS" not in os.environ:
+    """Waits until the cluster that RAY_ADDRESS names has so many nodes.
+
+    Without an address, or with "local", verl starts its own cluster.
+    """
+    if os.environ.get("RAY_ADDRESS", "local") == "local":
         return
     ray = need("ray", extra="verl")
     deadline = time.monotonic() + SECONDS

@@ -81,9 +81,31 @@ def test_ray_starts_with_the_hook_and_openrlhfs_own_environment():
         "num_cpus": 1,
         "runtime_env": {
             "worker_process_setup_hook": "trustrl.engines.openrlhf.worker_hook.install",
-            "env_vars": {"NCCL_DEBUG": "WARN", "TRUSTRL_REGION": "ppo"},
+            "env_vars": {"NCCL_DEBUG": "WARN", "TRUSTRL_REGION": "ppo", "TRUSTRL_MAX_KEPT": "4096"},
         },
     }
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "many"])
+def test_a_number_of_kept_ids_below_1_is_refused(value):
+    assert [launcher.max_kept_given(one) for one in (None, "", "7")] == [4096, 4096, 7]
+    with pytest.raises(ConfigError, match=rf"--trustrl\.max_kept must be a whole number ≥ 1, got '{value}'"):
+        launcher.max_kept_given(value)
+
+
+@pytest.mark.parametrize("setting", [["--rollout.top_p", 0.9], []])
+def test_the_samplers_log_probs_are_requested_where_they_are_read(setting):
+    region = {"preset": "ppo", "anchor": "proximal", **({} if setting else {"max_staleness": 1})}
+    engine.check_settings(world.arguments(*SEVERAL, *setting, *world.RECORDED), region)
+    with pytest.raises(ConfigError, match=r"is_correction_level must be token with a region, got 'off'"):
+        engine.check_settings(world.arguments(*SEVERAL, *setting), region)
+
+
+def test_truncated_sampling_has_the_conditions_of_a_region_that_reads_the_vocabulary():
+    given = [*SEVERAL, *world.RECORDED, "--ds.zero_stage", 3]
+    engine.check_settings(world.arguments(*given), "dppo-binary-tv")
+    with pytest.raises(ConfigError, match=r"--ds\.zero_stage must be at most 2"):
+        engine.check_settings(world.arguments(*given, "--rollout.top_p", 0.9), "dppo-binary-tv")
 
 
 IMPORTS = """
@@ -95,9 +117,12 @@ assert not {name for name in sys.modules if name.split('.')[0] in ('openrlhf', '
 from importlib.util import find_spec
 assert find_spec('openrlhf.trainer.ray.ppo_actor')  # looking is not importing
 import FIRST
-from openrlhf.trainer.ray import ppo_actor
-from trustrl.engines.openrlhf.trainer import RegionActorPPOTrainer
+from openrlhf.trainer.ray import ppo_actor, vllm_engine
+from trustrl.engines.openrlhf.rollout_actor import RecordingRolloutActor
+from trustrl.engines.openrlhf.trainer import RegionActorPPOTrainer, RegionPolicyModelActor
 assert ppo_actor.ActorPPOTrainer is RegionActorPPOTrainer
+assert issubclass(ppo_actor.PolicyModelActor.__ray_metadata__.modified_class, RegionPolicyModelActor)
+assert issubclass(vllm_engine.RolloutRayActor.__ray_metadata__.modified_class, RecordingRolloutActor)
 """
 
 

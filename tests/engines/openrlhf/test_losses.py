@@ -194,8 +194,8 @@ def test_nan_outside_the_loss_changes_nothing():
 
 
 def test_the_worker_checks_the_arguments_again():
-    with pytest.raises(ConfigError, match=r"--rollout\.top_p must be 1\.0"):
-        world.trainer(world.arguments(*world.RECORDED, "--rollout.top_p", 0.9), None)
+    with pytest.raises(ConfigError, match=r"--actor\.dual_clip must be left out"):
+        world.trainer(world.arguments(*world.RECORDED, "--actor.dual_clip", 3.0), None)
 
 
 def test_a_loss_with_other_parameters_is_refused(monkeypatch):

@@ -32,6 +32,12 @@ VOCABULARY = {
     "top_k": ("--trustrl.region", '{"preset": "dppo-topk-tv", "anchor": "proximal"}'),
     "troll": ("--trustrl.region", "troll"),
 }
+RECORDED = (
+    "--trustrl.region", '{"preset": "dppo-topk-tv", "max_staleness": 1}', "--trustrl.max_kept", "150",
+    "--rollout.top_p", "0.9", "--algo.advantage.is_correction_level", "token",
+)  # fmt: skip
+"""Everything that a region reads of the sampler: its top K, the kept ids of truncated sampling, and versions."""
+
 SETTINGS = """
 --algo.advantage.estimator group_norm --algo.kl.init_coef 0
 --rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --rollout.micro_batch_size 8
@@ -51,6 +57,11 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module", params=VOCABULARY)
 def trained_on_vocabulary(request, tmp_path_factory):
     return train(tmp_path_factory.mktemp("run"), VOCABULARY[request.param])
+
+
+@pytest.fixture(scope="module")
+def trained_on_records(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run"), RECORDED)
 
 
 def train(folder, region):
@@ -131,3 +142,18 @@ def test_a_top_k_and_a_troll_run_on_ray_with_stubs_for_cuda_train_and_log_every_
     assert set(named(logged, "trustrl/dropped_share")) == {0.0}
     assert max(named(logged, "trustrl/kl_k3")) > 1e-3
     assert 1e-3 < moved(trained_on_vocabulary) < 1
+
+
+@pytest.mark.long
+def test_a_top_k_run_on_the_samplers_record_has_the_truncated_distribution_and_the_version_of_every_token(
+    trained_on_records,
+):
+    logged = numbers(trained_on_records)
+    assert len(named(logged, "trustrl/masked_share")) == STEPS
+    assert set(named(logged, "trustrl/dropped_share")) == {0.0}
+    # Weights go to the sampler after each step, so every token is of the weights that the step begins with.
+    assert set(named(logged, "trustrl/staleness_mean")) == {0.0}
+    # log μ by vLLM and log π' by the trainer inside the kept ids, both in bf16. Over the whole vocabulary, π' would be
+    # lower by -log 0.9 = 0.1.
+    assert max(map(abs, named(logged, "vllm_kl"))) < 0.02
+    assert 1e-3 < moved(trained_on_records) < 1

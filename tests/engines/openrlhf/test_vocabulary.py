@@ -1,6 +1,7 @@
 """Top-K and TROLL in OpenRLHF's own classes and DeepSpeed's engine, against plain models and whole log-softmaxes."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,22 +19,24 @@ from support.regions_oracle import Case
 from trustrl import regions
 from trustrl.config.terms import TIS
 from trustrl.engines import openrlhf as engine
+from trustrl.engines.common.kept_columns import KeptColumn
 from trustrl.engines.openrlhf.anchor_rows import CARRIED, RecordedLogp
+from trustrl.engines.openrlhf.sampled_rows import SAMPLED
 from trustrl.engines.openrlhf.vocabulary import VocabularyLoss, VocabularyPass
-from trustrl.errors import ConfigError, MissingDataError
+from trustrl.errors import ConfigError, EngineError, MissingDataError
 from trustrl.regions.loading import config_to_dict
 
 LARGEST_ERROR = 1e-5
 """Of a gradient, relative to the largest entry of all parameters' gradients."""
 
 LARGEST_LOSS_ERROR = 1e-6
-"""Of a loss whose terms of either sign are of size 1, in float32."""
+"""Of a loss whose terms of either sign are of size 1, in float32; relative to larger losses."""
 
 K, PENALTIES = oracle.K, {"use_kl_loss": True}
 
 
-def tight(divergence, **more):
-    return regions.DPPO(divergence(k=K, max_increase=0.02, max_decrease=0.01), anchor="proximal", **more)
+def tight(divergence, anchor="proximal", **more):
+    return regions.DPPO(divergence(k=K, max_increase=0.02, max_decrease=0.01), anchor=anchor, **more)
 
 
 CASES = {
@@ -48,6 +51,11 @@ CASES = {
     "TROLL": Case(trustrl.preset("troll", k=K, bound=0.01)),
     "TROLL, mean of sequences": Case(trustrl.preset("troll", k=K, bound=0.01), mode="seq-mean-token-mean"),
     "TROLL's sequence ratio": Case(trustrl.preset("troll-gspo", k=K), mode="seq-mean-token-mean"),
+    "top-K TV on μ": Case(tight(regions.TopKTV, "behavior")),
+    "top-K KL on μ": Case(tight(regions.TopKKL, "behavior")),
+    "TROLL on μ": Case(trustrl.preset("troll", k=K, bound=0.01, anchor="behavior")),
+    "top-K TV, truncated": Case(tight(regions.TopKTV), truncated=True),
+    **oracle.TRUNCATED,
 }
 
 
@@ -66,7 +74,8 @@ def start(folder, monkeypatch):
 
     def started(case, *given, **more):
         monkeypatch.setenv("TRUSTRL_REGION", json.dumps(config_to_dict(case.region)))
-        level = "token" if "behavior" in case.region.needs().anchors else "off"
+        level = "token" if case.truncated or "behavior" in case.region.needs().anchors else "off"
+        given = (*given, *(["--rollout.top_p", 0.9] if case.truncated else []))
         arguments = ["--train.max_epochs", 1, "--algo.advantage.is_correction_level", level, *given]
         if case.settings.get("use_kl_loss"):
             arguments += ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--actor.entropy_coef", 0.2]
@@ -90,7 +99,7 @@ def test_an_update_with_deepspeed_has_the_gradient_of_whole_log_softmaxes_with_p
         assert (run.gradient[key] - gradient * scale).abs().max() / largest <= LARGEST_ERROR, key
     if not case.settings:
         loss = sum(run.losses) / len(run.losses)  # DeepSpeed divides each micro-batch's by their number
-        assert abs(loss - wanted.loss * scale) <= LARGEST_LOSS_ERROR
+        assert loss == pytest.approx(wanted.loss * scale, rel=LARGEST_LOSS_ERROR, abs=LARGEST_LOSS_ERROR)
     share = wanted.metrics["trustrl/masked_share"]
     assert status["trustrl/masked_share"] == pytest.approx(share, abs=1e-6)
     if name.startswith("top-K"):
@@ -147,14 +156,14 @@ def test_an_update_without_the_anchor_is_refused(start, lost):
         if lost == "a token":
             experience.action_mask[-1, oracle.PROMPT] = 1 - experience.action_mask[-1, oracle.PROMPT]
         run.trainer.replay_buffer.append(experience)
-    with pytest.raises(MissingDataError, match=r"mm_train_inputs must carry the top K of π' at \["):
+    with pytest.raises(MissingDataError, match=r"mm_train_inputs must carry π' at \["):
         run.trainer.ppo_train(0.0)
 
 
 def test_an_actor_without_the_region_is_noticed(start):
     run = start(CASES["top-K TV"])
     del run.actor.forward
-    with pytest.raises(MissingDataError, match=r"must return the top K of π' for 2 micro-batches, got 0"):
+    with pytest.raises(MissingDataError, match=r"must return π' for 2 micro-batches, got 0"):
         run.experiences()
 
 
@@ -162,6 +171,51 @@ def test_a_region_on_the_sampled_token_leaves_the_experience_alone(start):
     made = start(Case(regions.PPO(anchor="proximal"))).experiences()
     assert all(one.mm_train_inputs == [None] * len(one.sequences) for one in made)
     assert all(isinstance(one.action_log_probs, torch.Tensor) for one in made)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_tokens_of_older_weights_than_the_region_allows_are_dropped(start, folder, monkeypatch, updates):
+    edges = {"max_increase": 0.002, "max_decrease": 0.001}
+    run = start(Case(regions.DPPO(regions.BinaryTV(**edges), max_staleness=1)))
+    monkeypatch.setattr(type(run.trainer).__base__, "broadcast_to_vllm", lambda self: None)
+    for _ in range(updates):
+        run.trainer.broadcast_to_vllm()
+    run.update()
+    if updates == 2:
+        assert all((gradient == 0).all() for gradient in run.gradient.values())
+        return
+    wanted = oracle.expected(folder, 1, Case(regions.DPPO(regions.BinaryTV(**edges)))).by_name
+    largest = max(gradient.abs().max() for gradient in wanted.values())
+    assert largest > 0
+    assert all((run.gradient[key] - wanted[key]).abs().max() / largest <= LARGEST_ERROR for key in wanted)
+
+
+@pytest.mark.parametrize("lost", ["all", "one", "kept ids"])
+def test_an_experience_without_the_samplers_record_is_refused(start, lost):
+    run = start(CASES["top-K on μ, truncated"])
+    samples = run.samples()
+    for sample in samples if lost == "all" else samples[2:3]:
+        row = sample.mm_train_inputs[0][SAMPLED]
+        empty = KeptColumn(row.kept.ids[:0], 0 * row.kept.counts)
+        sample.mm_train_inputs = [{SAMPLED: row._replace(kept=empty)} if lost == "kept ids" else None]
+    run.samples = lambda: samples
+    message = "must record the ids that top-p" if lost == "kept ids" else r"must carry the sampler's record at \["
+    with pytest.raises(MissingDataError, match=message):
+        run.experiences()
+
+
+def test_an_agent_that_truncates_a_run_that_does_not_is_refused(start):
+    run, truncating = start(CASES["top-K TV on μ"]), start(CASES["top-K on μ, truncated"])
+    run.samples = truncating.samples
+    with pytest.raises(EngineError, match=r"--rollout\.top_p must be below 1 if an agent truncates"):
+        run.experiences()
+
+
+def test_an_actor_without_the_kept_ids_is_noticed(start):
+    run = start(CASES["TROLL on π', truncated"])
+    run.trainer.scoring = lambda inputs: nullcontext()
+    with pytest.raises(MissingDataError, match="forward must receive the kept ids of each sequence, got 0 columns"):
+        run.experiences()
 
 
 def test_a_record_moves_its_log_probs_and_not_its_rows():

@@ -18,6 +18,8 @@ from trustrl_verl_cpu.cpu_defaults import with_defaults
 def test_without_an_address_nothing_is_waited_for(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_cluster.wait_for_nodes(1_000, pytest.fail)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    ray_cluster.wait_for_nodes(1_000, pytest.fail)
 
 
 def test_nodes_are_waited_for(monkeypatch, tmp_path):
@@ -52,6 +54,8 @@ def test_verl_joins_a_cluster_with_the_variables_of_a_cpu(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     alone = with_defaults([])
     assert "+ray_kwargs.ray_init.address=local" in alone
+    monkeypatch.setenv("RAY_ADDRESS", "local")  # Ray's word for a new cluster
+    assert with_defaults([]) == alone
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     joined = with_defaults([])
     start = "+ray_kwargs.ray_init.runtime_env.env_vars."

@@ -54,17 +54,18 @@ def chooses_megatron(arguments: Sequence[str]) -> bool:
 def with_defaults(arguments: Sequence[str]) -> list[str]:
     """Returns the user's arguments, preceded by the defaults of all settings that the user does not name.
 
-    With RAY_ADDRESS, verl joins that cluster instead of starting one.
+    With RAY_ADDRESS, verl joins that cluster instead of starting one, unless it is "local", Ray's word for a new one.
     """
+    joins = os.environ.get("RAY_ADDRESS", "local") != "local"
     named = {_key(argument) for argument in arguments}
     for beginnings, taken_back in UNLESS.items():
         if any(key.startswith(beginnings) for key in named):
             named |= set(taken_back)
-    if "RAY_ADDRESS" in os.environ:  # a running cluster has its own CPUs, and Ray refuses a number with an address
+    if joins:  # a running cluster has its own CPUs, and Ray refuses a number with an address
         named.add("ray_kwargs.ray_init")
     defaults = ON_MEGATRON if chooses_megatron(arguments) else DEFAULTS
     kept = [f"{name}={value}" for name, value in defaults.items() if not _named(_key(name), named)]
-    if "RAY_ADDRESS" in os.environ:
+    if joins:
         variables = [name for name in ENVIRONMENT if not name.startswith("RAY_")]
         kept += [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{ENVIRONMENT[name]}'" for name in variables]
     return [*kept, *arguments]

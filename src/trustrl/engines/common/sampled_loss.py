@@ -47,6 +47,7 @@ class SampledLoss:
         region: Region,
         reduction: TokenWeights,
         on_nonfinite: OnNonFinite = "drop",
+        version: int | None = None,
     ) -> LossOutput:
         """Returns the loss of one micro-batch.
 
@@ -57,6 +58,7 @@ class SampledLoss:
             reduction: The factor by which the engine multiplies each token's loss; see `token_weights`. Its `like`
                 names the kind of average, which regions that are defined per sequence check.
             on_nonfinite: See `trustrl.policy_loss`.
+            version: The version of the weights being trained, if `rollout` has versions.
 
         Raises:
             ConfigError: If the engine cannot feed the region.
@@ -64,7 +66,8 @@ class SampledLoss:
         """
         self.check(region)
         self.require_anchors(rollout, region)
-        return policy_loss(PolicyTokens(logp=logp), rollout, region, reduction=reduction, on_nonfinite=on_nonfinite)
+        policy = PolicyTokens(logp=logp, version=version)
+        return policy_loss(policy, rollout, region, reduction=reduction, on_nonfinite=on_nonfinite)
 
     def require_anchors(self, rollout: RolloutTokens, region: Region) -> None:
         """Raises if an anchor of the region is missing."""

@@ -12,14 +12,16 @@ from trustrl.config.axes import Region
 from trustrl.engines.common import seam
 from trustrl.engines.common.region_needs import by_trainer
 from trustrl.engines.common.region_settings import region_given
+from trustrl.engines.common.sampler_fields import MAX_KEPT
 from trustrl.engines.common.step_check import warn_if_it_cannot_act
 from trustrl.engines.openrlhf.worker_hook import install
-from trustrl.engines.refusals.openrlhf import ROWS
+from trustrl.engines.refusals.openrlhf import ROWS, truncated
 from trustrl.engines.refusals.rows import check, reader
 from trustrl.errors import ConfigError
 
 COMMAND = "openrlhf.cli.train_ppo_ray"
 OPTION, VARIABLE = "--trustrl.region", "TRUSTRL_REGION"
+KEPT, KEPT_VARIABLE = "--trustrl.max_kept", "TRUSTRL_MAX_KEPT"
 HOOK = f"{install.__module__}.{install.__qualname__}"
 
 
@@ -62,6 +64,7 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(OPTION, dest="region", default=os.environ.get(VARIABLE))
+    parser.add_argument(KEPT, dest="max_kept", default=os.environ.get(KEPT_VARIABLE))
     own, rest = parser.parse_known_args()
     config: Any = import_module("openrlhf.utils.config")
     seam.require_parameters(config, "hierarchize", ("args",))
@@ -69,7 +72,7 @@ def main() -> None:
     hierarchize, init = config.hierarchize, ray.init
     # OpenRLHF nests its arguments with this function before Ray starts: the one place that sees all of them.
     config.hierarchize = lambda args: _checked(hierarchize(args), own.region)
-    ray.init = _with_hook(init, own.region)
+    ray.init = _with_hook(init, own.region, max_kept_given(own.max_kept))
     install()
     try:
         sys.argv = [COMMAND, *rest]
@@ -78,22 +81,40 @@ def main() -> None:
         config.hierarchize, ray.init = hierarchize, init
 
 
+def max_kept_given(value: str | None) -> int:
+    """Returns the largest number of ids that truncation may keep at a token.
+
+    Raises:
+        ConfigError: If the value is not a whole number ≥ 1.
+    """
+    number = str(value or MAX_KEPT)
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError(f"{KEPT} must be a whole number ≥ 1, got {value!r}. The default is {MAX_KEPT}.")
+    return int(number)
+
+
 def _checked(args: Any, region: Any) -> Any:
     check_settings(args, region)
     return args
 
 
-def _with_hook(init: Callable[..., Any], region: str) -> Callable[..., Any]:
-    """Returns `ray.init` with the worker hook and the region's variable added to its runtime environment."""
+def _with_hook(init: Callable[..., Any], region: str, max_kept: int = MAX_KEPT) -> Callable[..., Any]:
+    """Returns `ray.init` with the worker hook and trustrl's variables added to its runtime environment."""
 
     def started(*args: Any, **options: Any) -> Any:
         environment = dict(options.pop("runtime_env", None) or {})
         # Ray calls it in every worker process, and each imports OpenRLHF's trainer by itself.
         environment["worker_process_setup_hook"] = HOOK
-        environment["env_vars"] = dict(environment.get("env_vars") or {}) | {VARIABLE: region}
+        ours = {VARIABLE: region, KEPT_VARIABLE: str(max_kept)}
+        environment["env_vars"] = dict(environment.get("env_vars") or {}) | ours
         return init(*args, runtime_env=environment, **options)
 
     return started
+
+
+def is_truncated(args: Any) -> bool:
+    """Returns whether OpenRLHF's arguments draw tokens from a part of the vocabulary."""
+    return truncated(_arguments(args))
 
 
 def _arguments(args: Any) -> Callable[[str, Any], Any]:

@@ -6,6 +6,8 @@ Borrowed: `aggregate_loss`, whose derivative is the factor on each token
 Carried:  by Ray's `worker_process_setup_hook`, which replaces the trainer in each worker that imports it
 """
 
+from typing import NamedTuple
+
 import torch
 from openrlhf.models import loss as openrlhf_loss
 from torch import Tensor, nn
@@ -36,6 +38,16 @@ SAMPLED = SampledLoss(
 )
 
 
+class Versions(NamedTuple):
+    """Numbers of weight updates."""
+
+    policy: int
+    """Before the running step."""
+
+    tokens: Tensor
+    """(rows, tokens): before each token was sampled."""
+
+
 class RegionLoss(nn.Module):
     """Policy loss of a region. Returns (loss, clip ratio, PPO's KL, vLLM's KL, filtered share) as `PolicyLoss` does.
 
@@ -57,6 +69,9 @@ class RegionLoss(nn.Module):
         self.loss_agg_mode = loss_agg_mode
         self.sums: Sums | None = None
         """The sums of the last call."""
+
+        self.versions: Versions | None = None
+        """Those of the running step; None if the sampler did not record them."""
 
         self._check()
 
@@ -107,13 +122,15 @@ class RegionLoss(nn.Module):
             ),
             log_probs.detach(),
         )
-        out = self._region_loss(
-            log_probs,
-            RolloutTokens(
-                behavior_logp=rollout_log_probs, proximal_logp=old_log_probs, advantage=advantages, in_loss=in_loss
-            ),
-            TokenWeights(weights, like=REDUCTIONS.get(self.loss_agg_mode)),
+        log_probs, old_log_probs = self._compared(log_probs, old_log_probs)
+        rollout = RolloutTokens(
+            behavior_logp=rollout_log_probs,
+            proximal_logp=old_log_probs,
+            advantage=advantages,
+            in_loss=in_loss,
+            version=None if self.versions is None else self.versions.tokens,
         )
+        out = self._region_loss(log_probs, rollout, TokenWeights(weights, like=REDUCTIONS.get(self.loss_agg_mode)))
         self.sums = out.sums
         added = out.sums.added
         tokens = added["tokens"].clamp(min=1)
@@ -127,9 +144,16 @@ class RegionLoss(nn.Module):
     def _check(self) -> None:
         SAMPLED.check(self.region)
 
+    def _compared(self, log_probs: Tensor, old_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log π and log π' of the same distribution as log μ."""
+        return log_probs, old_log_probs
+
     def _region_loss(self, log_probs: Tensor, rollout: RolloutTokens, reduction: TokenWeights) -> LossOutput:
         """Returns the region's loss of (rows, tokens)."""
-        return SAMPLED(log_probs, rollout, self.region, reduction)
+        return SAMPLED(log_probs, rollout, self.region, reduction, version=self._updates())
+
+    def _updates(self) -> int | None:
+        return None if self.versions is None else self.versions.policy
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last call, which OpenRLHF averages over tokens."""

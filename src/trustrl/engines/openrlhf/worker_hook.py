@@ -1,4 +1,4 @@
-"""Replacement of two of OpenRLHF's classes at the moment when a process imports them.
+"""Replacement of four of OpenRLHF's classes at the moment when a process imports them.
 
 A process that never imports them, such as vLLM's, imports nothing here either.
 """
@@ -12,13 +12,14 @@ from types import ModuleType
 
 REPLACED_BY = {
     "openrlhf.trainer.ray.ppo_actor": "trustrl.engines.openrlhf.trainer",
+    "openrlhf.trainer.ray.vllm_engine": "trustrl.engines.openrlhf.rollout_actor",
     "openrlhf.trainer.ppo_utils.experience_maker": "trustrl.engines.openrlhf.experience_maker",
 }
 """Modules of OpenRLHF, each with the module that replaces a class in it when imported."""
 
 
 def install() -> None:
-    """Replaces `ActorPPOTrainer` and `RemoteExperienceMaker` by those with a region, in this process.
+    """Replaces OpenRLHF's trainer, its experience maker and its Ray actors by those with a region, in this process.
 
     Ray calls it in every worker process, as `worker_process_setup_hook`. Calling it again changes nothing.
     """

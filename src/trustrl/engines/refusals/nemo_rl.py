@@ -3,6 +3,7 @@
 from trustrl.engines.refusals.rows import (
     ON_TRAINER_ALONE,
     Refusal,
+    no_ages,
     not_averaged_over_tokens,
     switch,
     whole_vocabulary,
@@ -10,8 +11,13 @@ from trustrl.engines.refusals.rows import (
 
 LOSS, GENERATION = "loss_fn", "policy.generation"
 _OWN = "It belongs to NeMo RL's own clip, which the region replaces. Set the region in loss_fn.trustrl_region."
+_TRUNCATED = (
+    "NeMo RL cuts π and π' to their own most probable ids. Those are not the ids that vLLM kept, which it does not "
+    "record. TRL, verl and OpenRLHF do."
+)
 
 ROWS = (
+    no_ages(f"{LOSS}.trustrl_region", "NeMo RL"),
     *(
         Refusal(f"{LOSS}.{name}", "0.2, the default,", _OWN, default=0.2)
         for name in ("ratio_clip_min", "ratio_clip_max")
@@ -32,7 +38,7 @@ ROWS = (
         scope=ON_TRAINER_ALONE,
     ),
     not_averaged_over_tokens(f"{LOSS}.token_level_loss", "false"),
-    whole_vocabulary(f"{GENERATION}.top_p", "top_p", "1.0", 1.0),
-    whole_vocabulary(f"{GENERATION}.top_k", "top_k", "null"),
+    whole_vocabulary(f"{GENERATION}.top_p", "top_p", "1.0", 1.0, _TRUNCATED),
+    whole_vocabulary(f"{GENERATION}.top_k", "top_k", "null", why=_TRUNCATED),
 )  # fmt: skip
 """Every row, in the order of the check."""

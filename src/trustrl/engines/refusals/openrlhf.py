@@ -3,24 +3,30 @@
 Imports neither torch nor OpenRLHF, so the documentation can list the rows anywhere.
 """
 
+from dataclasses import replace
+from typing import Any
+
+from trustrl.config.axes import Region, reads_ages
 from trustrl.config.terms import SequenceMeanTokenMean, TokenMean
 from trustrl.engines.refusals.rows import (
-    EVERY,
+    AGES,
     ON_SAMPLER,
     ON_TRAINER_ALONE,
     VOCABULARY,
+    VOCABULARY_OR_TRUNCATED,
+    Given,
     Refusal,
+    Scope,
     at_most,
     average_per_sequence,
     no_exact,
-    no_topk_of_sampler,
     not_asynchronous,
     switch,
-    unfit,
-    whole_vocabulary,
 )
 
 LEVEL, MODE = "--algo.advantage.is_correction_level", "--actor.loss_agg_mode"
+RECORDED = Scope("anchored on the sampler, with max_staleness, and all with truncated sampling", lambda needs: True)
+
 REDUCTIONS = {"token-mean": TokenMean, "seq-mean-token-mean": SequenceMeanTokenMean}
 """Maps OpenRLHF's `--actor.loss_agg_mode` to reductions."""
 
@@ -31,46 +37,69 @@ _CORRECTION = (
 )
 
 
+def truncated(lookup: Given) -> bool:
+    """Returns whether tokens are drawn from a part of the vocabulary. OpenRLHF passes vLLM top_p alone."""
+    return lookup("--rollout.top_p", 1.0) < 1.0
+
+
+def _records_sampler(lookup: Given, region: Region) -> bool:
+    """Returns whether the run reads what vLLM recorded of each token."""
+    return ON_SAMPLER.holds(region.needs()) or truncated(lookup) or reads_ages(region)
+
+
+def _where_vocabulary_is_read(row: Refusal) -> Refusal:
+    """Returns a row for regions that read more than the sampled token, or their log-probs inside the kept ids."""
+    inner = row.refused
+    assert inner is not None
+
+    def refused(got: Any, lookup: Given, region: Region) -> bool:
+        return inner(got, lookup, region) and (VOCABULARY.holds(region.needs()) or truncated(lookup))
+
+    return replace(row, refused=refused, scope=VOCABULARY_OR_TRUNCATED)
+
+
 _VOCABULARY = (
     no_exact("--trustrl.region"),
-    no_topk_of_sampler(
-        "--trustrl.region",
-        'OpenRLHF asks vLLM for the sampled token\'s log-prob only. Set "anchor": "proximal" on the region.',
+    *map(
+        _where_vocabulary_is_read,
+        (
+            at_most(
+                "--ds.zero_stage", 2,
+                "{region} reads the output layer's weight, of which ZeRO-3 holds a part on each rank.",
+            ),
+            switch(
+                "--ds.packing_samples",
+                "It needs flash attention, which we could not run with {region}. Batches with padding work.",
+                "left out", words={"region": "such a region"},
+            ),
+            at_most("--ds.ring_attn_size", 1, "We could not run {region} on split sequences."),
+            at_most("--ds.tensor_parallel_size", 1, "{region} reads the output layer's weight, which it splits."),
+            switch(
+                "--ds.deepcompile", "It compiles the model's forward pass, in which {region} reads the vocabulary.",
+                "left out",
+            ),
+            at_most("--data.max_images_per_prompt", 0, "{region} on images is not supported."),
+        ),
     ),
-    unfit(
-        "--trustrl.region", "without max_staleness",
-        "OpenRLHF does not record which weights sampled a token. TRL and verl do.", EVERY,
-        refused=lambda got, lookup, region: getattr(region, "max_staleness", None) is not None,
+    Refusal(
+        "--data.max_images_per_prompt", "0",
+        "Versions travel where OpenRLHF puts images. Leave max_staleness out.", 0,
+        refused=lambda got, lookup, region: got > 0 and reads_ages(region), scope=AGES,
     ),
-    at_most(
-        "--ds.zero_stage", 2, "{region} reads the output layer's weight, of which ZeRO-3 holds a part on each rank.",
-        scope=VOCABULARY,
-    ),
-    switch(
-        "--ds.packing_samples",
-        "It needs flash attention, which we could not run with {region}. Batches with padding work.", "left out",
-        scope=VOCABULARY, words={"region": "such a region"},
-    ),
-    at_most("--ds.ring_attn_size", 1, "We could not run {region} on split sequences.", scope=VOCABULARY),
-    at_most(
-        "--ds.tensor_parallel_size", 1, "{region} reads the output layer's weight, which it splits.", scope=VOCABULARY
-    ),
-    switch(
-        "--ds.deepcompile", "It compiles the model's forward pass, in which {region} reads the vocabulary.", "left out",
-        scope=VOCABULARY,
-    ),
-    at_most("--data.max_images_per_prompt", 0, "{region} on images is not supported.", scope=VOCABULARY),
 )  # fmt: skip
 
 ROWS = (
     *_VOCABULARY,
     Refusal(
-        setting=LEVEL, must_be="token", default="off", scope=ON_SAMPLER,
-        refused=lambda level, lookup, region: level != "token",
+        setting=LEVEL, must_be="token", default="off", scope=RECORDED,
+        refused=lambda level, lookup, region: level != "token" and _records_sampler(lookup, region),
         why="Only then does OpenRLHF ask vLLM for log-probs. The region replaces the loss that would apply the "
         "correction, so nothing is corrected twice.",
     ),
-    Refusal(LEVEL, "off", _CORRECTION, "off", scope=ON_TRAINER_ALONE),
+    Refusal(
+        LEVEL, "off", _CORRECTION, "off", scope=ON_TRAINER_ALONE,
+        refused=lambda level, lookup, region: level != "off" and not _records_sampler(lookup, region),
+    ),
     Refusal("--actor.eps_clip", "left at 0.2", _BOUNDS, 0.2),
     Refusal(
         setting="--actor.eps_clip_low_high",
@@ -94,10 +123,5 @@ ROWS = (
     ),
     average_per_sequence(MODE, REDUCTIONS, "seq-mean-token-mean", "token-mean"),
     not_asynchronous("--train.async_enable", "left out", "OpenRLHF", '"anchor": "behavior"'),
-    whole_vocabulary(
-        "--rollout.top_p", "top_p", "1.0", 1.0,
-        "μ would be renormalized over the kept tokens and π would not: OpenRLHF does not record the ids that vLLM "
-        "keeps. TRL and verl do.",
-    ),
 )  # fmt: skip
 """Every row, in the order of the check."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trustrl.config.axes import Needs, Region
+from trustrl.config.axes import Needs, Region, reads_ages
 from trustrl.config.sampling_parameters import TRUNCATION
 from trustrl.errors import ConfigError
 
@@ -50,6 +50,9 @@ EXACT = Scope("exact divergences", lambda needs: bool(needs.full))
 EXACT_ON_SAMPLER = Scope(
     "exact, anchored on the sampler", lambda needs: bool(needs.full) and needs.anchor == "behavior"
 )
+AGES = Scope("with max_staleness", lambda needs: True)
+"""The rows themselves find out whether the region has it."""
+
 PER_SEQUENCE = Scope("defined per sequence (GSPO)", lambda needs: needs.reduction is not None)
 
 
@@ -157,6 +160,12 @@ def no_topk_of_sampler(setting: str, why: str, **more: Any) -> Refusal:
     return unfit(setting, "on the sampled token, or anchored on the trainer,", why, SAMPLER_TOPK, **more)
 
 
+def no_ages(setting: str, engine: str) -> Refusal:
+    """Returns the row of regions that read the ages of tokens, for engines that record no versions."""
+    why = f"{engine} does not record which weights sampled a token. TRL, verl and OpenRLHF do."
+    return unfit(setting, "without max_staleness", why, AGES, refused=lambda got, lookup, region: reads_ages(region))
+
+
 def switch(setting: str, why: str, must_be: str = "False", **more: Any) -> Refusal:
     """Returns the row of a switch that must be off. `more` has other fields of the row."""
     return Refusal(setting, must_be, why, refused=is_set, **more)
@@ -238,14 +247,15 @@ def whole_vocabulary(
     )
 
 
-def plain_sampling(group: str) -> tuple[Refusal, ...]:
+def plain_sampling(group: str, why: str = TRUNCATED) -> tuple[Refusal, ...]:
     """Returns the rows about vLLM's sampling parameters that change the distribution.
 
     Args:
         group: The engine's group of settings that holds the parameters.
+        why: The reason of those that truncate.
     """
     neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    rows = (whole_vocabulary(f"{group}.{name}", name, str(value), value) for name, value in neutral.items())
+    rows = (whole_vocabulary(f"{group}.{name}", name, str(value), value, why) for name, value in neutral.items())
     return (*rows, no_penalty(f"{group}.repetition_penalty"))
 
 

@@ -15,6 +15,7 @@ from trustrl.engines.refusals.rows import (
     Refusal,
     Scope,
     average_per_sequence,
+    no_ages,
     no_exact,
     no_topk_of_sampler,
     not_asynchronous,
@@ -56,6 +57,7 @@ ALGORITHM_ROWS = (
         f"{ALGORITHM}.policy_loss_type",
         "SkyRL keeps only the sampled token's log-prob of the sampler's answer. Set region.anchor=proximal.",
     ),
+    no_ages(f"{ALGORITHM}.policy_loss_type", "SkyRL"),
     Refusal(
         setting=f"{ALGORITHM}.off_policy_correction", must_be="off", refused=_corrected,
         why="Only SkyRL's own losses apply it. A region anchored on the sampler already contains π'/μ; one with "
@@ -74,6 +76,11 @@ ALGORITHM_ROWS = (
     ),
 )  # fmt: skip
 """Rows about `trainer.algorithm`, the only settings that SkyRL passes to a loss. Losses check these rows again."""
+
+_KEPT = (
+    "μ would be renormalized over the kept tokens and π would not: SkyRL's server answers with the sampled token's "
+    "log-prob alone. TRL, verl and OpenRLHF record the ids that vLLM keeps."
+)
 
 SAMPLING_ROWS = (
     Refusal(
@@ -102,7 +109,7 @@ SAMPLING_ROWS = (
         ),
         why="π and μ would be computed at different temperatures.",
     ),
-    *plain_sampling(SAMPLING),
+    *plain_sampling(SAMPLING, _KEPT),
 )  # fmt: skip
 """Rows about the sampler and the trainer around the loss."""
 

@@ -118,8 +118,13 @@ _ANCHORS = (
     ),
 )  # fmt: skip
 
+_KEPT = (
+    "μ would be renormalized over the kept tokens and π would not: ms-swift takes only the sampled token's log-prob "
+    "from vLLM's answer. TRL, verl and OpenRLHF record the ids that vLLM keeps."
+)
+
 _SAMPLING = (
-    whole_vocabulary("top_p", "top_p", "1.0"),
+    whole_vocabulary("top_p", "top_p", "1.0", why=_KEPT),
     Refusal(
         setting="top_k", must_be="{whole}", default=-1,
         refused=lambda got, lookup, region: got > 0 if _vllm(lookup) else not 0 < lookup("vocab_size", 1) <= got,
@@ -130,7 +135,7 @@ _SAMPLING = (
         why="μ would be renormalized over the kept tokens and π would not. ms-swift passes transformers -1 as unset, "
         "and transformers keeps the model's own top_k, or 50.",
     ),
-    whole_vocabulary("min_p", "min_p", "0.0"),
+    whole_vocabulary("min_p", "min_p", "0.0", why=_KEPT),
     no_penalty("repetition_penalty"),
     Refusal(
         setting=GENERATION + ".{key}", must_be="left out", facts=_generation, words={"key": "min_p, ..."},
