@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HOST = "https://github.com/"
 PLACEHOLDER = "OWNER"
-FOLDERS = (".github", "docs", "launch", "packages", "recipes", "src", "studies", "tests")
+FOLDERS = (".github", "docs", "launch", "packages", "recipes", "src", "studies", "tests", "upstream")
 KINDS = {".cff", ".ipynb", ".md", ".py", ".toml", ".yml"}
 ADDRESS = re.compile(rf"{re.escape(HOST)}[\w.-]+/trustrl(?![\w-])")
 
