@@ -153,6 +153,21 @@ def test_a_first_batch_that_kills_the_policy_is_the_learning_rate_though_later_b
     assert names(run_of(killed, batches=20))[0] == "learning rate too large"
 
 
+def test_updates_that_break_the_policy_in_the_first_batches_are_too_many_though_it_moves_little_later():
+    def broken(row):
+        far = 0.05 * ((row["step"] - 1) % 8) if batch(row, 8) < 3 else 0.0
+        return {"trustrl/kl_k3": "gone", "clip_share": far, "reward": 0.3 if batch(row, 8) < 2 else 0.1}
+
+    assert names(run_of(broken, updates=8)) == ["too many updates per batch"]
+
+
+def test_updates_that_go_far_in_the_first_batches_without_harm_are_healthy():
+    def moved(row):
+        return {"trustrl/kl_k3": "gone", "clip_share": 0.05 * ((row["step"] - 1) % 8) * (batch(row, 8) < 3)}
+
+    assert names(run_of(moved, updates=8)) == []
+
+
 def test_a_reward_that_breaks_off_without_a_large_update_is_not_the_learning_rate():
     def constant(row):
         return DEAD if row["step"] > 12 else {"trustrl/kl_k3": "gone"}

@@ -216,8 +216,11 @@ def _grown(run: Evidence, metric: str, limit: float) -> Number | None:
         lasts, what = run.per_batch(metric), "median over batches of the mean over their updates"
     if not lasts:
         return None
-    number = _added(run, metric, lasts, limit, what)
-    return number if number.excess > 0 else None
+    numbers = [_added(run, metric, lasts, limit, what)]
+    if metric != MASKED and len(lasts) >= 2 * FEWEST_ROLLOUTS:  # a policy that broke in the first batches moves little
+        early = f"{what}, first {FEWEST_ROLLOUTS} batches"
+        numbers.append(_added(run, metric, lasts[:FEWEST_ROLLOUTS], limit, early))
+    return next((number for number in numbers if number.excess > 0), None)
 
 
 def _added(run: Evidence, metric: str, later: list[Point], limit: float, what: str) -> Number:
