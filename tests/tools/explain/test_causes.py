@@ -168,6 +168,14 @@ def test_updates_that_go_far_in_the_first_batches_without_harm_are_healthy():
     assert names(run_of(moved, updates=8)) == []
 
 
+def test_a_collapse_of_the_entropy_while_the_reward_rises_is_not_laid_on_the_first_updates():
+    def collapsing(row):
+        far = {"clip_share": 0.05 * ((row["step"] - 1) % 8) * (batch(row, 8) < 3)}
+        return {"trustrl/kl_k3": "gone", "trustrl/entropy": 0.5 * 0.6 ** batch(row, 8)} | far
+
+    assert names(run_of(collapsing, updates=8)) == ["entropy collapse"]
+
+
 def test_a_reward_that_breaks_off_without_a_large_update_is_not_the_learning_rate():
     def constant(row):
         return DEAD if row["step"] > 12 else {"trustrl/kl_k3": "gone"}

@@ -31,7 +31,7 @@ from trustrl.tools.explain.evidence import (
     points,
 )
 from trustrl.tools.explain.sampler_rules import gap_limit
-from trustrl.tools.explain.signal_rules import harms
+from trustrl.tools.explain.signal_rules import fell, harms
 
 KL_OF_ONE_UPDATE = 0.02
 """KL in nats that one optimizer step adds: twice the healthy value of the metric dictionary for a whole batch."""
@@ -217,7 +217,8 @@ def _grown(run: Evidence, metric: str, limit: float) -> Number | None:
     if not lasts:
         return None
     numbers = [_added(run, metric, lasts, limit, what)]
-    if metric != MASKED and len(lasts) >= 2 * FEWEST_ROLLOUTS:  # a policy that broke in the first batches moves little
+    # A policy that broke in the first batches moves little later.
+    if metric != MASKED and len(lasts) >= 2 * FEWEST_ROLLOUTS and fell(run):
         early = f"{what}, first {FEWEST_ROLLOUTS} batches"
         numbers.append(_added(run, metric, lasts[:FEWEST_ROLLOUTS], limit, early))
     return next((number for number in numbers if number.excess > 0), None)
