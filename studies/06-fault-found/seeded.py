@@ -1,9 +1,10 @@
-"""Makes the runs of `seeded_runs.py`, one process each, and skips those that are done.
+"""Makes the runs of `seeded_runs.py` or of `faults.py`, and skips those that are done.
 
-    python studies/06-fault-found/seeded.py RUNS --engine trl verl --trl PYTHON --verl PYTHON [--only NAME ...]
+    python studies/06-fault-found/seeded.py RUNS --edition 3 --trl PYTHON --verl PYTHON [--engine trl] [--only NAME ...]
 
-Each engine has an environment of its own: name its interpreter. A run ends with a file `<name>.done` that contains the
-exit code and the seconds, whatever the code. A run that was interrupted begins again.
+Runs on TRL of the third edition are forks of one process; every other run is a process of its own. Each engine has an
+environment of its own: name its interpreter. A run ends with a file `<name>.done` that contains the exit code and the
+seconds, whatever the code. A run that was interrupted begins again.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from faults import ALL, FAULTS, ORDER
 from seeded_runs import RUNS
 
 HERE = Path(__file__).parent
@@ -37,7 +39,7 @@ def make(name: str, folder: Path, python: str) -> None:
 
 def attempt(name: str, folder: Path, python: str) -> int:
     """Starts one run and returns its exit code."""
-    engine = RUNS[name].engine.removeprefix("stock ")
+    engine = ALL[name].engine.removeprefix("stock ")
     shutil.rmtree(folder / name, ignore_errors=True)
     with (folder / f"{name}.log").open("w") as log:
         command = [python, "-W", "ignore", str(HERE / f"seeded_{engine}.py"), name, str(folder / name)]
@@ -55,12 +57,18 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", choices=["trl", "verl"], default=["trl", "verl"])
     parser.add_argument("--trl", default=sys.executable, help="Python with TRL and vLLM")
     parser.add_argument("--verl", default=sys.executable, help="Python with verl")
-    parser.add_argument("--only", nargs="+", choices=list(RUNS), metavar="NAME", default=list(RUNS))
+    parser.add_argument("--edition", type=int, choices=[2, 3], default=3)
+    parser.add_argument("--only", nargs="+", choices=list(ALL), metavar="NAME")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
-    for name in options.only:
-        engine = RUNS[name].engine.removeprefix("stock ")
-        if engine in options.engine and not (options.runs / f"{name}.done").exists():
+    wanted = options.only or list(ORDER if options.edition == 3 else RUNS)
+    forked = [name for name in wanted if name in FAULTS and ALL[name].engine == "stock trl"]
+    if forked and "trl" in options.engine:
+        command = [options.trl, "-W", "ignore", str(HERE / "faulty_trl.py"), str(options.runs), "--only", *forked]
+        subprocess.run(command, check=True)
+    for name in wanted:
+        engine = ALL[name].engine.removeprefix("stock ")
+        if name not in forked and engine in options.engine and not (options.runs / f"{name}.done").exists():
             make(name, options.runs.resolve(), getattr(options, engine))
 
 

@@ -8,6 +8,7 @@ in runs with a fault.
 
 import random
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ SIZE = [
     "schedule.prompts_per_step=8",
     "evaluation.count=200",
 ]
+
+FIELDS = ("logging_steps=", "mask_truncated_completions=")
+"""Settings of stock TRL that no recipe has."""
 
 
 def seed_fault(trainer: Any, fault: dict[str, Any], draw: random.Random) -> None:
@@ -87,15 +91,19 @@ def break_reward(trainer: Any, fault: dict[str, Any], draw: random.Random) -> No
     trainer.reward_funcs[0] = broken
 
 
-def recipe_of(name: str) -> tuple[Recipe, list[str]]:
-    """Returns the run's recipe, and the settings that are no part of a recipe."""
-    wanted = RUNS[name]
-    mine = [one for one in wanted.settings if not one.startswith("logging_steps=")]
+def recipe_from(settings: Sequence[str], name: str, seed: int, size: Sequence[str]) -> tuple[Recipe, dict[str, int]]:
+    """Returns a recipe, and the settings of TRL that are no part of one."""
+    mine = [one for one in settings if not one.startswith(FIELDS)]
     base = "tour" if PLAIN in mine else "mismatch"
-    settings = [*SIZE, *mine, f"name={name}", f"schedule.seed={seed_of(name)}"]
+    chosen = [*size, *mine, f"name={name}", f"schedule.seed={seed}"]
     if base == "tour" and not any("updates_per_batch" in one for one in mine):
-        settings.append("schedule.updates_per_batch=2")
-    return load(str(RECIPES / f"{base}.toml"), settings), [one for one in wanted.settings if one not in mine]
+        chosen.append("schedule.updates_per_batch=2")
+    fields = {key: int(value) for key, value in (one.split("=") for one in settings if one not in mine)}
+    return load(str(RECIPES / f"{base}.toml"), chosen), fields
+
+
+def recipe_of(name: str) -> tuple[Recipe, dict[str, int]]:
+    return recipe_from(RUNS[name].settings, name, seed_of(name), SIZE)
 
 
 def make(name: str, folder: Path) -> None:
@@ -118,13 +126,12 @@ def make(name: str, folder: Path) -> None:
     run(recipe, folder, resume=True)
 
 
-def make_stock(name: str, folder: Path) -> None:
-    """Makes a run of TRL's own trainer with TRL's own loss."""
+def stock_trainer(recipe: Recipe, folder: Path, fields: dict[str, Any], problems: int, copies: int = 1) -> Any:
+    """Returns TRL's own trainer with TRL's own loss, on some problems, each of them several times in the data."""
     from trustrl.runner.processes import take_a_port
     from trustrl.runner.trl_arguments import grpo_fields
     from trustrl.world import models, tasks
 
-    recipe, more = recipe_of(name)
     take_a_port()
     options: Any = nullcontext()
     if recipe.sampler.kind == "vllm":
@@ -132,24 +139,32 @@ def make_stock(name: str, folder: Path) -> None:
 
         set_cpu_environment()  # before vllm is imported
         options = extra_llm_options(**cpu_options(dtype=recipe.sampler.dtype))
+    from datasets import concatenate_datasets
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
-    fields = grpo_fields(recipe, str(folder)) | {"loss_type": "dapo"}
-    fields.pop("vllm_importance_sampling_correction", None)
-    fields |= {key: int(value) for key, value in (one.split("=") for one in more)}
+    arguments = grpo_fields(recipe, str(folder)) | {"loss_type": "dapo"}
+    arguments.pop("vllm_importance_sampling_correction", None)
     task, path = tasks.load(recipe.task.name), models.path(recipe.model.name)
+    data = task.dataset("train", problems, recipe.schedule.seed, recipe.task.chat)
     with options:
         trainer = GRPOTrainer(
-            model=path, reward_funcs=task.reward, args=GRPOConfig(**fields),
-            train_dataset=task.dataset("train", recipe.task.problems, recipe.schedule.seed, recipe.task.chat),
+            model=path, reward_funcs=task.reward, args=GRPOConfig(**arguments | fields),
+            train_dataset=concatenate_datasets([data] * copies),
             processing_class=AutoTokenizer.from_pretrained(path, padding_side="left"),
         )  # fmt: skip
     if recipe.sampler.kind == "vllm":
         from trustrl.engines.vllm.weight_reload import install_sync
 
         install_sync(trainer.vllm_generation)  # on a CPU, TRL's own sync fails
+    return trainer
+
+
+def make_stock(name: str, folder: Path) -> None:
+    """Makes a run of TRL's own trainer with TRL's own loss."""
+    recipe, fields = recipe_of(name)
+    trainer = stock_trainer(recipe, folder, fields, recipe.task.problems)
     seed_fault(trainer, RUNS[name].fault, random.Random(seed_of(name)))
     trainer.train()
 

@@ -5,6 +5,7 @@ The fault is an object in the environment variable `SEEDED_FAULT`, such as {"tem
 
 import json
 import os
+from dataclasses import replace
 
 import torch
 from verl.workers.rollout import replica
@@ -21,6 +22,10 @@ def faulty_replica():
         """Samples with other weights or from another distribution than the trainer assumes."""
 
         syncs = 0
+
+        def _sampled(self, requests):
+            begin = [self._model.config.bos_token_id] * FAULT.get("extra_tokens", 0)
+            return super()._sampled([replace(one, prompt_ids=[*begin, *one.prompt_ids]) for one in requests])
 
         def _draw(self, logits_BV, temperature_B1):
             logits_BV = logits_BV / FAULT.get("temperature", 1.0)

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Keep writing a text file for node exporter",
     )
     parser.add_argument(
+        "--otlp",
+        metavar="URL",
+        help="Keep sending the same values to an OpenTelemetry collector, such as http://localhost:4318/v1/metrics",
+    )
+    parser.add_argument(
         "--every", type=float, default=10.0, metavar="SECONDS",
         help="Look for new data at this interval (default: 10). Long runs are read less often",
     )  # fmt: skip
@@ -36,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from trustrl.files import write_whole
     from trustrl.tools.report.html_page import page
     from trustrl.tools.report.live_view import live_reports, stamp
+    from trustrl.tools.report.otel_export import otlp_gauges
     from trustrl.tools.report.prometheus_text import prometheus_text
     from trustrl.tools.report.report_contents import text
 
@@ -48,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
             prepare_file(option, file)
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     report, before = None, ""
-    with suppress(KeyboardInterrupt), _display() as show:
+    sender = nullcontext() if options.otlp is None else otlp_gauges(options.otlp)
+    with suppress(KeyboardInterrupt), sender as gauges, _display() as show:
         for report in live_reports(options.runs, every=options.every, with_page=options.out is not None):
             now = text(report, unicode=unicode)
             if now != before:
@@ -57,10 +64,12 @@ def run(options: argparse.Namespace) -> int:
             if options.out is not None:
                 with written("--out", options.out):
                     write_whole(options.out, page(report, reload_seconds=options.every))
+            changed = max((time for _, time in stamp(options.runs).values()), default=0) / 1e9
             if options.prometheus is not None:
-                changed = max((time for _, time in stamp(options.runs).values()), default=0)
                 with written("--prometheus", options.prometheus):
-                    write_whole(options.prometheus, prometheus_text(report, changed / 1e9))
+                    write_whole(options.prometheus, prometheus_text(report, changed))
+            if gauges is not None:
+                gauges.set(report, changed)
     if report is None:
         return 1
     if options.out is not None:

@@ -132,6 +132,64 @@ def test_with_one_update_per_batch_jumps_of_the_entropy_show_the_learning_rate()
     assert names(run) == ["learning rate too large"]
 
 
+DEAD = {"reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0, "clip_share": 0.0, "trustrl/kl_k3": "gone"}
+"""A batch after the policy broke: nothing is rewarded, so nothing moves."""
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_one_update_per_batch_that_kills_the_policy_at_once_is_the_learning_rate(first):
+    def killed(row):
+        return DEAD | {"trustrl/entropy": 1.1} if row["step"] > first else {"trustrl/kl_k3": "gone"}
+
+    assert names(run_of(killed, updates=1, batches=40))[0] == "learning rate too large"
+
+
+def test_a_first_batch_that_kills_the_policy_is_the_learning_rate_though_later_batches_have_some_signal():
+    def killed(row):
+        some = {"reward": 0.03, "frac_reward_zero_std": 0.88, "clip_share": 0.06 * ((row["step"] - 1) % 4 > 0)}
+        first = {"clip_share": 0.43 * (row["step"] > 1)}
+        return {"trustrl/kl_k3": "gone", "trustrl/entropy": 0.4} | (first if batch(row) == 0 else some)
+
+    assert names(run_of(killed, batches=20))[0] == "learning rate too large"
+
+
+def test_updates_that_break_the_policy_in_the_first_batches_are_too_many_though_it_moves_little_later():
+    def broken(row):
+        far = 0.05 * ((row["step"] - 1) % 8) if batch(row, 8) < 3 else 0.0
+        return {"trustrl/kl_k3": "gone", "clip_share": far, "reward": 0.3 if batch(row, 8) < 2 else 0.1}
+
+    assert names(run_of(broken, updates=8)) == ["too many updates per batch"]
+
+
+def test_updates_that_go_far_in_the_first_batches_without_harm_are_healthy():
+    def moved(row):
+        return {"trustrl/kl_k3": "gone", "clip_share": 0.05 * ((row["step"] - 1) % 8) * (batch(row, 8) < 3)}
+
+    assert names(run_of(moved, updates=8)) == []
+
+
+def test_a_collapse_of_the_entropy_while_the_reward_rises_is_not_laid_on_the_first_updates():
+    def collapsing(row):
+        far = {"clip_share": 0.05 * ((row["step"] - 1) % 8) * (batch(row, 8) < 3)}
+        return {"trustrl/kl_k3": "gone", "trustrl/entropy": 0.5 * 0.6 ** batch(row, 8)} | far
+
+    assert names(run_of(collapsing, updates=8)) == ["entropy collapse"]
+
+
+def test_a_reward_that_breaks_off_without_a_large_update_is_not_the_learning_rate():
+    def constant(row):
+        return DEAD if row["step"] > 12 else {"trustrl/kl_k3": "gone"}
+
+    assert names(run_of(constant, updates=1, batches=40)) == ["no learning signal"]
+
+
+def test_a_jump_of_the_entropy_after_which_the_reward_recovers_is_not_the_learning_rate():
+    def recovered(row):
+        return {"trustrl/entropy": 1.1, "reward": 0.0} if row["step"] == 3 else {"trustrl/kl_k3": "gone"}
+
+    assert names(run_of(recovered, updates=1, batches=40)) == []
+
+
 def test_what_is_stopped_for_stale_weights_is_not_laid_on_the_updates():
     def stale(row):
         gap = 0.05 * batch(row)

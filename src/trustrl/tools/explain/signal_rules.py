@@ -202,6 +202,11 @@ def harms(run: Evidence) -> list[Number]:
     return [sign for sign in (fallen, *entropies) if sign is not None] + signs
 
 
+def fell(run: Evidence) -> bool:
+    """Returns whether the held-out accuracy or the reward fell."""
+    return any(sign.metric in (ACCURACY, REWARD) for sign in harms(run))
+
+
 def has_learnt(run: Evidence) -> bool:
     """Returns whether the held-out accuracy rose by more than its standard errors."""
     lowest = lowest_accuracy(run.evaluations)

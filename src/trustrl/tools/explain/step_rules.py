@@ -10,13 +10,28 @@ decide by the geometric mean of the two, and give both.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
+from trustrl.runs.run import Row
+from trustrl.runs.run_verdict import FEWEST_ROLLOUTS, windows
 from trustrl.tools.explain.causes import Cause, Number, Order, confidence
 from trustrl.tools.explain.changes import fewer_updates, lower_learning_rate
-from trustrl.tools.explain.evidence import CLIPPED, ENTROPY, GAP, KL, MASKED, Evidence, Point, middle, onset, points
+from trustrl.tools.explain.evidence import (
+    CLIPPED,
+    ENTROPY,
+    GAP,
+    KL,
+    MASKED,
+    REWARD,
+    Evidence,
+    Point,
+    middle,
+    onset,
+    points,
+)
 from trustrl.tools.explain.sampler_rules import gap_limit
-from trustrl.tools.explain.signal_rules import harms
+from trustrl.tools.explain.signal_rules import fell, harms
 
 KL_OF_ONE_UPDATE = 0.02
 """KL in nats that one optimizer step adds: twice the healthy value of the metric dictionary for a whole batch."""
@@ -28,6 +43,9 @@ spread evenly moves about 30% of the ratios out, and half of these in the direct
 ENTROPY_CHANGE = 0.5
 """|log(H after / H before)| of one update: more than a factor of 1.6. In 40 healthy runs it was 0.09 to 0.28."""
 
+ENTROPY_STEP = "entropy change"
+"""Name of that number. It follows from two rows, so none logs it."""
+
 CHANGES = 3
 """Number of largest changes to average, so that one odd batch is not enough."""
 
@@ -36,6 +54,9 @@ KL_OF_A_BATCH = 0.05
 
 MASKED_OF_A_BATCH = 0.1
 """Share of tokens masked at the end of a batch, in excess of its first update. Healthy: below 5% with 4 updates."""
+
+BATCHES_TO_BREAK = 2
+"""Batches before a break of the reward whose updates may have caused it."""
 
 LEAST_ENTROPY = 1e-3
 """Floor for entropies, below which their ratios are meaningless."""
@@ -46,11 +67,14 @@ def learning_rate_too_large(run: Evidence) -> Cause | None:
 
     The distance is, in this order: the KL at the second update of a batch minus the KL at the first, which contains
     only the mismatch; the same for the clipped share; an estimate from the mean KL over a batch's updates; and the
-    change of entropy from one update to the next.
+    change of entropy from one update to the next. A policy that breaks at once leaves later batches without a signal,
+    so medians over all batches miss it. If the reward broke off, the largest move just before counts as well.
     """
     harm = harms(run)
     moved = one_update(run)
-    if moved is None or moved.excess <= 0 or not harm:
+    if moved is None or moved.excess <= 0:
+        moved = move_before_break(run)
+    if moved is None or not harm:
         return None
     numbers = (moved, *harm)
     # The KL of a step grows with the square of the learning rate.
@@ -72,7 +96,8 @@ def too_many_updates(run: Evidence) -> Cause | None:
     if (
         updates is None
         or updates == 1
-        or (distance is not None and distance.metric != "entropy change" and distance.excess > 0)
+        or move_before_break(run) is not None
+        or (distance is not None and distance.metric != ENTROPY_STEP and distance.excess > 0)
     ):
         return None
     harm = harms(run)
@@ -106,13 +131,50 @@ def one_update(run: Evidence) -> Number | None:
     if not (run.by_update or run.updates_per_batch == 1):
         return None
     rows = run.rows if run.by_update else [batch[0] for batch in run.batches]
-    held = [(step, math.log(max(value, LEAST_ENTROPY))) for step, value in points(rows, ENTROPY)]
-    if len(held) <= CHANGES:
+    largest = sorted(_entropy_changes(rows), key=lambda change: -change[1])[:CHANGES]
+    if len(largest) < CHANGES:
         return None
-    changes = [(after[0], abs(after[1] - before[1])) for before, after in pairwise(held)]
-    largest = sorted(changes, key=lambda change: -change[1])[:CHANGES]
     mean = sum(value for _, value in largest) / CHANGES
-    return Number("entropy change", min(step for step, _ in largest), mean, ENTROPY_CHANGE, "above", "three largest")
+    return Number(ENTROPY_STEP, min(step for step, _ in largest), mean, ENTROPY_CHANGE, "above", "three largest")
+
+
+def move_before_break(run: Evidence) -> Number | None:
+    """Returns the largest move of one update before the reward broke off, if it is beyond its limit."""
+    broken = _broken_batch(run)
+    if broken is None or not (run.by_update or run.updates_per_batch == 1):
+        return None
+    before = run.batches[max(0, broken - BATCHES_TO_BREAK) : broken]
+    rows = [row for batch in before for row in batch]
+    what = f"largest in the {len(before)} batches before the reward broke off at step {run.batches[broken][0]['step']}"
+    moves = [
+        Number(metric, values[1][0], values[1][1] - values[0][1], limit, "above", what)
+        for metric, limit in ((KL, KL_OF_ONE_UPDATE), (CLIPPED, CLIPPED_OF_ONE_UPDATE))
+        for batch in before
+        if len(values := points(batch, metric)) > 1
+    ]
+    moves += [
+        Number(ENTROPY_STEP, step, change, ENTROPY_CHANGE, "above", what)
+        for step, change in _entropy_changes([*rows, run.batches[broken][0]])
+    ]
+    return max((move for move in moves if move.excess > 0), key=lambda move: move.excess, default=None)
+
+
+def _broken_batch(run: Evidence) -> int | None:
+    """Returns the first batch from which on the reward stays below half of that of the batches before."""
+    rewards = [next((value for _, value in points(batch, REWARD)), 0.0) for batch in run.batches]
+    for batch in range(1, len(rewards) - FEWEST_ROLLOUTS + 1):
+        before = rewards[max(0, batch - FEWEST_ROLLOUTS) : batch]
+        half = sum(before) / len(before) / 2
+        later = windows(rewards[batch:], FEWEST_ROLLOUTS)[FEWEST_ROLLOUTS - 1 :]
+        if rewards[batch] < half and max(later) < half:
+            return batch
+    return None
+
+
+def _entropy_changes(rows: Sequence[Row]) -> list[Point]:
+    """Returns |log of the ratio| of the entropies of neighboring rows, with the later step."""
+    held = [(step, math.log(max(value, LEAST_ENTROPY))) for step, value in points(rows, ENTROPY)]
+    return [(after[0], abs(after[1] - before[1])) for before, after in pairwise(held)]
 
 
 def hidden_by_the_gap(run: Evidence) -> bool:
@@ -154,8 +216,12 @@ def _grown(run: Evidence, metric: str, limit: float) -> Number | None:
         lasts, what = run.per_batch(metric), "median over batches of the mean over their updates"
     if not lasts:
         return None
-    number = _added(run, metric, lasts, limit, what)
-    return number if number.excess > 0 else None
+    numbers = [_added(run, metric, lasts, limit, what)]
+    # A policy that broke in the first batches moves little later.
+    if metric != MASKED and len(lasts) >= 2 * FEWEST_ROLLOUTS and fell(run):
+        early = f"{what}, first {FEWEST_ROLLOUTS} batches"
+        numbers.append(_added(run, metric, lasts[:FEWEST_ROLLOUTS], limit, early))
+    return next((number for number in numbers if number.excess > 0), None)
 
 
 def _added(run: Evidence, metric: str, later: list[Point], limit: float, what: str) -> Number:

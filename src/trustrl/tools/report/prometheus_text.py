@@ -16,7 +16,7 @@ TRAINERS = ("reward", "entropy", "grad_norm", "loss", "completion_length", "clip
 MOST_ROWS = 200
 """Rows at the end of a run in which a metric is looked for."""
 
-_ABOUT = {
+ABOUT = {
     "step": "Last step with metrics.",
     "running": "1 until the run has finished or failed.",
     "collapsed": "1 if the run collapsed, by the rule of trustrl compare.",
@@ -28,6 +28,7 @@ _ABOUT = {
     **{name: f"{name} of the last row that has it." for name in TRAINERS},
     **{metric.name: f"{metric.formula}, in {metric.unit}." for metric in METRICS},
 }
+"""Description of each exported value."""
 
 
 def prometheus_text(report: Report, changed: float) -> str:
@@ -37,17 +38,22 @@ def prometheus_text(report: Report, changed: float) -> str:
         report: The runs.
         changed: Time at which a file of the runs changed last, in seconds since 1970.
     """
-    samples: dict[str, list[Sample]] = {}
+    return "".join(_family(name, family) for name, family in samples(report, changed).items())
+
+
+def samples(report: Report, changed: float) -> dict[str, list[Sample]]:
+    """Returns the newest values of every run with their labels, by name."""
+    values: dict[str, list[Sample]] = {}
     for index, reported_run in enumerate(report.runs):
         label = {"run": visible(reported_run.label)}
         explanation = report.explained[index]
         for cause in explanation.causes if explanation else ():
             labels = label | {"cause": cause.name, "kind": cause.kind}
-            samples.setdefault("cause", []).append((labels, cause.confidence))
-            samples.setdefault("cause_step", []).append((labels, cause.step))
+            values.setdefault("cause", []).append((labels, cause.confidence))
+            values.setdefault("cause_step", []).append((labels, cause.step))
         for name, value in (*_state(reported_run), ("last_change_timestamp_seconds", changed)):
-            samples.setdefault(name, []).append((label, value))
-    return "".join(_family(name, family) for name, family in samples.items())
+            values.setdefault(name, []).append((label, value))
+    return values
 
 
 def _state(reported_run: ReportedRun) -> Iterator[tuple[str, float | None]]:
@@ -67,7 +73,7 @@ def _state(reported_run: ReportedRun) -> Iterator[tuple[str, float | None]]:
 
 
 def _family(name: str, family: list[Sample]) -> str:
-    about = _ABOUT[name].replace("\\", "\\\\").replace("\n", " ")
+    about = ABOUT[name].replace("\\", "\\\\").replace("\n", " ")
     lines = [f"# HELP trustrl_{name} {about}", f"# TYPE trustrl_{name} gauge"]
     for labels, value in family:
         listed = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
