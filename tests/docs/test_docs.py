@@ -123,6 +123,8 @@ def test_pages_name_only_metrics_that_exist(page):
 
 
 def test_ci_runs_every_session_that_nox_runs_unasked():
-    asked = re.findall(r'^ +(?:run (\w+) |side_by_side "([a-z_ ]+)" "([a-z_ ]+)")', (ROOT / ".ci/run").read_text(), re.M)
+    asked = re.findall(
+        r'^ +(?:run (\w+) |side_by_side "([a-z_ ]+)" "([a-z_ ]+)")', (ROOT / ".ci/run").read_text(), re.M
+    )
     (unasked,) = re.findall(r"nox\.options\.sessions = \[(.*?)\]", (ROOT / "noxfile.py").read_text(), re.S)
     assert sorted(" ".join(map(" ".join, asked)).split()) == sorted(re.findall(r'"(\w+)"', unasked))
