@@ -7,9 +7,10 @@ import sys
 import pytest
 
 from support.explained_runs import MISMATCH, names, run_of
-from support.run_folders import write_records
+from support.run_folders import sealed, write_records
 from trustrl.errors import RecordError
 from trustrl.tools.explain.explanation import explain
+from trustrl.tools.explain.recorded_gap import FIRST_STEPS, tokens_of
 
 pytest.importorskip("pyarrow")
 
@@ -51,6 +52,22 @@ def test_records_show_a_temperature_below_the_noise_of_half_precision(tmp_path):
 def test_records_show_other_weights_of_any_size(tmp_path, noise):
     write_records(tmp_path, sampled(1.0, noise=noise))
     assert names(with_gap(tmp_path, 0.2)) == ["tied head not synced"]
+
+
+def test_the_first_tokens_are_those_of_the_first_steps_of_a_merged_file(tmp_path):
+    """The temperature is wrong at the start alone; later steps of the file do not count."""
+    pq = pytest.importorskip("pyarrow.parquet")
+    first, later = sampled(1 / 0.6, count=200), sampled(1.0, count=800, seed=1)
+    columns = {name: first[name] + later[name] for name in first}
+    write_records(tmp_path, columns | {"step": [0] * 200 + [FIRST_STEPS + 100] * 800})
+    (file,) = tmp_path.glob("*.parquet")
+    merged = tmp_path / f"step-00000000-{FIRST_STEPS + 100:08d}.rank-0000.parquet"
+    pq.write_table(pq.read_table(file), merged, row_group_size=300)
+    sealed(merged)
+    file.unlink()
+    assert len(tokens_of(with_gap(tmp_path, 2.0))["behavior_logp"]) == 200
+    assert len(tokens_of(with_gap(tmp_path, 2.0), newest=True)["behavior_logp"]) == 100  # the last row group
+    assert names(with_gap(tmp_path, 2.0)) == ["wrong temperature"]
 
 
 def test_records_that_cannot_be_read_are_said(tmp_path):

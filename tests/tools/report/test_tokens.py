@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 
-from support.run_folders import write_records
+from support.run_folders import sealed, write_records
 from trustrl.errors import RecordError
 from trustrl.runs.run import Run, RunSettings
 from trustrl.tools.report import token_sample as module
@@ -161,6 +161,67 @@ def test_of_too_many_rows_some_files_are_read(tmp_path, monkeypatch):
     found = read(tmp_path)
     assert (found.num_rows, found.num_read) == (60, 30)
     assert set(found.points["step"]) == {0, 2, 4}
+
+
+def in_groups(folder, steps, rows):
+    """One file of several steps, in row groups."""
+    write_records(folder, steps, step=0)
+    (file,) = folder.glob("*.parquet")
+    table = pq.read_table(file)
+    file.unlink()
+    file = folder / f"step-00000000-{max(steps['step']):08d}.rank-0000.parquet"
+    pq.write_table(table, file, row_group_size=rows)
+    sealed(file)
+
+
+def test_of_one_large_file_some_row_groups_are_read(tmp_path, monkeypatch):
+    rows = [drawn(step, 10) for step in range(6)]
+    columns = {name: [value for one in rows for value in one[name]] for name in rows[0]}
+    in_groups(tmp_path, columns | {"step": [step for step in range(6) for _ in range(10)]}, 10)
+    whole = read(tmp_path)
+    assert whole.num_read == 60
+    monkeypatch.setattr(module, "MAX_ROWS", 30)
+    found = read(tmp_path)
+    assert (found.num_rows, found.num_read) == (60, 30)
+    assert set(found.points["step"]) == {0, 2, 4}
+    assert found.scores == {one: score for one, score in whole.scores.items() if score.step in {0, 2, 4}}
+
+
+def test_a_shown_sequence_is_whole_though_row_groups_cut_it(tmp_path, monkeypatch):
+    sequences = [number for number in range(4) for _ in range(15)]
+    steps = [number // 2 for number in sequences]
+    in_groups(tmp_path, {"sequence": sequences, "step": steps, "token_id": list(range(60))}, 10)
+    from trustrl.tools.report import shown_completions
+
+    groups = []
+    decided = shown_completions.decided
+    monkeypatch.setattr(shown_completions, "decided", lambda parts: groups.extend(parts) or decided(parts))
+    listed = shown(tmp_path, max_shown=15)
+    assert [one.columns and len(one.columns["token_id"]) for one in listed].count(15) == 1
+    (sequence,) = (one.completion.sequence for one in listed if one.columns)
+    assert [len(part.groups) for part in groups] == [2]
+    assert all(
+        one.columns["token_id"] == list(range(15 * sequence, 15 * sequence + 15)) for one in listed if one.columns
+    )
+
+
+def test_of_many_sequences_those_that_lead_by_a_measure_are_shown(tmp_path, monkeypatch):
+    """Few of them become objects, and those are the ones that all of them as objects would give."""
+    from trustrl.tools.report import shown_completions
+
+    write_records(tmp_path, drawn(1, 900, sequences=300))
+    monkeypatch.setattr(shown_completions, "MAX_SEQUENCES", 20)
+    every = shown(tmp_path)
+    monkeypatch.setattr(shown_completions, "MOST_TURNS", 40)
+    made = []
+    monkeypatch.setattr(
+        shown_completions, "_other", lambda *about, other=shown_completions._other: made.append(1) or other(*about)
+    )
+    found = shown(tmp_path)
+    # The worst by three measures in turn, and a drawn one, which differs with the number that is drawn.
+    assert [one.score for one in found[:3]] == [one.score for one in every[:3]]
+    assert len(found) == 20
+    assert len(made) < 200 < 270 < len(read(tmp_path).scores)
 
 
 def test_no_records_are_none(tmp_path):
