@@ -63,9 +63,10 @@ Microseconds of CPU time per token in all processes of the sampler, its forward 
 layer of 128 features, a vocabulary of 49,152, medians of three alternating rounds on a machine that other work kept
 busy (`python benchmarks/sampler_cost.py engine`). Compare the three figures of a row: rows and samplers ran at other
 times. Own records are the sampler's lists of log-probs; for truncated sampling they have the 512 ids that top-k
-leaves, and SGLang's are of the whole vocabulary. Bytes are those of trustrl's record. vLLM applies top-k before top-p,
-and SGLang both to the whole vocabulary, so it keeps more ids. SGLang ran with its default `sampling_mask_max_tokens`
-of 4,096. In its row for K = 64 own records took less time than none: differences of a fifth say nothing.
+leaves, and SGLang's are of the whole vocabulary. Bytes are those of trustrl's record, measured when each kept id
+took 4; below 65,536 it takes 2 now. vLLM applies top-k before top-p, and SGLang both to the whole vocabulary, so it
+keeps more ids. SGLang ran with its default `sampling_mask_max_tokens` of 4,096. In its row for K = 64 own records took
+less time than none: differences of a fifth say nothing.
 
 """
 

@@ -18,7 +18,7 @@ from support.devices import start_process_group
 from trustrl.engines import openrlhf as engine
 from trustrl.engines.common import sampled_loss
 from trustrl.engines.openrlhf import vocabulary
-from trustrl.engines.openrlhf.anchor_rows import RecordedLogp, carry
+from trustrl.engines.openrlhf.anchor_rows import CARRIED, RecordedLogp, carry
 from trustrl.engines.openrlhf.losses import RegionLoss
 
 ROWS = 2
@@ -40,7 +40,7 @@ def experience_of(actor, tokens, part):
         rollout_log_probs=logp, advantages=tokens.advantages[part],
     )  # fmt: skip
     if isinstance(recorded, RecordedLogp):  # as the experience maker does
-        carry(experience, recorded.rows)
+        carry(experience, **{CARRIED: recorded.rows})
     return experience
 
 
@@ -56,7 +56,7 @@ def measured(folder, precision, kind):
     trainer = world.trainer_of(args, actor)
     if region.needs().topk:  # as the trainer's constructor does
         calls, trainer.actor_loss_fn = vocabulary, vocabulary.VocabularyLoss(region, mode)
-        trainer._updating = vocabulary.VocabularyPass(actor, trainer.actor_loss_fn).updating
+        trainer._vocabulary = vocabulary.VocabularyPass(actor, trainer.actor_loss_fn)
     else:
         calls, trainer.actor_loss_fn = sampled_loss, RegionLoss(region, mode)
     tokens = own.tokens(folder)

@@ -52,6 +52,18 @@ def test_trainers_get_the_columns_that_were_asked_for():
     assert set(record(k=0, kept=column_of([[1], [2], [3]])).extra_fields()) == {KEPT_IDS, KEPT_COUNTS}
 
 
+@pytest.mark.parametrize(("largest", "size"), [(65_535, 2), (65_536, 4), (151_935, 4)])
+def test_kept_ids_take_two_bytes_where_all_fit(largest, size):
+    column = column_of([[1, largest], [], [7]])
+    narrow = column.narrow()
+    assert (narrow.ids.itemsize, narrow.ids.tolist()) == (size, [1, largest, 7])
+    wide = column_of(narrow.rows())  # as trainers read it
+    assert (wide.ids.dtype, wide.ids.tolist(), wide.counts.tolist()) == (np.int32, column.ids.tolist(), [2, 0, 1])
+    joined = np.concatenate([narrow.ids, column_of([[151_935]]).narrow().ids])  # of two requests
+    assert joined.tolist() == [1, largest, 7, 151_935]
+    assert column_of([]).narrow().ids.itemsize == 2
+
+
 def test_the_loop_adds_turn_and_replica():
     known = record().of(turn=2, replica="10.0.0.7:8000")
     assert (known.turn, known.replica, len(known)) == (2, "10.0.0.7:8000", 3)

@@ -1,4 +1,4 @@
-"""The ids that truncated sampling kept, as a ragged column: 4 bytes per kept id and 4 per token.
+"""The ids that truncated sampling kept, as a ragged column: 2 or 4 bytes per kept id and 4 per token.
 
 Samplers create columns, so this module imports neither torch nor an engine.
 """
@@ -15,7 +15,7 @@ class KeptColumn(NamedTuple):
     """Kept ids of one sequence."""
 
     ids: np.ndarray
-    """(n,) int32: the kept ids of all tokens, one token after the other."""
+    """(n,) int32, or uint16 after `narrow`: the kept ids of all tokens, one token after the other."""
 
     counts: np.ndarray
     """(T,) int32: the number of kept ids at each token; 0 where no token was sampled."""
@@ -25,6 +25,11 @@ class KeptColumn(NamedTuple):
         chosen = np.zeros(len(self.counts), bool)
         chosen[: len(mask)] = mask[: len(chosen)]
         return KeptColumn(self.ids[np.repeat(chosen, self.counts)], self.counts[chosen])
+
+    def narrow(self) -> "KeptColumn":
+        """Returns the column with ids of 2 bytes, if all are small enough, as those of a vocabulary of 65,536 are."""
+        fits = self.ids.max(initial=0) <= np.iinfo(np.uint16).max
+        return KeptColumn(self.ids.astype(np.uint16) if fits else self.ids, self.counts)
 
     def rows(self) -> list[np.ndarray]:
         """Returns the kept ids of each token."""

@@ -70,9 +70,10 @@ class SampledRecord:
     ]
     kept: Annotated[
         KeptColumn | None,
-        Column("(n,) and (T,) int32", "The ids that truncation kept, in any order, and their number at each token. A "
-               "number above the request's limit means that ids are missing. None if they were not asked for.",
-               "sampler, or trustrl's plugin in it", "4 n / T + 4"),
+        Column("(n,) uint16 or int32, (T,) int32", "The ids that truncation kept, in any order, and their number at "
+               "each token. Ids take 2 bytes if all are below 65,536. A number above the request's limit means that "
+               "ids are missing. None if they were not asked for.",
+               "sampler, or trustrl's plugin in it", "2 or 4 n / T, + 4"),
     ] = None  # fmt: skip
     version: Annotated[
         np.ndarray | None,

@@ -104,7 +104,7 @@ class RecordingExecutor:
         response = await self._executor.execute(llm_engine=engine, **arguments)
         if not engine.records:
             return response
-        if response["mm_train_inputs"] is not None:
+        if response.get("mm_train_inputs") is not None:
             raise ConfigError(
                 "Prompts must have no images if requests are recorded, got some. Choose a region on the sampled token "
                 "without max_staleness, and sample without top_p, top_k and min_p."

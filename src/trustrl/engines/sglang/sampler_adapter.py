@@ -229,7 +229,7 @@ def _truncated_columns(
     if not k:  # a log-prob of the sampled token alone
         logp = np.array([value if np.ndim(value) == 0 else value[0] for value in values], np.float32)
         empty = np.empty((len(tokens), 0))
-        return logp, empty.astype(np.int32), empty.astype(np.float32), column_of(rows)
+        return logp, empty.astype(np.int32), empty.astype(np.float32), column_of(rows).narrow()
     logp = np.array(
         [value[row.index(token)] for row, value, token in zip(rows, values, tokens.tolist(), strict=True)], np.float32
     )
@@ -237,7 +237,7 @@ def _truncated_columns(
     for t, (row, value) in enumerate(zip(rows, values, strict=True)):
         count = min(k, len(row))  # SGLang sorts them by probability
         ids[t, :count], topk[t, :count] = row[:count], value[:count]
-    return logp, ids, topk, column_of(rows)
+    return logp, ids, topk, column_of(rows).narrow()
 
 
 def _topk(meta: Mapping[str, Any], k: int, length: int) -> tuple[np.ndarray, np.ndarray]:

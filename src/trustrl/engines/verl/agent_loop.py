@@ -64,7 +64,7 @@ def _recorded(output: Any, collection: rollout_pieces.Collection) -> dict[str, A
         fields[SAMPLED_IDS] = torch.from_numpy(placed.topk_ids)
         fields[SAMPLED_LOGP] = torch.from_numpy(placed.topk_logp)
     if collection.max_kept:
-        fields |= dict(zip((KEPT_IDS, KEPT_COUNTS), column_of(placed.kept), strict=True))
+        fields |= dict(zip((KEPT_IDS, KEPT_COUNTS), column_of(placed.kept).narrow(), strict=True))
     return fields
 
 

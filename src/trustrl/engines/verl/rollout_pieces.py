@@ -5,8 +5,8 @@ interrupted. All of them end in `LLMServerClient.generate`. While `collecting` i
 with the fields that the server returned. `place` then puts them at the positions that follow from the length of each
 request's prompt, and compares the ids.
 
-Cost per token: 8 K + 4 bytes from the server to the loop, 4 (n + 1) more for n ids that truncation kept, and no further
-request. Versions and turns cost 12 bytes per request, whatever its length.
+Cost per token: 8 K + 4 bytes from the server to the loop, 2 n or 4 n more for n ids that truncation kept, and no
+further request. Versions and turns cost 12 bytes per request, whatever its length.
 """
 
 import functools

@@ -126,7 +126,7 @@ class VLLMAdapter:
             routing = at_tokens(answer)
         return SampledRecord(
             tokens=ids[:, 0].copy(), logp=logp[:, 0].copy(), topk_ids=ids[:, 1:].copy(), topk_logp=logp[:, 1:].copy(),
-            kept=kept and KeptColumn(kept.ids.copy(), kept.counts), version=_versions(answer, len(ids)),
+            kept=kept and KeptColumn(kept.ids.copy(), kept.counts).narrow(), version=_versions(answer, len(ids)),
             experts=routing, is_complete=answer.finish_reason not in (None, "abort"),
         )  # fmt: skip
 
