@@ -170,6 +170,8 @@ def page(rows: Sequence[Row]) -> None:
     """Fills the page."""
     fill(PAGE, "kinds", table())
     fill(PAGE, "recall", recall(rows) + "\n\n" + by_kind(rows))
+    figure = f"![How often the cause named first was right, by its confidence](../figures/{FIGURE.name})"
+    fill(PAGE, "confidence", figure if rows else "")
     fill(PAGE, "misses", misses(rows))
 
 
