@@ -144,7 +144,7 @@ def draw(rows: Sequence[Row]) -> None:
             f"{right} of {count}", (confidence, right / count), (5, -12), textcoords="offset points", fontsize=8
         )
     axes.set(
-        xlabel="confidence of the cause named first", ylabel="share that was right", xlim=(0.2, 1.05), ylim=(0, 1.05)
+        xlabel="confidence of the cause named first", ylabel="share that was right", xlim=(0.2, 1.12), ylim=(0, 1.05)
     )
     FIGURE.parent.mkdir(exist_ok=True)
     figure.savefig(FIGURE, metadata={"Date": None})
