@@ -605,7 +605,7 @@ RESULTS = {
         "smollm2_same_tokens.py page", "smollm2_kept.py page", "moe_mismatch.py page",
     ),
     "05-which-statistic": ("proxies.py draw", "proxies.py page"),
-    "06-fault-found": ("explained.py page",),
+    "06-fault-found": ("explained.py page", "found_faults.py page"),
     "07-less-variance": ("score_centering.py page",),
     "09-engines-learn": ("trl_learning.py draw", "trl_smollm2.py draw", "verl_learning.py draw"),
     "11-losses-conform": ("conformance.py page",),

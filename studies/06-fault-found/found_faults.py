@@ -144,7 +144,7 @@ def draw(rows: Sequence[Row]) -> None:
             f"{right} of {count}", (confidence, right / count), (5, -12), textcoords="offset points", fontsize=8
         )
     axes.set(
-        xlabel="confidence of the cause named first", ylabel="share that was right", xlim=(0.2, 1.05), ylim=(0, 1.05)
+        xlabel="confidence of the cause named first", ylabel="share that was right", xlim=(0.2, 1.12), ylim=(0, 1.05)
     )
     FIGURE.parent.mkdir(exist_ok=True)
     figure.savefig(FIGURE, metadata={"Date": None})
@@ -170,6 +170,8 @@ def page(rows: Sequence[Row]) -> None:
     """Fills the page."""
     fill(PAGE, "kinds", table())
     fill(PAGE, "recall", recall(rows) + "\n\n" + by_kind(rows))
+    figure = f"![How often the cause named first was right, by its confidence](../figures/{FIGURE.name})"
+    fill(PAGE, "confidence", figure if rows else "")
     fill(PAGE, "misses", misses(rows))
 
 

@@ -17,6 +17,7 @@ COMMANDS = [
     ["03-which-tokens-masked/smollm2_masks.py", "page"], ["03-which-tokens-masked/smollm2_clipping.py", "page"],
     ["04-why-mismatch/smollm2_mismatch.py", "page"], ["04-why-mismatch/smollm2_prefill.py", "page"],
     ["04-why-mismatch/moe_mismatch.py", "page"], ["06-fault-found/explained.py", "page"],
+    ["06-fault-found/found_faults.py", "page"],
     ["05-which-statistic/proxies.py", "page"], ["04-why-mismatch/smollm2_same_tokens.py", "page"],
 ]  # fmt: skip
 
