@@ -192,7 +192,7 @@ def _retire_others(folder: Place, claim: Claim) -> None:
 
 
 def _next(folder: Place, claim: Claim) -> Claim:
-    """Returns the claim with the number after all that exist. Files without a claim are those of an attempt too."""
+    """Returns the claim with the next free number. Files without a claim count as an attempt too."""
     attempts = [attempt for rank, attempt in map(claim_numbers, claim_files(folder, claim.rank)) if rank == claim.rank]
     tables = [folder / inside for inside in TABLE_FOLDERS.values()]
     for where in (*tables, *storage.entries(folder, "dump-*")):

@@ -96,7 +96,7 @@ class TextFiles:
             sequences: The file of that table, for messages.
 
         Raises:
-            RecordError: If a name is not that of a part file.
+            RecordError: If a name does not belong to a part file.
         """
         return list(dict.fromkeys(self._file(name, sequences) for name in names if name is not None))
 
