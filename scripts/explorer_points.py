@@ -1,4 +1,4 @@
-"""Tokens with the library's verdicts, which a test compares with those of docs/concepts/token-explorer.md.
+"""Tokens with the library's verdicts, which a test compares with those of docs/concepts/clip-mask-project.md.
 
 python scripts/explorer_points.py    writes tests/site/token-explorer.json
 """

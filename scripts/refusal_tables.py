@@ -13,9 +13,10 @@ from trustrl.engines.refusals.rows import Refusal
 PAGE = Path(__file__).parents[1] / "docs/reference/refused-settings.md"
 INTRODUCTION = """# Refused settings
 
-Use this page to find out why an engine's setting does not go with a region. The adapter raises with the same sentence
-before the first step, so you need not read the page first. `python scripts/refusal_tables.py` writes it from the rows
-that the adapters check.
+<!-- Written by `python scripts/refusal_tables.py` from the rows that the adapters check -->
+
+Use this page to find out why an engine's setting does not go with a region. The adapter raises the same error before
+the first step, so you need not read the page first.
 """
 MODULES = {"trl": "TRL", "verl": "verl", "skyrl": "SkyRL", "openrlhf": "OpenRLHF", "swift": "ms-swift",
            "axolotl": "axolotl", "nemo_rl": "NeMo RL", "slime": "slime"}  # fmt: skip

@@ -34,22 +34,22 @@ READS = {
 }  # fmt: skip
 SHARED = {field.name for field in fields(base.AnchoredRegion)}
 
-FIRST = "[First study](../results/index.md#other-regions-as-published), five seeds, sixteen updates on a rollout:"
+FIRST = "[First study](../results/first-study.md#other-regions-as-published), five seeds, sixteen updates on a rollout:"
 SECOND = "[Second study](../results/second-study.md), 60 seeds, tuned, sixteen updates on a rollout:"
 MEASURED = {
     "cispo": "[Second study](../results/second-study.md#is-it-the-weight), 40 seeds, tuned, with C = 2: ahead of no "
     "region; behind DPPO Top-K TV with the same cap in area, not in last accuracy.",
     "cppo": f"{FIRST} undecided against PPO.",
-    "drpo": "[First study](../results/g-drpo.md), five seeds: a width of 0.05 against 12.5, and against PPO, is "
+    "drpo": "[First study](../results/first-study.md), five seeds: a width of 0.05 against 12.5, and against PPO, is "
     "undecided.",
-    "dis": "Not measured. [Signed against symmetric masks](../results/f-direction.md) compares the directions for "
+    "dis": "Not measured. [Signed against symmetric masks](../results/first-study.md) compares the directions for "
     "another statistic.",
     "gspo": f"{FIRST} undecided against PPO.",
     "ipo": "[Second study](../results/second-study.md#anchors-and-variants), 40 seeds, tuned: equal to Binary DPPO "
-    "within 0.02. [First study](../results/f-direction.md), five seeds: behind it in one setting of four.",
+    "within 0.02. [First study](../results/first-study.md), five seeds: behind it in one setting of four.",
     "kpop": f"{FIRST} behind PPO.",
     "pg-is": f"{SECOND} behind PPO 0.8/1.12 and score centering; none of its runs ended below the start. "
-    "[First study](../results/a-no-region.md): three of ten runs with sixteen updates on a rollout collapse.",
+    "[First study](../results/first-study.md): three of ten runs with sixteen updates on a rollout collapse.",
     "sapo": f"{FIRST} undecided against PPO.",
     "score-centering": f"{SECOND} with weights capped at 2 ahead of no region, equal to PPO 0.8/1.12 within 0.02 in "
     "area, below it at the end. "

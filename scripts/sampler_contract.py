@@ -28,12 +28,13 @@ MEANING += "× experts per token."
 PROSE = f"""\
 # Sampler contract
 
-Use this page to find out what a sampler's record means, what each sampler can record, and what it costs. Written by
-`python scripts/sampler_contract.py`.
+<!-- Written by `python scripts/sampler_contract.py` -->
+
+Use this page to find out what a sampler's record means, what each sampler can record, and what it costs.
 
 A trainer says what its region reads as `Wanted` (K most probable ids, at most so many kept ids, routed experts). The
 sampler's `SamplerAdapter` turns this into the sampler's own request, and the answer into a `SampledRecord`. It refuses
-with a full sentence what it cannot record. Adapters choose a request's fields by their names, not by the sampler's
+what it cannot record. Adapters choose a request's fields by their names, not by the sampler's
 version.
 
 Between processes, `sampling_params["extra_args"]` carries the request: `{TOPK}` is K, and `{KEPT}` the largest

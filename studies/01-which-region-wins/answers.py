@@ -1,4 +1,4 @@
-"""Tables, verdicts and figures of docs/results that follow from the comparison's runs.
+"""Tables, verdicts and figures of the first study in docs/results, which follow from the comparison's runs.
 
     python studies/01-which-region-wins/answers.py
 
@@ -20,6 +20,7 @@ from holm import LEVEL, holm
 from pages import fill
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
+PAGE, TABLES = RESULTS / "first-study.md", RESULTS / "first-study-tables.md"
 TIER_1 = ("pg-is", "ppo", "cispo", "dppo-binary-tv", "dppo-topk-tv", "troll", "drpo", "ipo")
 RIVALS = ("dppo-binary-kl", "dppo-topk-kl", "dppo-full-tv", "cppo", "trm", "gspo", "sapo", "spo", "kpop")
 """Published settings, run in `stale` only. `minirl`, `tis`, `icepop` and `mis` equal PPO there: nothing mismatches."""
@@ -129,17 +130,16 @@ def steady(settings: Sequence[str], arm: str, other: str) -> str:
 
 
 def question_a() -> None:
-    page = RESULTS / "a-no-region.md"
-    fill(page, "verdict", verdict_a(family(*FAMILIES["a"])))
-    fill(page, "table", numbers("a", TIER_1))
+    fill(TABLES, "verdict a", verdict_a(family(*FAMILIES["a"])))
+    fill(TABLES, "table a", numbers("a", TIER_1))
 
 
 def question_b() -> None:
-    page, arms = RESULTS / "b-dppo-ppo.md", ("ppo", "dppo-binary-tv", "dppo-topk-tv")
+    arms = ("ppo", "dppo-binary-tv", "dppo-topk-tv")
     found = family(*FAMILIES["b"])
     fill(
-        page,
-        "verdict",
+        TABLES,
+        "verdict b",
         "Final accuracy, Binary TV higher than PPO?\n\n"
         + bullets(found, SETTINGS, "dppo-binary-tv", "ppo")
         + "\n\nFinal accuracy, Top-K TV higher than PPO?\n\n"
@@ -149,7 +149,7 @@ def question_b() -> None:
         + "\n\nStability:\n\n"
         + steady(SETTINGS, "dppo-binary-tv", "ppo"),
     )
-    fill(page, "table", numbers("b", arms))
+    fill(TABLES, "table b", numbers("b", arms))
     draw("b-dppo-ppo", SETTINGS, arms)
 
 
@@ -168,30 +168,29 @@ def slower(arm: str, other: str) -> str:
 
 
 def question_c() -> None:
-    page = RESULTS / "c-anchors.md"
     settings, pairs = FAMILIES["c"]
     found, arms = family(settings, pairs), [arm for pair in pairs for arm in pair]
-    fill(page, "verdict", "\n".join(f"- {judged(found, 'both', *pair)}" for pair in pairs))
-    fill(page, "table", numbers("c", arms))
+    fill(TABLES, "verdict c", "\n".join(f"- {judged(found, 'both', *pair)}" for pair in pairs))
+    fill(TABLES, "table c", numbers("c", arms))
     draw("c-anchors", settings, arms)
 
 
 def question_e() -> None:
-    page, arms = RESULTS / "e-dppo-troll.md", ("ppo", "dppo-binary-tv", "dppo-topk-tv", "troll")
+    arms = ("ppo", "dppo-binary-tv", "dppo-topk-tv", "troll")
     asked = {"Binary TV": "dppo-binary-tv", "Top-K TV": "dppo-topk-tv", "PPO": "ppo"}
     found = family(*FAMILIES["e"])
     said = [f"TROLL higher than {name}?\n\n{bullets(found, SETTINGS, 'troll', arm)}" for name, arm in asked.items()]
-    fill(page, "verdict", "\n\n".join(said))
-    fill(page, "table", numbers("e", arms))
+    fill(TABLES, "verdict e", "\n\n".join(said))
+    fill(TABLES, "table e", numbers("e", arms))
     draw("e-dppo-troll", SETTINGS, arms)
 
 
 def question_f() -> None:
-    page, arms = RESULTS / "f-direction.md", ("dppo-binary-tv", "ipo")
+    arms = ("dppo-binary-tv", "ipo")
     settings, pairs = FAMILIES["f"]
     found = family(settings, pairs)
-    fill(page, "verdict", bullets(found, settings, *arms) + "\n\n" + _growth(found, *arms))
-    fill(page, "table", numbers("f", arms))
+    fill(TABLES, "verdict f", bullets(found, settings, *arms) + "\n\n" + _growth(found, *arms))
+    fill(TABLES, "table f", numbers("f", arms))
     draw("f-direction", settings, arms)
 
 
@@ -205,17 +204,17 @@ def _growth(found: dict[Key, Difference], *arms: str) -> str:
 
 
 def question_g() -> None:
-    page, arms = RESULTS / "g-drpo.md", ("drpo", "drpo-12.5", "pg-is", "ppo")
+    arms = ("drpo", "drpo-12.5", "pg-is", "ppo")
     settings, pairs = FAMILIES["g"]
     found = family(settings, pairs)
-    fill(page, "verdict", "\n".join(f"- {judged(found, 'stale', *pair)}" for pair in pairs))
-    fill(page, "table", numbers("g", arms))
+    fill(TABLES, "verdict g", "\n".join(f"- {judged(found, 'stale', *pair)}" for pair in pairs))
+    fill(TABLES, "table g", numbers("g", arms))
     draw("g-drpo", settings, arms)
 
 
 def question_j() -> None:
     """Writes whether each verdict holds: the varied setting must give the same one."""
-    page, arms = RESULTS / "j-estimators.md", ("ppo", "dppo-binary-tv", "troll")
+    arms = ("ppo", "dppo-binary-tv", "troll")
     questions = ("Binary TV higher than PPO?", "TROLL higher than Binary TV?")
     said, found = [], family(*FAMILIES["j"])
     for asked, pair in zip(questions, FAMILIES["j"][1], strict=True):
@@ -225,8 +224,8 @@ def question_j() -> None:
             "not all run" if None in made else "the same verdict in each" if len(signs) == 1 else "the verdict changes"
         )
         said.append(f"{asked} **{word.capitalize()}.**\n\n{bullets(found, VARIED, *pair)}")
-    fill(page, "verdict", "\n\n".join(said))
-    fill(page, "table", numbers("j", arms))
+    fill(TABLES, "verdict j", "\n\n".join(said))
+    fill(TABLES, "table j", numbers("j", arms))
     draw("j-estimators", VARIED, arms)
 
 
@@ -249,13 +248,12 @@ def accuracies(settings: Sequence[str], arms: Sequence[str]) -> str:
 
 def overview() -> None:
     """Writes the list of runs, the missing ones, and the chosen thresholds."""
-    page = RESULTS / "index.md"
     made = runs()
     settings = [s for s in ("on-policy", "stale-4", *SETTINGS) if any(key[0] == s for key in made)]
     extra = sorted({arm for _, arm in made} - {*TIER_1, *RIVALS})
-    fill(page, "overview", accuracies(settings, (*TIER_1, *extra)))
-    fill(page, "rivals", numbers("index", RIVALS))
-    fill(page, "many", many())
+    fill(PAGE, "overview", accuracies(settings, (*TIER_1, *extra)))
+    fill(TABLES, "rivals", numbers("index", RIVALS))
+    fill(PAGE, "many", many())
     missing = [
         f"{setting}: `{arm}`, seed {seed}"
         for setting in SETTINGS
@@ -266,16 +264,16 @@ def overview() -> None:
     total = sum(map(len, made.values()))
     hours = sum(run["seconds"] for one in made.values() for run in one.values()) / 3600
     said = "; ".join(missing) if missing else "none of the 8 regions × 3 settings × 5 seeds"
-    fill(page, "missing", f"{total} runs, {hours:.1f} hours of run time (two at a time). Missing: {said}.")
+    fill(TABLES, "missing", f"{total} runs, {hours:.1f} hours of run time (two at a time). Missing: {said}.")
     tuned = json.loads((DATA / "tuning.json").read_text())
     lines = ["| region | tried: mean held-out accuracy of two seeds | chosen |", "|---|---|---|"]
     for arm, values in tuned["tried"].items():
         tried = ", ".join(f"{name} ({_value(one['region'])}) {one['mean']:.3f}" for name, one in values.items())
         lines.append(f"| `{arm}` | {tried} | {tuned['best'][arm]} |")
-    fill(page, "tuning", "\n".join(lines))
+    fill(TABLES, "tuning", "\n".join(lines))
     gaps = {setting: _mean_step(setting, "trustrl/mismatch_abs_mean") for setting in ("mismatch", "both")}
     fill(
-        page,
+        PAGE,
         "mismatch",
         "The bf16 sampler is a mild mismatch on a model this small: the mean |Δ log p| between vLLM and the trainer is "
         f"{gaps['mismatch']:.4f} nats in `mismatch` and {gaps['both']:.4f} in `both`.",
@@ -292,13 +290,12 @@ def _mean_step(setting: str, name: str) -> float:
 
 def did_not_work() -> None:
     """Writes the regions that did not improve, in the comparison and during threshold tuning."""
-    page = RESULTS / "did-not-work.md"
     lines = []
     for (setting, arm), made in sorted(runs().items()):
         before, after = (over_seeds(setting, arm, f"accuracy_{when}")["mean"] for when in ("before", "after"))
         if after <= before:
             lines.append(f"- `{arm}` in `{setting}`: {before:.3f} → {after:.3f}, mean of {len(made)} seeds.")
-    fill(page, "comparison", "\n".join(lines) or "None in the comparison.")
+    fill(PAGE, "comparison", "\n".join(lines) or "None in the comparison.")
     tuned = json.loads((DATA / "tuning.json").read_text())["tried"]
     fell = [
         f"- `{arm}` at {_value(one['region'])} ({name}): {one['before']:.3f} → {one['mean']:.3f}"
@@ -306,7 +303,7 @@ def did_not_work() -> None:
         for name, one in values.items()
         if one["mean"] <= one["before"]
     ]
-    fill(page, "tuning", "\n".join(fell) or "None while tuning.")
+    fill(PAGE, "learned nothing", "\n".join(fell) or "None while tuning.")
 
 
 def _value(region: dict) -> str:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from pages import fill
 
 ROOT = Path(__file__).parents[2]
-DATA, PAGE = ROOT / "docs/results/data/clipping.json", ROOT / "docs/results/h-clipping.md"
+DATA, PAGE = ROOT / "docs/results/data/clipping.json", ROOT / "docs/results/first-study-tables.md"
 FIGURE = ROOT / "docs/results/figures/h-clipping.png"
 EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 1.0)
 RARE = 0.1
@@ -73,13 +73,13 @@ def page() -> None:
     upward = _ranged([one["upward"]["ppo"] / sum(one["stopped"]["ppo"]) for one in seeds])
     fill(
         PAGE,
-        "verdict",
+        "verdict h",
         f"Of the tokens that PPO's clip stopped, **{ppo}** had μ < {RARE:g}; of all tokens with an advantage {every} "
         f"have. Of those that DPPO Binary TV (δ = {found['max_gap']:g}) would have stopped of the same tokens, {dppo} "
         f"had. The tokens that PPO stopped held {moved} of all probability that moved, and {upward} of them had a "
         f"positive advantage. (Mean and range of {len(seeds)} seeds.)",
     )
-    fill(PAGE, "table", "\n".join([*_bins(found["edges"], seeds), "", *_ids(seeds)]))
+    fill(PAGE, "table h", "\n".join([*_bins(found["edges"], seeds), "", *_ids(seeds)]))
     _draw(found["edges"], seeds)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 from smollm2_masks import percent, share
-from smollm2_tokens import RESULTS, UPDATES, load, setting, stopped
+from smollm2_tokens import RESULTS, UPDATES, load, stopped
 
 import trustrl
 
@@ -85,16 +85,15 @@ def draw() -> None:
 
 
 def page() -> None:
-    """Writes the marked blocks of h-clipping-smollm2.md."""
+    """Writes the marked blocks of d-masks.md and of its tables."""
     data = load()
     found = {update: after(data, update) for update in UPDATES}
-    file = RESULTS / "h-clipping-smollm2.md"
-    fill(file, "verdict", verdict(found))
-    fill(file, "setting", setting())
+    file, tables = RESULTS / "d-masks.md", RESULTS / "d-masks-tables.md"
+    fill(file, "clip verdict", verdict(found))
     fill(file, "shares", shares(found))
-    fill(file, "bins", bins_table(found))
+    fill(tables, "bins", bins_table(found))
     fill(file, "whole", whole_table(found))
-    fill(file, "words", words(found[max(UPDATES)]))
+    fill(tables, "words", words(found[max(UPDATES)]))
 
 
 def verdict(found: dict) -> str:
@@ -102,21 +101,21 @@ def verdict(found: dict) -> str:
     base = float(np.mean(d["mu"] < RARE))
     ppo, dppo = (share(d["mu"] < RARE, d[name]) for name in REGIONS)
     if ppo is None or dppo is None:
-        return f"**Undecided.** After {max(UPDATES)} updates one of the two regions stops nothing here."
+        return f"**Undecided.** After {max(UPDATES)} updates one of the two regions masks nothing here."
     answer = "Yes" if ppo > base and dppo < base else "Partly" if ppo > dppo else "No"
     both = share(d["ppo"], d["dppo-binary-tv"])
     return (
-        f"**{answer}.** After {max(UPDATES)} updates {percent(ppo)} of the tokens that PPO's clip stops had a "
-        f"probability below {RARE} under the sampler, where {percent(base)} of all tokens do; of those that DPPO stops "
-        f"it is {percent(dppo)}. PPO stops {percent(d['ppo'].mean())} of all tokens, DPPO "
-        f"{percent(d['dppo-binary-tv'].mean())}; {percent(both)} of what DPPO stops PPO stops too."
+        f"**{answer}.** After {max(UPDATES)} updates {percent(ppo)} of the tokens that PPO's clip masks had a "
+        f"probability below {RARE} under the sampler, where {percent(base)} of all tokens do; of those that DPPO masks "
+        f"it is {percent(dppo)}. PPO masks {percent(d['ppo'].mean())} of all tokens, DPPO "
+        f"{percent(d['dppo-binary-tv'].mean())}; {percent(both)} of what DPPO masks PPO masks too."
     )
 
 
 def shares(found: dict) -> str:
     lines = [
-        "| updates | region | stopped | share of all | of these μ < .1 | of these μ < .01 | "
-        f"of these, exact TV > {EXACT_BOUND:g} stops too | of what exact TV > {EXACT_BOUND:g} stops |",
+        "| updates | region | masked | share of all | of these μ < 0.1 | of these μ < 0.01 | "
+        f"of these, exact TV > {EXACT_BOUND:g} masks too | of what exact TV > {EXACT_BOUND:g} masks |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for update, d in found.items():
@@ -167,7 +166,7 @@ def whole_table(found: dict) -> str:
 def words(d: dict) -> str:
     """Returns the tokens masked most often, with the counts of masked and sampled occurrences."""
     drawn, said = Counter(d["text"]), []
-    lines = ["| region | stopped most often, as “token” stopped/drawn |", "|---|---|"]
+    lines = ["| region | masked most often, as “token” masked/drawn |", "|---|---|"]
     for name in REGIONS:
         every = Counter(d["text"][d[name]])
         most = sorted(every.items(), key=lambda item: (-item[1], item[0]))[:LISTED]
@@ -175,7 +174,7 @@ def words(d: dict) -> str:
         lines.append(f"| `{name}` | {cells} |")
         listed = sum(n for _, n in most)
         said.append(
-            f"The tokens listed for `{name}` are {listed} of its {every.total()} stops, which fall on "
+            f"The tokens listed for `{name}` are {listed} of its {every.total()} masked ones, which fall on "
             f"{len(every)} different tokens."
         )
     return "\n".join([*lines, "", *said])

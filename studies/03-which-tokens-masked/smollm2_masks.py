@@ -107,15 +107,15 @@ def draw() -> None:
 
 
 def page() -> None:
-    """Writes the marked blocks of d-masks.md."""
-    data, file = load(), RESULTS / "d-masks.md"
+    """Writes the marked blocks of d-masks.md and of its tables."""
+    data, file, tables = load(), RESULTS / "d-masks.md", RESULTS / "d-masks-tables.md"
     fill(file, "verdict", verdict(data))
     fill(file, "setting", setting())
     fill(file, "spread", spread(data))
     for kind in BOUNDS:
-        fill(file, f"recall {kind}", recall_table(data, kind))
-    fill(file, "upper", upper_table(data))
-    fill(file, "undecided", undecided_table(data))
+        fill(tables, f"recall {kind}", recall_table(data, kind))
+    fill(tables, "upper", upper_table(data))
+    fill(tables, "undecided", undecided_table(data))
 
 
 def percent(value: float | None) -> str:
@@ -131,8 +131,8 @@ def verdict(data: dict) -> str:
         binary, paper = found["binary"], found[20]
         said.append(
             f"For the {kind.upper()} at {bounds[0]:g} Binary finds {percent(binary['recall'])} of the "
-            f"{binary['exact']} tokens that the exact divergence stops{between(binary)}, Top-K with the paper's K = 20 "
-            f"{percent(paper['recall'])}{between(paper)}; 95 % need "
+            f"{binary['exact']} tokens that the exact divergence masks{between(binary)}, Top-K with the paper's K = 20 "
+            f"{percent(paper['recall'])}{between(paper)}; 95% need "
             + (f"K = {enough[0]}." if enough else "more than the vocabulary.")
         )
     recalls = [compared(data, max(UPDATES), kind, x[0], "binary")["recall"] or 0 for kind, x in BOUNDS.items()]
@@ -159,18 +159,18 @@ def precision(data: dict) -> str:
     ]
     tried = [value for value in found if value is not None]
     assert min(tried) == 1.0, "a lower bound above the exact divergence"
-    return f"None of them stops a token that the exact divergence keeps (precision 1 in {len(tried)} comparisons)."
+    return f"None of them masks a token that the exact divergence keeps (precision 1 in {len(tried)} comparisons)."
 
 
 def between(found: dict) -> str:
     interval = found["interval"]()
-    return "" if interval is None else f" (95 % interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f})"
+    return "" if interval is None else f" (95% interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f})"
 
 
 def spread(data: dict) -> str:
     """Returns a table of how far the policy moved."""
     lines = [
-        "| updates | mean TV | median | 99 % | mean KL | 99 % | mean of PPO's \\|r − 1\\| |",
+        "| updates | mean TV | median | 99% | mean KL | 99% | mean of PPO's \\|r − 1\\| |",
         "|---|---|---|---|---|---|---|",
     ]
     for update in UPDATES:
@@ -199,7 +199,7 @@ def table(data: dict, kind: str, cell: Callable[[dict], str], head: str = "", fi
 
 def recall_table(data: dict, kind: str) -> str:
     """Returns recall at the lower end. Precision is always 1, which `verdict` checks."""
-    stopped_by_exact = ("stopped by exact", lambda c: f"{c['exact']} of {c['tokens']}")
+    stopped_by_exact = ("masked by exact", lambda c: f"{c['exact']} of {c['tokens']}")
     return table(data, kind, lambda c: percent(c["recall"]), *stopped_by_exact)
 
 

@@ -265,7 +265,7 @@ def setting() -> str:
         f"{about['prompts']} prompts × {about['completions_per_prompt']} completions of at most {about['longest']} "
         f"tokens, {about['tokens']} tokens in all, temperature 1, mean reward {about['reward_mean']:.2f}; AdamW, "
         f"learning rate {about['learning_rate']:g}, one seed. {made}; "
-        f"{sum(about['minutes'].values()):.0f} minutes on one core beside other work. The library's exact TV and KL "
+        f"{sum(about['minutes'].values()):.0f} minutes on one core while other work ran. The library's exact TV and KL "
         f"differ from the textbook's formula in float64 by at most {worst['tv']:.0e} and {worst['kl']:.0e}."
     )
 

@@ -172,7 +172,7 @@ def table(about: dict) -> str:
         f"dense Qwen3 of the same width ({sizes['dense'] / 1e6:.1f} million, about as many as the mixture uses for a "
         f"token), each trained for {about['steps']} steps on the characters of Python's language reference. "
         f"{about['sequences']} completions of {about['longest']} tokens at temperature 1. {made}, {about['machine']}; "
-        f"{about['minutes']:.0f} minutes beside other work.",
+        f"{about['minutes']:.0f} minutes while other work ran.",
         "",
         "| model, sampler | tokens | mean \\|Δ log p\\| | median | 99% | max | above 0.1 | carried by the largest 5% "
         "| rerouted tokens | mean there | mean elsewhere | carried by rerouted tokens |",

@@ -288,12 +288,13 @@ def draw() -> None:
 
 
 def page() -> None:
-    """Writes the marked blocks of i-mismatch.md."""
+    """Writes the marked blocks of i-mismatch.md and of its tables."""
     about, file = json.loads(DATA.with_suffix(".json").read_text()), RESULTS / "i-mismatch.md"
+    tables = RESULTS / "i-mismatch-tables.md"
     fill(file, "verdict", verdict(about["samplers"]))
     fill(file, "setting", setting(about))
-    fill(file, "pairs", pairs(about["samplers"]))
-    fill(file, "bands", bands(about["samplers"]))
+    fill(tables, "pairs", pairs(about["samplers"]))
+    fill(tables, "bands", bands(about["samplers"]))
 
 
 def setting(about: dict) -> str:
@@ -302,8 +303,8 @@ def setting(about: dict) -> str:
     large = about["samplers"]["bf16"]["logit from 16 to 32"]
     return (
         f"{about['completions_per_prompt']} completions of at most {about['longest']} tokens to each prompt, "
-        f"temperature 1. Tokens drawn: {counts}. {100 * large:.0f} % of the drawn tokens' logits lie from 16 to 32. "
-        f"{made}; {sum(about['minutes'].values()):.0f} minutes on one core beside other work."
+        f"temperature 1. Tokens drawn: {counts}. {100 * large:.0f}% of the drawn tokens' logits lie from 16 to 32. "
+        f"{made}; {sum(about['minutes'].values()):.0f} minutes on one core while other work ran."
     )
 
 
@@ -341,10 +342,10 @@ def verdict(samplers: dict) -> str:
     chance = max(factor for factor in one_sided if factor is not None)
     answer = "Most of it" if share > 0.5 else "A part" if share > 0.1 else "Hardly any"
     return (
-        f"**{answer}: {100 * share:.0f} %.** With an fp32 trainer the mean \\|Δ log p\\| is {usual:.4f} against a bf16 "
+        f"**{answer}: {100 * share:.0f}%.** With an fp32 trainer the mean \\|Δ log p\\| is {usual:.4f} against a bf16 "
         f"sampler, {logits:.4f} once the sampler's logits are fp32, and {all_wide:.1e} where everything is fp32. "
         f"What is left with fp32 logits is bf16 in the body; rounding the weights alone, with all arithmetic in fp32, "
-        f"makes {weights:.4f}. Tokens near one rounding step (.125), against what a smooth distribution would have: "
+        f"makes {weights:.4f}. Tokens near one rounding step (0.125), against what a smooth distribution would have: "
         f"with the bf16 sampler and an fp32 trainer {seen('bf16', 'fp32')}; with a plain bf16 trainer "
         f"{seen('bf16', 'bf16')}; with head repair {seen('bf16', repair)}; pairs in "
         f"which at most one side's logits are rounded, and which can have no band, reach {chance:.1f} by chance. "
@@ -356,7 +357,7 @@ def verdict(samplers: dict) -> str:
 
 def pairs(samplers: dict) -> str:
     lines = [
-        "| sampler | trainer | mean \\|Δ log p\\| | 99 % | max | ratio outside [.8, 1.28] | mean \\|Δp\\| | max "
+        "| sampler | trainer | mean \\|Δ log p\\| | 99% | max | ratio outside [0.8, 1.28] | mean \\|Δp\\| | max "
         f"| mean Top-{K} TV | max |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -374,7 +375,7 @@ def pairs(samplers: dict) -> str:
 
 def bands(samplers: dict) -> str:
     lines = [
-        "| sampler | trainer | near .125 | beside it | near .25 | beside it | near .125 / beside |",
+        "| sampler | trainer | near 0.125 | next to it | near 0.25 | next to it | near 0.125 / next to it |",
         "|---|---|---|---|---|---|---|",
     ]
     for sampler, found in samplers.items():

@@ -161,8 +161,8 @@ def table(about: dict) -> str:
     made = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [
         f"{about['completions_per_prompt']} completions of at most {about['longest']} tokens to each of "
-        f"{about['prompts']} prompts, temperature 1. {made}, {about['machine']}; {about['minutes']:.0f} minutes beside "
-        "other work.",
+        f"{about['prompts']} prompts, temperature 1. {made}, {about['machine']}; {about['minutes']:.0f} minutes while "
+        "other work ran.",
         "",
         "| vLLM | decoded | sequences | tokens | mean \\|decode − prefill\\| | median | 99% | max "
         f"| rows with other top-{about['k']} ids | rows with another order |",

@@ -165,7 +165,7 @@ def page() -> None:
         "",
         f"{about['completions_per_prompt']} completions of at most {about['longest']} tokens to each of "
         f"{about['prompts']} prompts, drawn by the fp32 sampler at temperature 1. {made}; {about['minutes']:.0f} "
-        "minutes beside other work.",
+        "minutes while other work ran.",
     ]
     fill(RESULTS / "i-mismatch.md", "same", "\n".join(lines))
 

@@ -278,16 +278,19 @@ def verdict() -> str:
         + "; ".join(f"{b:.2f} against {r:.2f} times the mean on `{n}`" for r, b, n in zip(*lifts, MODELS, strict=True))
         + "."
     )
-    said.append(f"- {len(tests())} comparisons, with Holm's correction: [all](#tests).")
+    said.append(f"- {len(tests())} comparisons, with Holm's correction: [all](k-proxies-tables.md#tests).")
     return "\n".join(said)
 
 
-APPENDIX = ("spread", "arms", "outward", "kl", "theory")
+PROTOCOL = ("spread", "arms", "outward", "kl", "theory")
 """Blocks that the page of the protocol has."""
+
+MAIN = ("verdict", "setting", "ranks")
+"""Blocks of the study's page. The others are in its tables."""
 
 
 def page() -> None:
-    """Writes the marked blocks of k-proxies.md and of its appendix."""
+    """Writes the marked blocks of k-proxies.md and of its appendices."""
     blocks = {
         "verdict": verdict, "setting": setting, "spread": spread, "ranks": ranks, "matched": matched_rates,
         "tests": tested, "rates": by_rate, "arms": by_arm, "outward": lambda: by_arm(outward),
@@ -295,7 +298,8 @@ def page() -> None:
         "theory": proxy_theory.table,
     }  # fmt: skip
     for name, make in blocks.items():
-        fill(RESULTS / ("k-protocol.md" if name in APPENDIX else "k-proxies.md"), name, make())
+        place = "k-protocol" if name in PROTOCOL else "k-proxies" if name in MAIN else "k-proxies-tables"
+        fill(RESULTS / f"{place}.md", name, make())
 
 
 def draw() -> None:

@@ -3,13 +3,43 @@
     OMP_NUM_THREADS=1 python studies/07-less-variance/score_centering.py    # needs transformers; half an hour
     python studies/07-less-variance/score_centering.py page                 # the page's table, from the stored figures
 
-The prefixes are fixed. At each of them the sampled token is drawn again, `draws` times, with the advantages below, and
-the loss is differentiated by the output head's inputs, one vector per position. All weights below the head receive
-their gradient through these vectors. At fixed prefixes, the map from log-probs to these vectors is linear and fixed, so
-the library's gradients by the log-probs are mapped exactly. The variance is the trace of the covariance over draws,
-summed over positions. Expectations over tokens are exact sums over the vocabulary.
+The prefixes are fixed. At each of them the sampled token is drawn again, `draws` times, with the advantages below,
+and the loss is differentiated by the output head's inputs, one vector per position. All weights below the head
+receive their gradient through these vectors. At fixed prefixes, the map from log-probs to these vectors is linear and
+fixed, so the library's gradients by the log-probs are mapped exactly. The variance is the trace of the covariance
+over draws, summed over positions. Expectations over tokens are exact sums over the vocabulary.
 
 Symbols: N positions, V ids, D width of the head, K recorded ids.
+
+Proofs of what the page states:
+
+The expected gradient is 0 for an advantage that does not depend on the token. Sum over the tokens a ~ μ = b at one
+prefix, with c = E_b[w s]. For any advantage the same sum is the covariance: the centering removes the product of the
+two means, which pulls π towards μ, and nothing else.
+
+    Σ_a μ(a)·A·(w(a)·s(a) − c) = A·(E_μ[w s] − c) = 0
+    Cov_μ(A, w s) + E_μ[A]·(E_μ[w s] − c) = Cov_μ(A, w s)
+
+One cell for the rest is the paper's tail, which models the sampler outside its top K as ρ·π(v), ρ = b_rest/π_rest.
+With weights, the cell's weight is f(π_rest/b_rest).
+
+    Σ_{v outside} ρ π(v)·s(v) = ρ·∇π_rest = b_rest·∇log π_rest = −ρ·Σ_{v in top K} π(v)·s(v)
+
+The bias of a tail moves mass between ids outside the top K alone, and is 0 where μ is proportional to π there. With
+w = 1 the expected gradient by the logits z is
+
+    Σ_a μ(a)·∂ℓ(a)/∂z_v = 0                            v in the top K
+                        = −A·(μ(v) − ρ π(v))           v outside;  these sum to 0
+    Σ_v |bias_v| = 2·|A|·μ_rest·TV(μ restricted to the rest, π restricted to the rest) ≤ 2·|A|·μ_rest
+
+With weights the difference outside is μ(v)·f(π/μ) − ρ·f(1/ρ)·π(v), which need not sum to 0.
+
+The cells must not depend on the sampled token. A term that changes with a token is not a baseline: its covariance
+with the advantage would enter the gradient. A sampled token outside the top K therefore belongs to the last cell.
+
+The variance falls by as much as the drift is long, for an advantage that is independent of the token:
+
+    Var[A·s] − Var[A·(s − E_μ[s])] = Var(A)·|E_μ[s]|²  ≥ 0
 """
 
 import json

@@ -9,6 +9,17 @@ Shapes:   T tokens, V words; with `ends`, word 0 ends the sequence and both poli
 Pairs:    `everywhere` moves every state by a random amount; `branch` moves the first state, and the states after one
           of its words; `cut` also takes the least likely word of every state from μ, as top-k does
 Rewards:  `uniform` in [−1, 1], `binary` in {0, 1}, and `worst`: ±1 such that the error Δ is as large as it can be
+
+Derivation of the bound: π(y) − μ(y) = Σ_t μ(y)(r_t − 1) Π_{j>t} r_j telescopes. Replacing the product by 1 gives L′,
+and the remainder is −Δ. With y_{>t} from μ, E|1 − Π_{j>t} r_j| is twice the TV of what follows,
+F_t ≤ min(1, (T−t)·D_max). Since E_μ|r_t − 1| = 2·TV_t,
+
+    |Δ| ≤ ξ Σ_t E_μ[ |r_t − 1| · 2F_t ]
+    F_t ≤ (T−t)·D_max:   |Δ| ≤ 2ξT(T−1)·D²_max
+    F_t ≤ 1:             |Δ| ≤ 4ξ·D_sum
+
+If π leaves μ's support with mass u_t, the sum form still holds: E_μ|r_t − 1| is 2·TV_t − u_t, and
+4ξ(TV_t − u_t/2) + ξu_t ≤ 4ξTV_t.
 """
 
 import argparse

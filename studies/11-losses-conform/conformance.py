@@ -1,7 +1,7 @@
 """Results of `trustrl conformance` for the policy losses of several frameworks.
 
     python studies/11-losses-conform/conformance.py measure  # tests the losses of every framework that can be imported
-    python studies/11-losses-conform/conformance.py page     # fills docs/conformance.md from docs/data/conformance.json
+    python studies/11-losses-conform/conformance.py page     # fills the pages from docs/data/conformance.json
     python studies/11-losses-conform/conformance.py matrix .nox/trl/bin/python .nox/verl/bin/python=build/openrlhf ...
 
 `matrix` measures with each of these interpreters, one after the other, and then fills the page. Folders after `=` are
@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "shared"))
 from pages import fill
 
 ROOT = Path(__file__).parents[2]
-DATA, PAGE = ROOT / "docs/data/conformance.json", ROOT / "docs/conformance.md"
+DATA = ROOT / "docs/data/conformance.json"
+PAGE, TABLES = ROOT / "docs/results/losses.md", ROOT / "docs/results/losses-tables.md"
 VERL = "verl.trainer.ppo.core_algos:compute_policy_loss_"
 TRL = "trl.trainer.grpo_trainer:GRPOTrainer._compute_loss"
 OPENRLHF = "openrlhf.models.loss:PolicyLoss"
@@ -202,6 +203,17 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def summary(data: dict[str, Any]) -> str:
+    """Returns a row for each engine: its losses, and the cases that pass, fail and differ over all of them."""
+    lines = ["| engine | losses | cases that pass | fail | differ |", "|---|---|---|---|---|"]
+    for package, found in data.items():
+        counts = [sum(loss["counts"].get(key, 0) for loss in found["losses"]) for key in ("passes", "fails", "differs")]
+        passes, fails, differs = counts
+        version, losses = found["version"], len(found["losses"])
+        lines.append(f"| {package} {version} | {losses} | {passes} of {sum(counts)} | {fails} | {differs} |")
+    return "\n".join(lines)
+
+
 def outcome(counts: dict[str, int]) -> str:
     """Returns one cell: the cases that pass of those judged, and links to the others."""
     passes, fails, differs = (counts.get(key, 0) for key in ("passes", "fails", "differs"))
@@ -252,10 +264,11 @@ def bounds(data: dict[str, Any]) -> str:
 
 def page() -> None:
     data = json.loads(DATA.read_text())
-    fill(PAGE, "matrix", table(data))
-    fill(PAGE, "fails", rows(data, "fails"))
-    fill(PAGE, "differs", rows(data, "differs"))
-    fill(PAGE, "bounds", bounds(data))
+    fill(PAGE, "summary", summary(data))
+    fill(TABLES, "matrix", table(data))
+    fill(TABLES, "fails", rows(data, "fails"))
+    fill(TABLES, "differs", rows(data, "differs"))
+    fill(TABLES, "bounds", bounds(data))
 
 
 if __name__ == "__main__":

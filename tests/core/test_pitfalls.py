@@ -1,4 +1,6 @@
-"""One test per fault that others shipped and that the core could share. The numbers are those of docs/pitfalls.md.
+"""One test per fault that others shipped and that the core could share.
+
+The numbers are those of docs/guides/debugging-a-collapse.md.
 
 Number 5, the tail's gradient in a sparse KL, is in regions/test_troll.py.
 """

@@ -1,4 +1,4 @@
-"""The page of conformance results is what its command makes from the committed data, and names every version."""
+"""The pages of conformance results are what its command makes from the committed data, and names every version."""
 
 import json
 import shutil
@@ -9,33 +9,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("docs/results/losses.md", "docs/results/losses-tables.md")
 DATA = json.loads((ROOT / "docs/data/conformance.json").read_text())
 
 
 @pytest.fixture
 def copy(tmp_path):
     """The script, its data and its page in another folder."""
-    for name in ("studies/11-losses-conform/conformance.py", "studies/shared/pages.py", "docs/data/conformance.json"):
+    for name in (
+        "studies/11-losses-conform/conformance.py", "studies/shared/pages.py", "docs/data/conformance.json", *PAGES,
+    ):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    shutil.copy(ROOT / "docs/conformance.md", tmp_path / "docs")
     return tmp_path
 
 
 def fill(folder):
     subprocess.run([sys.executable, str(folder / "studies/11-losses-conform/conformance.py"), "page"], check=True)
-    return (folder / "docs/conformance.md").read_text()
+    return [(folder / page).read_text() for page in PAGES]
 
 
 def test_the_page_is_made_from_the_data(copy):
-    assert fill(copy) == (ROOT / "docs/conformance.md").read_text()
+    assert fill(copy) == [(ROOT / page).read_text() for page in PAGES]
 
 
 def test_other_data_make_another_page(copy):
     data = json.loads(json.dumps(DATA))
     data["verl"]["losses"][0]["groups"]["invariants"] = {"passes": 1, "fails": 98}
     (copy / "docs/data/conformance.json").write_text(json.dumps(data))
-    assert "1 of 99, [98 fail](#what-fails)" in fill(copy)
+    assert "1 of 99, [98 fail](#what-fails)" in fill(copy)[1]
 
 
 def test_the_groups_of_each_loss_add_up_to_its_counts():
@@ -48,7 +50,8 @@ def test_the_groups_of_each_loss_add_up_to_its_counts():
 
 
 def test_every_engine_has_a_row_with_its_version():
-    page = (ROOT / "docs/conformance.md").read_text()
+    page, tables = ((ROOT / name).read_text() for name in PAGES)
     assert set(DATA) == {"trustrl", "trl", "verl", "skyrl", "openrlhf", "areal", "rlinf", "torchtune"}
     for package, found in DATA.items():
-        assert page.count(f"| {package} {found['version']} |") == len(found["losses"]) > 0
+        assert tables.count(f"| {package} {found['version']} |") == len(found["losses"]) > 0
+        assert f"| {package} {found['version']} | {len(found['losses'])} |" in page

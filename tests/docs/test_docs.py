@@ -75,14 +75,6 @@ def test_the_python_reference_lists_every_public_name_once():
     assert sorted(listed) == sorted({*trustrl.__all__, *settings} - {"__version__", "regions"})
 
 
-def test_every_public_name_has_one_row_with_a_reason():
-    page = (ROOT / "docs/reference/public-names.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", page, re.M)
-    settings = (name for name in trustrl.regions.__all__ if not name.endswith("_loss"))  # they are in `functional`
-    assert sorted(name for name, *_ in rows) == sorted({*trustrl.__all__, *settings} - {"__version__"})
-    assert all(len(what) > 10 and len(why) > 5 for _, what, why in rows)
-
-
 ALGORITHMS = [ROOT / f"docs/algorithms/{name}.md" for name in ("dppo", "troll", "ppo")]  # the others are generated
 
 

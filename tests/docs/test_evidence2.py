@@ -327,7 +327,7 @@ def test_the_tables_of_the_answer_page_are_what_their_command_writes(block, func
 
 
 def test_failed_runs_and_the_published_clip_follow_from_the_raw_files():
-    data, page = ROOT / "docs/results/data", (ROOT / "docs/results/second-study.md").read_text()
+    data, page = ROOT / "docs/results/data", (ROOT / "docs/results/second-study-tables.md").read_text()
     runs = {stage: [json.loads(line) for line in (data / f"evidence2-{stage}.jsonl").open()] for stage in study.STAGES}
     every = [run["accuracy"][-1] < run["accuracy"][0] for stage in runs.values() for run in stage]
     assert f"In all stages {sum(every)} of {len(every):,} registered runs" in page

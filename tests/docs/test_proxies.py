@@ -40,7 +40,8 @@ def rows(name, arm, update):
 
 
 def block(name):
-    (found,) = re.findall(rf"<!-- begin {name} -->\n(.*?)\n<!-- end {name} -->", PAGE.read_text(), re.S)
+    pages = "".join(page.read_text() for page in (PAGE, PAGE.with_name("k-proxies-tables.md")))
+    (found,) = re.findall(rf"<!-- begin {name} -->\n(.*?)\n<!-- end {name} -->", pages, re.S)
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in found.split("\n") if "|" in line]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = "concepts/token-explorer/"
+PAGE = "concepts/clip-mask-project/"
 POINTS = json.loads((Path(__file__).parent / "token-explorer.json").read_text())
 ANSWERS = """(points) => points.map((point) => {
   for (const [name, value] of Object.entries(point)) {

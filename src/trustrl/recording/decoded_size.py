@@ -45,7 +45,7 @@ def check_record(file: Any, metadata: Any, size: int) -> None:
     """Checks a record file.
 
     Raises:
-        OSError: If a column occurs twice, or the pages are not those of the footer.
+        OSError: If a column occurs twice, or the pages contradict the footer.
         OverLimit: If its values take more memory than its size explains.
     """
     names = metadata.schema.to_arrow_schema().names
@@ -60,7 +60,7 @@ def check_rows(file: Any) -> None:
     """Checks a file whose rows are read as Python objects.
 
     Raises:
-        OSError: If the pages are not those of the footer.
+        OSError: If the pages contradict the footer.
         OverLimit: If its rows take more memory than allowed.
     """
     parquet = need("pyarrow.parquet", extra="records")
@@ -78,7 +78,7 @@ def decoded_sizes(file: Any, metadata: Any, enough: float) -> Sizes:
         enough: Bytes of text above which repeated texts are measured by decoding the dictionary and the indices.
 
     Raises:
-        OSError: If the pages are not those of the footer.
+        OSError: If the pages contradict the footer.
     """
     leaves = [metadata.schema.column(index) for index in range(metadata.num_columns)]
     fixed = python = 0
@@ -140,7 +140,7 @@ def _chunk(file: Any, column: Any) -> _Chunk:
     """Returns a column chunk by its page headers.
 
     Raises:
-        OSError: If they are not those of the footer.
+        OSError: If they contradict the footer.
     """
     offset = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
     end = offset + column.total_compressed_size

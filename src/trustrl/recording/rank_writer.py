@@ -223,7 +223,7 @@ def retire_rank(address: str | PathLike[str], rank: int, *, from_step: int) -> N
 
 
 def _next(folder: Place, claim: Claim) -> Claim:
-    """Returns the claim with the number after all that exist. Files without a claim are those of an attempt too."""
+    """Returns the claim with the next free number. Files without a claim count as an attempt too."""
     attempts = [attempt for rank, attempt in map(claim_numbers, claim_files(folder, claim.rank)) if rank == claim.rank]
     tables = [folder / inside for inside in TABLE_FOLDERS.values()]
     for where in (*tables, *storage.entries(folder, "dump-*")):

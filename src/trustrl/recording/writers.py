@@ -120,7 +120,7 @@ def read_claim(file: Place) -> Claim | None:
         claim = Claim(**{field.name: data[field.name] for field in fields(Claim)})
         ok = all(isinstance(value, int) for value in (claim.rank, claim.attempt, claim.from_step))
         if not ok or claim.name != file.name:
-            raise ValueError("numbers that are not those of its name")
+            raise ValueError("numbers that its name contradicts")
     except (ValueError, KeyError) as error:
         raise RecordError(
             f"`{file}` must be the claim of a writer, got: {error}. It decides which files are read. Restore it, or "

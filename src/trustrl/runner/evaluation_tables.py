@@ -11,7 +11,7 @@ from trustrl.world.tasks.own_data import table_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSet:
-    """[[evaluation.sets]]: one benchmark. What it leaves out is that of [evaluation]."""
+    """[[evaluation.sets]]: one benchmark. Missing keys have the values of [evaluation]."""
 
     data: str
     """Name of a set of [[data]] with held-out problems."""

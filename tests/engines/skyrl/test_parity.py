@@ -49,7 +49,7 @@ CASES = {
 
 
 def harmless(tokens):
-    """SkyRL's losses pass on what stands outside the loss; see docs/conformance.md."""
+    """SkyRL's losses pass on what stands outside the loss; see docs/results/losses.md."""
     mask = tokens.loss_mask.bool()
     return tokens._replace(
         **{

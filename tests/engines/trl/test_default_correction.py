@@ -1,4 +1,4 @@
-"""TRL's own correction of the sampler mismatch: what the runs on anchors had (docs/results/c-anchors.md)."""
+"""TRL's own correction of the sampler mismatch: what the runs on anchors had (docs/results/first-study.md)."""
 
 import pytest
 

@@ -61,7 +61,7 @@ def default_sample(sequences: float | None) -> float:
 class StockTokens:
     """The tokens of each step, passed to the recorder, with the totals for its triggers.
 
-    Totals are those of this rank: recording adds no collective to a stock run. So each rank fires alone.
+    Each rank counts its own totals and fires alone: recording adds no collective to a stock run.
     """
 
     def __init__(self, recorder: Recorder, region: Region | None) -> None:

@@ -70,8 +70,8 @@ def rows_to_record(data: Any, first: Tensor, multiple: int) -> Tensor:
 def spread(fields: dict[str, Tensor], rows: Tensor, data: Any) -> dict[str, Tensor]:
     """Returns fields of some rows as fields of all rows of a batch.
 
-    The other rows are those of the first update, which reads none of them. They are NaN: if verl took others for its
-    first update, their tokens would be dropped and counted.
+    The other rows belong to the first update, which reads none of them. They are NaN, so if verl's first update reads
+    other rows than expected, their tokens are dropped and counted.
     """
     mask = data["response_mask"]
     return {name: _nested(x, rows, mask) if x.is_nested else _dense(x, rows, mask) for name, x in fields.items()}

@@ -161,7 +161,7 @@ class TextFiles:
         """Returns the files that have the texts, those of the rank that include the step, each with its names.
 
         Raises:
-            RecordError: If a name is not that of a part file.
+            RecordError: If a name does not belong to a part file.
         """
         files: dict[Place, list[str]] = {}
         for name in names:

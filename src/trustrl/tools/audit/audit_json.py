@@ -1,4 +1,4 @@
-"""The object behind `trustrl audit --json`: counts as named numbers. See docs/reference/audit.md."""
+"""The object behind `trustrl audit --json`: counts as named numbers. See docs/guides/audit.md."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

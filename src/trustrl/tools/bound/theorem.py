@@ -5,7 +5,7 @@ r"""Improvement bound for sequences of at most T tokens without discount, with a
     L′ = E_μ[ R Σ_t (r_t − 1) ],   r_t = π/μ at token t,   ξ ≥ |R|
     D_max = the largest TV(μ‖π) of all states,   D_sum = E_μ[ Σ_t TV_t ]
 
-The expectations are over y ~ μ, and π is 0 where μ is. docs/concepts/reductions.md has the derivation.
+The expectations are over y ~ μ, and π is 0 where μ is. docs/concepts/reductions.md has the assumptions.
 
 Reference: Rethinking the Trust Region in LLM Reinforcement Learning, arXiv:2602.04879, theorems 3.1 and 3.2.
 """

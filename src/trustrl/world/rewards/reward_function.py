@@ -16,8 +16,8 @@ class RewardFunction:
     """[reward]: a function that scores completions. Several of them, `[[reward]]`, add up."""
 
     function: str
-    """"exact", "math-verify", or a function of your own as "file.py:name" or "package.module:name". It is called with
-    the keywords among `completion`, `answer`, `prompt`, and the columns of the data, that it names."""
+    """"exact", "math-verify", or a function of your own as "file.py:name" or "package.module:name". Its
+    parameters choose what it receives: `completion`, `answer`, `prompt`, and columns of the data."""
 
     weight: float = 1.0
     """Factor of its score in the reward."""
