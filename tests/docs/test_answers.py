@@ -23,8 +23,8 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs/engines").glob("*.md") if not page.stem.endswith("-results")),
 ]  # fmt: skip
 RECIPES = sorted(file for file in (ROOT / "recipes").glob("*.toml") if not file.stem.startswith(("dppo-", "troll-")))
-OTHERS = {"tour": "dppo-binary-tv", "verl-tour": "troll", "qwen3-128gpu": "troll"}
-"""Recipes that show another region: the output that docs/tour.md prints is of its own, and two show TROLL."""
+OTHERS = {"verl-tour": "troll", "qwen3-128gpu": "troll"}
+"""Recipes that show another region, TROLL."""
 
 REGION = trustrl.preset(TOP_K)
 VALUES = {"max_increase": REGION.divergence.max_increase, "max_ratio": REGION.max_ratio}

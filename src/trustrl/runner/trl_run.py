@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -67,7 +68,9 @@ def train(recipe: Recipe, directory: RunDirectory, progress: Progress) -> None:
         from trustrl.engines.vllm.options import set_cpu_environment
 
         set_cpu_environment()  # before vllm is imported
-    with trackers.tracked(recipe, directory.path.resolve()):
+    with trackers.tracked(recipe, directory.path.resolve()), warnings.catch_warnings():
+        # TRL 1.16 reads a name that transformers 5.23 has deprecated, once for each batch.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         _train(recipe, directory, progress, main)
 
 
@@ -173,6 +176,8 @@ def _arguments(recipe: Recipe, directory: RunDirectory) -> Any:
     from trl import GRPOConfig  # pyright: ignore[reportAttributeAccessIssue]
 
     fields = grpo_fields(recipe, str(directory.checkpoints))
+    if "activation_checkpointing" in GRPOConfig.__dataclass_fields__:  # transformers 5.23 warns of the old name
+        fields["activation_checkpointing"] = fields.pop("gradient_checkpointing")
     try:
         return GRPOConfig(**fields)
     except TypeError as error:
