@@ -16,9 +16,19 @@ from support import recording_batches as batches
 from support.run_folders import sealed, write_groups, write_records
 from trustrl.cli import main
 from trustrl.errors import RecordError, TrustRLWarning
-from trustrl.recording import NonFinite, Recorder, Recording, read, read_run, read_sequences, read_texts, stream
+from trustrl.recording import (
+    NonFinite,
+    Recorder,
+    Recording,
+    checksums,
+    read,
+    read_run,
+    read_sequences,
+    read_texts,
+    stream,
+)
 from trustrl.recording.checksums import MARK, checked_file
-from trustrl.recording.record_files import parts_in
+from trustrl.recording.record_files import parts_in, read_table
 from trustrl.recording.storage import place
 from trustrl.regions.presets import preset
 from trustrl.runs.readers.record_tables import completions
@@ -195,3 +205,19 @@ def test_a_link_to_itself_is_refused(folder, capsys):
         assert main([verb, str(folder)]) == 1
         assert PART in capsys.readouterr().err
     assert main(["report", str(folder / PART)]) == 2
+
+
+def test_the_pages_of_a_file_are_walked_once_and_again_after_a_change(tmp_path, monkeypatch):
+    write_groups(tmp_path, {"1+1=": [1.0, 0.0]})
+    (file,) = tmp_path.glob("*.parquet")
+    walked, check = [], checksums.check_record
+    monkeypatch.setattr(checksums, "_CHECKED", set())
+    monkeypatch.setattr(checksums, "check_record", lambda *about: walked.append(1) or check(*about))
+    for _ in range(3):
+        read_table(file)
+    assert len(walked) == 1
+    os.utime(file, ns=(0, 0))
+    read_table(file)
+    monkeypatch.setenv("TRUSTRL_READ_LIMITS", "2")
+    read_table(file)
+    assert len(walked) == 3

@@ -6,7 +6,9 @@ An end (uint64) and a CRC-32 (uint32) for each segment, the CRC-32 of the footer
 them, or the length and the mark at its end. Parquet's own checksums cover pages alone, without their headers.
 """
 
+import io
 import json
+import os
 import struct
 import zlib
 from bisect import bisect_left, bisect_right
@@ -15,7 +17,7 @@ from functools import lru_cache
 from typing import IO, Any
 
 from trustrl.files import parsed_json
-from trustrl.limits import OverLimit
+from trustrl.limits import OverLimit, factor
 from trustrl.optional_imports import need
 from trustrl.recording.decoded_size import check_record
 
@@ -26,6 +28,10 @@ LARGEST_FOOTER = 256 * 2**20
 
 _SEGMENT, _END, _LENGTH = struct.Struct("<QI"), struct.Struct(f"<II{len(MARK)}s"), struct.Struct("<I4s")
 _TAIL = 65_536
+
+_MOST_CHECKED = 10_000
+_CHECKED: set[tuple[float, ...]] = set()
+"""Files whose pages were walked, by device, inode, time of change, size, footer and the factor on limits."""
 
 
 def seal(file: IO[bytes]) -> None:
@@ -112,10 +118,21 @@ def checked_file(file: Any) -> tuple[Any, bytes, bool]:
 
 
 def _check_decoded(file: Any, footer: bytes, size: int) -> None:
+    """Checks the memory that the rows take, once for each file: row groups are read with one opening each."""
+    key = None
+    if isinstance(file, io.BufferedReader):
+        about = os.fstat(file.fileno())
+        key = about.st_dev, about.st_ino, about.st_ctime_ns, size, zlib.crc32(footer), factor()
+        if key in _CHECKED:
+            return
     try:
         check_record(file, parsed_footer(footer), size)
     except OverLimit as error:
         raise OSError(str(error)) from None
+    if key is not None:
+        if len(_CHECKED) >= _MOST_CHECKED:
+            _CHECKED.clear()
+        _CHECKED.add(key)
 
 
 CHECKSUM = "checksum"

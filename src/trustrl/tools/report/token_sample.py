@@ -173,8 +173,9 @@ def _rows_of_groups(file: Place) -> list[int]:
     pa, pq = need("pyarrow", extra="records"), need("pyarrow.parquet", extra="records")
     with suppress(pa.ArrowException, OSError), storage.readable(file) as opened_file:
         metadata = pq.read_metadata(opened_file)
-        if 0 <= metadata.num_row_groups <= metadata.num_rows < 2**31:
-            return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        if min(rows, default=0) >= 0 and sum(rows) == metadata.num_rows < 2**31:
+            return rows
     with opened(file) as (parquet, _):  # says what is wrong
         return [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
 
