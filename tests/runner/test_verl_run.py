@@ -91,7 +91,11 @@ RECIPE = small("engine.name=verl", "schedule.updates_per_batch=2")
     [
         ("verl", "cuda", r'^verl is not installed. Run `pip install "trustrl\[verl\]"`.$'),
         ("verl", "cpu", r'^verl is not installed. Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
-        ("trustrl_verl_cpu", "cpu", r'^trustrl_verl_cpu is not installed. Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
+        (
+            "trustrl_verl_cpu",
+            "cpu",
+            r'^trustrl_verl_cpu is not installed. Run `pip install "trustrl\[verl,verl-cpu\]"`.$',
+        ),
     ],
 )
 def test_a_missing_package_is_named_with_its_command_before_anything_starts(
