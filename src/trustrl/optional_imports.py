@@ -45,4 +45,4 @@ def shipped_folder(name: str) -> Path:
 
 
 def _missing(name: str, advice: str) -> MissingPackageError:
-    return MissingPackageError(f"{name} must be installed, but it is not. {advice}", name=name)
+    return MissingPackageError(f"{name} is not installed. {advice}", name=name)

@@ -108,9 +108,9 @@ def many() -> str:
     overall = sum(p < LEVEL for p in holm([one.p for one in every.values()]))
     listed = ", ".join(f"`{arm}` − `{other}` in `{setting}`" for setting, arm, other in sorted(within))
     return (
-        f"These pages have {len(every)} different differences in final accuracy. Taken one by one, "
-        f"{sum(one.p < LEVEL for one in every.values())} have p < {LEVEL:g}. Holm's correction within each page "
-        f"leaves {len(within)}: {listed}. Over all pages at once it leaves {overall}."
+        f"The questions have {len(every)} different differences in final accuracy. Taken one by one, "
+        f"{sum(one.p < LEVEL for one in every.values())} have p < {LEVEL:g}. Holm's correction within each "
+        f"question leaves {len(within)}: {listed}. Over all questions at once it leaves {overall}."
     )
 
 

@@ -58,9 +58,9 @@ def test_a_verdict_follows_the_adjusted_p_and_not_the_interval():
     assert "**no, the other way round**" in answers.judged({("both", "a", "b"): found}, "both", "a", "b")
 
 
-def test_of_63_differences_12_are_below_5_percent_alone_3_within_their_page_and_1_over_all_pages():
+def test_of_63_differences_12_are_below_5_percent_alone_3_within_their_question_and_1_over_all():
     said = answers.many()
-    for words in ("have 63 different", "12 have p < 0.05", "leaves 3:", "Over all pages at once it leaves 1."):
+    for words in ("have 63 different", "12 have p < 0.05", "leaves 3:", "Over all questions at once it leaves 1."):
         assert words in said
 
 

@@ -92,7 +92,7 @@ def test_without_tomli_w_a_plan_works_and_a_recipe_cannot_be_written(monkeypatch
     monkeypatch.setitem(sys.modules, "tomli_w", None)
     assert main(["plan", "tour"]) == 0
     capsys.readouterr()
-    with pytest.raises(MissingPackageError, match=r'tomli_w must be installed.*pip install "trustrl\[run\]"'):
+    with pytest.raises(MissingPackageError, match=r'tomli_w is not installed.*pip install "trustrl\[run\]"'):
         recipe_files.dumps({"name": "run"})
 
 

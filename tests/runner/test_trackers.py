@@ -71,7 +71,7 @@ def test_two_places_for_a_tracker_are_refused(name, own, tmp_path):
 
 def test_a_missing_tracker_is_named_before_training(monkeypatch):
     monkeypatch.setattr("trustrl.optional_imports.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"wandb must be installed.*pip install wandb"):
+    with pytest.raises(MissingPackageError, match=r"wandb is not installed.*pip install wandb"):
         trackers.require_package(recipe("logging.tracker=wandb"))
     trackers.require_package(recipe())
 
@@ -80,7 +80,7 @@ def test_mlflow_without_its_database_is_named_too(monkeypatch):
     """mlflow-skinny has no SQLAlchemy, and a server needs none here."""
     monkeypatch.setattr("trustrl.optional_imports.find_spec", lambda name: None if name == "sqlalchemy" else name)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(MissingPackageError, match=r"sqlalchemy must be installed.*pip install mlflow"):
+    with pytest.raises(MissingPackageError, match=r"sqlalchemy is not installed.*pip install mlflow"):
         trackers.require_package(recipe("logging.tracker=mlflow"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     trackers.require_package(recipe("logging.tracker=mlflow"))

@@ -89,9 +89,13 @@ RECIPE = small("engine.name=verl", "schedule.updates_per_batch=2")
 @pytest.mark.parametrize(
     ("missing", "device", "says"),
     [
-        ("verl", "cuda", r'^verl must be installed, but it is not. Run `pip install "trustrl\[verl\]"`.$'),
-        ("verl", "cpu", r'^verl must be installed, .* Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
-        ("trustrl_verl_cpu", "cpu", r'^trustrl_verl_cpu must .* Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
+        ("verl", "cuda", r'^verl is not installed. Run `pip install "trustrl\[verl\]"`.$'),
+        ("verl", "cpu", r'^verl is not installed. Run `pip install "trustrl\[verl,verl-cpu\]"`.$'),
+        (
+            "trustrl_verl_cpu",
+            "cpu",
+            r'^trustrl_verl_cpu is not installed. Run `pip install "trustrl\[verl,verl-cpu\]"`.$',
+        ),
     ],
 )
 def test_a_missing_package_is_named_with_its_command_before_anything_starts(

@@ -48,7 +48,7 @@ def test_a_skyrl_that_calls_its_losses_otherwise_is_refused(monkeypatch):
 
 def test_a_skyrl_that_reduces_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(ppo_utils, "reduce_loss", lambda loss, loss_mask: (loss * loss_mask).mean())
-    with pytest.raises(EngineError, match="must be the sum over tokens"):
+    with pytest.raises(EngineError, match="does not add the tokens"):
         losses._check_seams()
 
 

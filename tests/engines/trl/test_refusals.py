@@ -269,7 +269,7 @@ def test_a_trl_that_never_ran_a_kind_of_region_is_refused(region, version, least
 
 
 def test_a_package_that_is_not_there_is_refused():
-    with pytest.raises(EngineError, match=r"trustrl-nothing must be installed.*pip install trustrl-nothing"):
+    with pytest.raises(EngineError, match=r"trustrl-nothing is not installed.*pip install trustrl-nothing"):
         seam.version_of("trustrl-nothing")
 
 
@@ -296,7 +296,7 @@ def test_a_method_with_other_parameters_is_refused(method, monkeypatch):
 @pytest.mark.parametrize("method", ["_compute_loss", "_generate_and_score_completions"])
 def test_a_method_that_is_gone_is_refused(method, monkeypatch):
     monkeypatch.delattr(GRPOTrainer, method)
-    with pytest.raises(EngineError, match=rf"GRPOTrainer.{method} must exist"):
+    with pytest.raises(EngineError, match=rf"GRPOTrainer.{method} does not exist"):
         world.ours(regions.PPO())
 
 

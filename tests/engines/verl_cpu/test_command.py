@@ -163,8 +163,8 @@ def fake_python(folder, answer):
 @pytest.mark.parametrize(
     ("answer", "sentence"),
     [
-        ('{"vllm": false, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true}', "vllm must be installed"),
-        ('{"vllm": true, "trustrl_verl_cpu": false}', "trustrl-verl-cpu must be installed .*pip install trustrl-verl-cpu"),
+        ('{"vllm": false, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true}', "vllm is not installed"),
+        ('{"vllm": true, "trustrl_verl_cpu": false}', "trustrl-verl-cpu is not installed .*pip install trustrl-verl-cpu"),
         ('{"vllm": true, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true, "python": "3.9.1", "ray": null}', "must be Python 3.* got 3.9.1"),
         ('{"vllm": true, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true, "python": "HERE", "ray": null}', "ray must be .*got none"),
         ('{"vllm": true, "trustrl_verl_cpu": true, "trustrl": true, "jaxtyping": true, "python": "HERE", "ray": "1.0"}', "ray must be .*got 1.0"),

@@ -71,7 +71,7 @@ def test_options_that_reach_nobody_are_an_error():
 
 def test_a_trl_that_builds_elsewhere_is_refused(builder, monkeypatch):
     monkeypatch.delattr(builder, "LLM")
-    with pytest.raises(EngineError, match="must have the name LLM"), extra_llm_options(dtype="float32"):
+    with pytest.raises(EngineError, match="has no name LLM"), extra_llm_options(dtype="float32"):
         pass
 
 

@@ -165,7 +165,7 @@ def install_engine() -> None:
     seam.require_parameters(model, "load_valuehead_model", VALUE_HEAD_PARAMETERS)
     if not hasattr(transformer_impl, "CPUOffloadPolicy"):
         raise EngineError(
-            f"{transformer_impl.__name__} must have the name CPUOffloadPolicy, and it does not. Install a verl version "
+            f"{transformer_impl.__name__} has no name CPUOffloadPolicy. Install a verl version "
             "listed in trustrl's documentation."
         )
     model.load_valuehead_model = load_valuehead_model  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,7 +50,7 @@ def python_of(setting: str | None) -> str:
     python = setting or os.environ.get(VARIABLE)
     if not python:
         raise ConfigError(
-            f"{VARIABLE} must be the Python of an environment with vLLM, and it is not set. verl and vLLM need "
+            f"{VARIABLE} is not set. It must be the Python of an environment with vLLM. verl and vLLM need "
             "different versions of transformers. Create a second environment from environments/trl-vllm.txt and set "
             "the variable to its bin/python, or use actor_rollout_ref.rollout.name=transformers_cpu."
         )
@@ -96,9 +96,7 @@ def check(python: str, path: str) -> None:
     for module in ("vllm", "trustrl_verl_cpu", "trustrl", "jaxtyping"):
         if not reply[module]:
             name = module.replace("_", "-")
-            raise ConfigError(
-                f"{name} must be installed for {python}, and it is not. Run `{python} -m pip install {name}`."
-            )
+            raise ConfigError(f"{name} is not installed for {python}. Run `{python} -m pip install {name}`.")
     minor = ".".join(platform.python_version_tuple()[:2])
     if not reply["python"].startswith(f"{minor}."):
         raise ConfigError(
@@ -203,7 +201,7 @@ class VLLMServer(BatchingServer):
 
     def _load_weights(self, bucket: Bucket) -> None:
         if self._reload is None:
-            raise EngineError("begin_weights must be called before load_weights, and it was not.")
+            raise EngineError("load_weights came before begin_weights. Call that first.")
         tensors = bucket.tensors()
         self._runner.model.load_weights(iter(tensors))
         self._loaded += len(tensors)

@@ -17,7 +17,7 @@ def version_of(package: str) -> tuple[int, ...]:
     try:
         text = metadata.version(package)
     except metadata.PackageNotFoundError:
-        raise EngineError(f"{package} must be installed, and it is not. Run `pip install {package}`.") from None
+        raise EngineError(f"{package} is not installed. Run `pip install {package}`.") from None
     return leading_numbers(text)
 
 
@@ -73,7 +73,7 @@ def require_parameters(
         "Install a version listed in trustrl's documentation, or call `trustrl.policy_loss` from your own trainer."
     )
     if method is None:
-        raise EngineError(f"{where} must exist, and it does not. {advice}")
+        raise EngineError(f"{where} does not exist. {advice}")
     parameters = tuple(inspect.signature(method).parameters)
     if (parameters[: len(expected)] if more else parameters) != expected:
         raise EngineError(f"{where} must take {expected}, got {parameters}. {advice}")

@@ -206,8 +206,7 @@ def read_vocabulary(
 def _anchor_states(states_ND: Tensor, wanted: Wanted, rollout_head: Head | None) -> AnchorStates:
     if rollout_head is None:
         raise EngineError(
-            "The head of the rollout weights must be kept before exact divergences are measured, and it was not. Call "
-            "remember_head first."
+            "Exact divergences need the head of the rollout weights, and none was kept. Call remember_head first."
         )
     assert wanted.anchor_hidden is not None
     hidden = rollout_head.scaled(wanted.anchor_hidden.reshape(-1, states_ND.shape[-1])).to(states_ND.dtype)

@@ -236,7 +236,7 @@ def _check_seams() -> None:
     # SkyRL has divided the advantages already: with a mean, each gradient would be divided twice.
     if not torch.equal(ppo_utils.reduce_loss(loss, mask), torch.tensor(7.0)):
         raise EngineError(
-            "SkyRL's reduce_loss must be the sum over tokens in the loss, and it is not. Install a version listed in "
+            "SkyRL's reduce_loss does not add the tokens in the loss. Install a version listed in "
             "trustrl's documentation, or call `trustrl.policy_loss` from your own trainer."
         )
 

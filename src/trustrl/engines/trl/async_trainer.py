@@ -126,7 +126,7 @@ class TrustRegionAsyncGRPOTrainer(AsyncGRPOTrainer):
         missing = [name for name in (*NEEDED_INPUTS, VERSION) if name not in inputs]
         if missing:
             raise EngineError(
-                f"AsyncGRPOTrainer's batches must carry {', '.join(missing)}, and they do not. Install a TRL version "
+                f"AsyncGRPOTrainer's batches lack {', '.join(missing)}. Install a TRL version "
                 "listed in trustrl's documentation."
             )
         # TRL's loss makes the only forward pass. Its result is discarded; the region reads the pass's log-probs.

@@ -230,7 +230,7 @@ def _records(values: list[Any], tokens: np.ndarray, k: int) -> tuple[np.ndarray,
         source_ids, source_logp = (part[positions] for part in source.table())
         if not np.array_equal(source_ids[:, 0], tokens[places]):
             raise EngineError(
-                "Completions must consist of the tokens that vLLM sampled, and they do not: TRL or a subclass "
+                "Completions do not consist of the tokens that vLLM sampled: TRL or a subclass "
                 "tokenized them again. Keep the sampled ids."
             )
         ids[places], logp[places] = source_ids[:, 1:], source_logp[:, 1:]

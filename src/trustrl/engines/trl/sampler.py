@@ -60,7 +60,7 @@ def colocated_options(settings: Any, *, asked: Wanted, user_options: dict[str, A
     if missing:
         prefix = " ".join(f"{name}={value}" for name, value in missing.items())
         raise EngineError(
-            f"The environment must set {', '.join(missing)} before vLLM is imported on a CPU, and it does not. "
+            f"The environment does not set {', '.join(missing)}, which vLLM needs on a CPU before it is imported. "
             f"Start with `{prefix} python ...`."
         )
     options = {**cpu_options(), **(user_options or {})}

@@ -87,7 +87,7 @@ def check(needs: Needs, data: Any) -> None:
     # The reasons why agent loops could not record sequences of this batch.
     if reasons := sorted({extra[FAULT] for extra in extra_fields(data) if FAULT in extra}):
         raise EngineError(
-            f"The sampler must record every sequence of a batch, and it did not. {' '.join(reasons)} Training only on "
+            f"The sampler did not record every sequence of a batch. {' '.join(reasons)} Training only on "
             "the other sequences would be biased."
         )
     if needs.topk and needs.anchor == "behavior":

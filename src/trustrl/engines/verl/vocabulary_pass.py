@@ -98,8 +98,8 @@ class VocabularyPass(ABC):
         seen, self._seen = self._seen, None
         if seen is None:
             raise EngineError(
-                "verl must run the model through prepare_model_inputs and prepare_model_outputs before each loss, and "
-                "it did not. Train through train_mini_batch, with a verl version listed in trustrl's documentation."
+                "verl did not run the model through prepare_model_inputs and prepare_model_outputs before this loss. "
+                "Train through train_mini_batch, with a verl version listed in trustrl's documentation."
             )
         return seen
 

@@ -95,7 +95,7 @@ class ServerClient:
         response = requests.post(f"{self._base_url}/{path}", json=body, timeout=self._timeout)
         if response.status_code == 404:
             raise EngineError(
-                f"The server at {self._base_url} must have the route /{path}, and it does not. "
+                f"The server at {self._base_url} has no route /{path}. "
                 "Start it with VLLM_SERVER_DEV_MODE=1 in its environment."
             )
         if not response.ok:

@@ -111,7 +111,7 @@ class Channel:
             store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
         except dist.DistError as error:
             raise EngineError(
-                f"The trainer must listen on {address}:{port}, and it was not reached within {timeout_seconds:g} s. "
+                f"The trainer did not answer on {address}:{port} within {timeout_seconds:g} s. "
                 "Set the address to an address of the trainer that the sampler's machine can reach."
             ) from error
         store.set(_joined(rank), "1")

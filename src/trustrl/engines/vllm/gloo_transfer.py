@@ -129,7 +129,7 @@ class GlooReceiver(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """Loads each tensor as it arrives."""
         if self._channel is None:
-            raise EngineError("init_weight_transfer_engine must be called before a weight update, and it was not.")
+            raise EngineError("A weight update came before init_weight_transfer_engine. Call that first.")
         described = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         for name, dtype, shape in described:
             self.model.load_weights([(name, self._channel.receive(shape, getattr(torch, dtype)))])  # pyright: ignore[reportCallIssue]

@@ -56,8 +56,7 @@ def extra_llm_options(**options: Any) -> Iterator[None]:
     original = getattr(builder, "LLM", None)
     if original is None:
         raise EngineError(
-            f"{_BUILDER} must have the name LLM, and it does not. Install vllm and a trl version listed in trustrl's "
-            "documentation."
+            f"{_BUILDER} has no name LLM. Install vllm and a trl version listed in trustrl's documentation."
         )
     built = 0
 

@@ -114,7 +114,7 @@ def fill_on_cpu(llm: Any) -> None:
     capturer: Any = import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
     if connector is not None or not hasattr(capturer, "bind_routed_experts_capturer"):
         raise EngineError(
-            "vLLM's scheduler must have an unused aux_output_connector, and it does not. Install a vllm version listed "
+            "vLLM's scheduler has no unused aux_output_connector. Install a vllm version listed "
             "in trustrl's documentation, or set recording.experts=False."
         )
     routing = _CpuRouting(*capturer._get_routed_experts_shape(runner.vllm_config)[::2])

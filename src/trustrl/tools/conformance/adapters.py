@@ -140,7 +140,7 @@ class SkyRL(Adapter):
             self._config = import_module("skyrl.train.config").AlgorithmConfig()
         except ModuleNotFoundError as error:
             raise MissingPackageError(
-                f"{error.name} must be installed to load SkyRL's settings, but it is not. Run `pip install skyrl`.",
+                f"{error.name} is not installed, but SkyRL's settings need it. Run `pip install skyrl`.",
                 name=error.name,
             ) from None
         _set_fields(self._config, settings)
