@@ -5,14 +5,23 @@ import json
 import re
 from pathlib import Path
 
+from set_repository import HOST, PLACEHOLDER
+
 Images = dict[str, bytes]
 """Pictures by file name."""
 
 FENCE = "````"
 
+COLAB = "https://colab.research.google.com/github/{repository}/blob/main/docs/notebooks/{name}"
 
-def page_of(notebook: Path) -> tuple[str, Images]:
-    """Returns the notebook as Markdown, and its pictures."""
+
+def page_of(notebook: Path, address: str) -> tuple[str, Images]:
+    """Returns the notebook as Markdown, and its pictures.
+
+    Args:
+        notebook: The file.
+        address: The repository's address. With the placeholder in it, the page has no link to Colab.
+    """
     parts: list[str] = []
     images: Images = {}
     for cell in json.loads(notebook.read_text())["cells"]:
@@ -30,7 +39,16 @@ def page_of(notebook: Path) -> tuple[str, Images]:
                 continue
             said = "".join(output.get("text", data.get("text/plain", "")))
             parts.append(f"{FENCE}text\n{said.rstrip()}\n{FENCE}")
-    first, *rest = parts
+    first, *rest = [*parts[:1], *colab_link(notebook, address), *parts[1:]]
     title, *more = re.split(r"\n+", first, maxsplit=1)
     about = f"*A notebook: `docs/notebooks/{notebook.name}`, run from top to bottom by a test.*"
     return "\n\n".join([title, about, *more, *rest]) + "\n", images
+
+
+def colab_link(notebook: Path, address: str) -> list[str]:
+    """Returns the link that opens the notebook in Colab, or nothing while the repository's address is not set."""
+    repository = address.removeprefix(HOST)
+    if repository.startswith(f"{PLACEHOLDER}/"):
+        return []
+    target = COLAB.format(repository=repository, name=notebook.name)
+    return [f"[![Open in Colab](../assets/open-in-colab.svg)]({target})"]

@@ -11,6 +11,7 @@ import base64
 import sys
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import nbclient
@@ -32,10 +33,12 @@ def executed(file: Path) -> Any:
     Raises:
         CellExecutionError: If a cell raises; the message shows it.
     """
-    # Over a socket in the file system: no port is opened.
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
     notebook = nbformat.read(file, as_version=4)
-    return nbclient.NotebookClient(notebook, timeout=SECONDS, km=kernel).execute()
+    beside = {"metadata": {"path": str(FOLDER)}}  # a notebook reads the files next to it
+    with TemporaryDirectory() as sockets:  # in the file system: no port is opened
+        connection = f"{sockets}/kernel.json"
+        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=connection)
+        return nbclient.NotebookClient(notebook, timeout=SECONDS, km=kernel, resources=beside).execute()
 
 
 def cleaned(notebook: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 from notebook_pages import page_of
+from set_repository import current
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = {
@@ -68,7 +69,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, place in PLACES.items():
         files.append(File.generated(config, place, content=(ROOT / name).read_text()))
     for notebook in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
-        text, images = page_of(notebook)
+        text, images = page_of(notebook, current())
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=text))
         for name, picture in images.items():
             files.append(File.generated(config, f"notebooks/{name}", content=picture))

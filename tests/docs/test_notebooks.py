@@ -7,13 +7,19 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from notebook_pages import page_of
+from set_repository import HOST, PLACEHOLDER
 
-FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "notebooks"
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NEEDS = {"dppo-and-troll-on-a-real-model": "gguf"}
+WITHOUT_PICTURES = ("your-own-data",)
 LARGEST = 400_000  # bytes, pictures included
 
 every_notebook = pytest.mark.parametrize("file", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
@@ -40,8 +46,27 @@ def texts(value):
                 yield from texts(item)
 
 
-def test_both_notebooks_are_there():
-    assert [file.stem for file in NOTEBOOKS] == ["dppo-and-troll-on-a-real-model", "why-the-clip-is-the-wrong-shape"]
+def test_all_notebooks_are_there():
+    assert [file.stem for file in NOTEBOOKS] == [
+        "dppo-and-troll-on-a-real-model", "why-did-my-run-collapse", "why-the-clip-is-the-wrong-shape", "your-own-data",
+    ]  # fmt: skip
+
+
+@every_notebook
+def test_the_first_cell_installs_with_extras_that_exist(file):
+    first = "".join(code_cells(file)[0]["source"])
+    (extras,) = re.findall(r'^    %pip install --quiet "trustrl\[([\w,]+)\]"$', first, re.M)
+    assert set(extras.split(",")) <= set(EXTRAS)
+    assert code_cells(file)[0]["outputs"] == []
+
+
+@every_notebook
+def test_a_page_opens_in_colab_once_the_address_is_set(file):
+    pictured = "![Open in Colab](../assets/open-in-colab.svg)"
+    assert pictured not in page_of(file, f"{HOST}{PLACEHOLDER}/trustrl")[0]
+    target = f"https://colab.research.google.com/github/someone/trustrl/blob/main/docs/notebooks/{file.name}"
+    assert f"[{pictured}]({target})" in page_of(file, f"{HOST}someone/trustrl")[0]
+    assert (FOLDER.parent / "assets/open-in-colab.svg").is_file()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +101,7 @@ def test_a_notebook_is_committed_with_its_outputs_in_order(file):
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
     assert all(output["name"] == "stdout" for output in outputs if output["output_type"] == "stream")
-    assert sum(map(pictures, cells)) >= 2
+    assert sum(map(pictures, cells)) >= (0 if file.stem in WITHOUT_PICTURES else 2)
     assert file.stat().st_size < LARGEST
 
 

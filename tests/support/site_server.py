@@ -7,7 +7,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
-SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
+SIZES = {"laptop": (1366, 768), "phone": (390, 844)}
 KINDS = (
     "", "tour/", "guides/choosing-a-region/", "guides/explain/", "concepts/clip-mask-project/", "algorithms/troll/",
     "engines/verl/", "results/", "results/i-mismatch/", "reference/api/", "reference/metrics/", "scale/",
