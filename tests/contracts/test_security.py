@@ -66,7 +66,7 @@ def test_every_command_and_every_engine_has_a_row():
         assert re.search(rf"(^|[ ,]){re.escape(engine.name)}([ ,(]|$)", named), engine.name
     folders = {one.stem for one in (ROOT / "src/trustrl/engines").iterdir() if not one.name.startswith("_")}
     modules = {engine.module.rpartition(".")[2] for engine in ENGINES}
-    assert folders - modules == {"catalogue", "common", "evidence", "refusals", "sglang", "verl_cpu", "vllm"}
+    assert folders - modules == {"catalogue", "common", "refusals", "sglang", "verl_cpu", "vllm"}
     assert "(`sglang`)" in named
     assert "(`trustrl_verl_cpu`)" in named
     assert "(`vllm`)" in named
