@@ -32,7 +32,7 @@ APPENDIX = re.compile(r"-tables\.md$|-protocol\.md$|/registration-|/world-")
 
 
 LONGER = {"results/fault-found.md": 2_300}
-"""Studies with a limit of their own: this one lists every run with a seeded fault."""
+"""Studies with a limit of their own: this one has two editions, one registered on the page."""
 
 
 class Page(NamedTuple):

@@ -21,6 +21,7 @@ from pages import fill
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "docs/data/explained-2.jsonl", ROOT / "docs/results/fault-found.md"
+TABLES = PAGE.with_stem("fault-found-tables")
 HEALTHY, NOTHING, NO_METRICS = "healthy", "nothing", "no metrics"
 KEPT = 2
 """Number of findings that a run's row names. Further findings are only counted."""
@@ -160,14 +161,15 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def page() -> None:
-    """Fills the guide."""
+    """Fills the page and its appendix."""
     rows = [json.loads(line) for line in DATA.read_text().splitlines()]
     parts = {"TRL": ("trl", "stock trl"), "verl": ("verl", "stock verl")}
-    text = [verdict(rows), shares(rows), "TRL and verl together:", matrix(rows)]
+    fill(PAGE, "matrix", "\n\n".join([verdict(rows), shares(rows), "TRL and verl together:", matrix(rows)]))
+    text = []
     for name, of in parts.items():
         text += [f"{name} alone:", matrix([row for row in rows if row["engine"] in of])]
-    fill(PAGE, "matrix", "\n\n".join(text))
-    fill(PAGE, "runs", table(rows))
+    fill(TABLES, "engines", "\n\n".join(text))
+    fill(TABLES, "runs", table(rows))
 
 
 def main() -> None:
