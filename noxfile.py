@@ -233,8 +233,12 @@ def sglang(session: nox.Session) -> None:
     Not in CI: it starts slowly.
     """
     install_sglang(session)
+    in_trl = "tests/engines/sglang/test_trl_run.py"
+    session.run("pytest", "tests/engines/sglang", f"--ignore={in_trl}", "tests/engines/contract", *session.posargs)
+    # Beside the environment: verl's workers do not start where this TRL is installed.
+    both = os.pathsep.join((other_release(session, "trl", "1.16.0"), session.env["PYTHONPATH"]))
     guide = "tests/docs/test_docs.py::test_every_block_runs[docs/engines/sglang.md]"
-    session.run("pytest", "tests/engines/sglang", "tests/engines/contract", guide, *session.posargs)
+    session.run("pytest", in_trl, guide, *session.posargs, env={"PYTHONPATH": both})
 
 
 @nox.session(python="3.11")

@@ -20,8 +20,9 @@ from verl.workers.config import EngineRouterReplayConfig
 
 import trustrl
 from trustrl.engines.verl import check_settings
+from trustrl.engines.verl.__main__ import check_trl
 from trustrl.engines.verl.verl_config import fill_in
-from trustrl.errors import ConfigError
+from trustrl.errors import ConfigError, EngineError
 
 POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
 OURS = f"{POLICY_LOSS}._target_=trustrl.engines.verl.RegionLossConfig"
@@ -378,3 +379,18 @@ def test_the_launcher_starts_verl_with_its_own_configuration(monkeypatch):
     assert given.actor_rollout_ref == configuration(*RIGHT, loop).actor_rollout_ref
     launcher.main(config)
     assert os.environ[launcher.VARIABLE] == "their.module,trustrl.engines.verl"
+
+
+@pytest.mark.parametrize(("place", "starts"), [("experimental/ppo", True), ("models", False)])
+def test_a_trl_that_verls_workers_cannot_import_is_refused_before_ray_starts(place, starts, tmp_path, monkeypatch):
+    """TRL 1.16 has no value head any more, and verl 0.9.1 imports it in each FSDP worker where TRL is installed."""
+    (tmp_path / "trl" / place).mkdir(parents=True)
+    (tmp_path / "trl/__init__.py").touch()
+    (tmp_path / "trl-1.16.0.dist-info").mkdir()
+    (tmp_path / "trl-1.16.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.16.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if starts:
+        check_trl()
+    else:
+        with pytest.raises(EngineError, match=r"got TRL 1\.16\.0, which verl's workers fail to import\. Uninstall trl"):
+            check_trl()
