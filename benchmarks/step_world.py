@@ -70,10 +70,9 @@ class Rollouts:
         out = model(self.prompts, use_cache=True)
         for _ in range(completion):
             logits = out.logits[:, -1].float()
-            noisy = logits + 0.02 * torch.randn(logits.shape, generator=draw)
-            noisy[:, :3] = -torch.inf  # no padding and no end
-            noisy = torch.log_softmax(noisy, -1)
-            ids.append(torch.multinomial(noisy.exp(), 1, generator=draw))
+            noisy = torch.log_softmax(logits + 0.02 * torch.randn(logits.shape, generator=draw), -1)
+            kept = noisy.exp().index_fill(-1, torch.arange(3), 0.0)  # no padding and no end, so that lengths are equal
+            ids.append(torch.multinomial(kept, 1, generator=draw))
             logp.append(noisy.gather(-1, ids[-1]))
             tops.append(noisy.topk(64, -1))
             out = model(ids[-1], past_key_values=out.past_key_values, use_cache=True)
