@@ -27,8 +27,8 @@ def check_trl() -> None:
     places = ("experimental/ppo", "models/modeling_value_head.py")
     if not any((Path(trl.origin).parent / place).exists() for place in places):
         raise EngineError(
-            f"TRL must have a value head where verl runs, got TRL {version('trl')}, which verl's workers fail to import. "
-            "Uninstall trl here, or install it in another environment."
+            f"TRL must have a value head where verl runs, got TRL {version('trl')}, which verl's workers fail to "
+            "import. Uninstall trl here, or install it in another environment."
         )
 
 
