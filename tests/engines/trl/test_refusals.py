@@ -220,7 +220,7 @@ def test_exact_divergences_need_the_rollout_weights_head():
     where = TokenPlaces.of_mask(torch.ones_like(inputs["completion_ids"], dtype=torch.bool))
     wanted = at_completions(ids, where, anchor_hidden=torch.zeros(6 * world.COMPLETION, 64))
     call = {"input_ids": ids, "labels": ids, "trustrl_vocabulary": Opaque(wanted)}
-    with pytest.raises(EngineError, match="head of the rollout weights must be kept"):
+    with pytest.raises(EngineError, match="need the head of the rollout weights, and none was kept"):
         model(**call)
     forward.remember_head(model)
     assert model(**call).tv.shape == (6 * world.COMPLETION,)
