@@ -9,7 +9,7 @@ from support.site_server import SIZES
 
 PAGES = (
     "", "tour/", "algorithms/dppo/", "algorithms/troll/", "engines/verl/", "guides/choosing-a-region/", "results/",
-    "guides/debugging-a-collapse/", "concepts/token-explorer/", "notebooks/why-the-clip-is-the-wrong-shape/",
+    "guides/debugging-a-collapse/", "concepts/clip-mask-project/", "notebooks/why-the-clip-is-the-wrong-shape/",
 )  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_axe_finds_nothing_serious(opened, address, size, scheme):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_keyboard_comes_to_every_control(opened, address, size):
     tab = opened(size=size)
-    for page in ("", "tour/", "concepts/token-explorer/"):
+    for page in ("", "tour/", "concepts/clip-mask-project/"):
         tab.goto(address + page)
         assert beyond_the_keyboard(tab) == [], page
 
