@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 RIG = ROOT / "packages/verl_cpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOGETHER = [("doctor", "models", "plots", "ray", "records", "run", "tasks", "trl"), ("math", "verl", "verl-cpu")]
+TOGETHER = [("doctor", "models", "otel", "plots", "ray", "records", "run", "tasks", "trl"), ("math", "verl", "verl-cpu")]
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
@@ -50,6 +50,8 @@ NEED_MORE = {
     "trustrl.engines.nemo_rl": "nemo_rl",
     "trustrl.engines.openrlhf.experience_maker": "openrlhf",
     "trustrl.engines.openrlhf.losses": "openrlhf",
+    "trustrl.engines.openrlhf.rollout_actor": "openrlhf and ray",
+    "trustrl.engines.openrlhf.sampled_rows": "numpy, which every sampler has",
     "trustrl.engines.openrlhf.trainer": "openrlhf",
     "trustrl.engines.openrlhf.vocabulary": "openrlhf",
     "trustrl.engines.prime_rl": "prime_rl",
