@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[2]
 RIG = ROOT / "packages/verl_cpu"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-TOGETHER = [("doctor", "models", "otel", "plots", "ray", "records", "run", "tasks", "trl"), ("math", "verl", "verl-cpu")]
+TOGETHER = [
+    ("doctor", "models", "otel", "plots", "ray", "records", "run", "tasks", "trl"),
+    ("math", "verl", "verl-cpu"),
+]
 """Extras that one environment has; verl wants other versions of what the others share."""
 
 NEED_MORE = {
