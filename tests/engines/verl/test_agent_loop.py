@@ -319,7 +319,7 @@ def test_a_loop_that_tokenizes_again_stops_the_worker_and_loses_no_sequence():
     server = TableServer([[5, 9, 2]])
     faulty = run(Loop(config(), client(server), edit=lambda ids: [*ids[:-1], 0]))
     said = refused_by_the_worker(faulty)
-    assert re.search(r"must record every sequence.*got 3 of 3 that are in no request's answer.*tokenize", said)
+    assert re.search(r"did not record every sequence.*got 3 of 3 that are in no request's answer.*tokenize", said)
 
 
 def test_a_server_without_top_k_stops_the_worker():

@@ -140,7 +140,9 @@ def test_the_plugin_leaves_verls_own_choice_of_platform_alone():
 @pytest.mark.parametrize(
     ("python", "sentence"),
     [
-        pytest.param(None, "TRUSTRL_VLLM_PYTHON must be the Python of an environment with vLLM", id="not set"),
+        pytest.param(
+            None, "TRUSTRL_VLLM_PYTHON is not set. It must be the Python of an environment with vLLM", id="not set"
+        ),
         pytest.param("/no/such/python", "must be an executable Python, got '/no/such/python'", id="not there"),
         pytest.param(os.path.dirname(sys.executable), "must be an executable Python", id="a folder"),
     ],
